@@ -1,0 +1,1 @@
+"""Argosy: a self-hosted LLM serving fleet."""
