@@ -1,0 +1,52 @@
+"""The scheduler's own time per step, at full decode of 1 to 256 sequences: a table in microseconds."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+
+from argosy.engine.scheduling import Limits, Scheduler, StepResult
+from argosy.protocol.sampling import SamplingParams
+
+STEPS = 400
+SIZES = (1, 16, 64, 256)
+
+
+def step_times_us(sequences: int) -> list[float]:
+    """Time of `schedule` plus `commit` for each of `STEPS` decode steps, in microseconds."""
+    scheduler = Scheduler(
+        Limits(max_seqs=sequences, max_step_tokens=8192, block_size=16, num_blocks=100_000)
+    )
+    params = SamplingParams(max_tokens=STEPS + 100)
+    for number in range(sequences):
+        prompt = [number % 97 + 1] * (20 + number % 16)
+        scheduler.add(id=str(number), prompt=prompt, params=params, now=0.0, stops=frozenset([2]))
+    times = []
+    for step in range(STEPS):
+        begin = time.perf_counter()
+        plan = scheduler.schedule(float(step))
+        middle = time.perf_counter()
+        result = StepResult([5 if sampled else -1 for sampled in plan.samples])
+        resume = time.perf_counter()
+        scheduler.commit(result)
+        end = time.perf_counter()
+        if len(plan.rows) == sequences and max(plan.counts) == 1:
+            times.append((end - resume + middle - begin) * 1e6)
+    return times
+
+
+def main() -> None:
+    """Print one JSON line for each batch size."""
+    for sequences in SIZES:
+        times = step_times_us(sequences)
+        row = {
+            "sequences": sequences,
+            "median_us": round(statistics.median(times), 1),
+            "p90_us": round(statistics.quantiles(times, n=10)[-1], 1),
+        }
+        print(json.dumps(row))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""What one step is to do, and what it gave: the only words between scheduler and executor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from argosy.protocol import SamplingParams
+
+
+class Admission(NamedTuple):
+    """A sequence that takes a row in this step: everything the executor must know of it."""
+
+    row: int
+    tokens: list[int]
+    """Prompt and output so far."""
+    prompt_len: int
+    params: SamplingParams
+    blocks: list[int]
+
+
+class Restore(NamedTuple):
+    """Fill `block` from host slot `slot` before the step."""
+
+    slot: int
+    block: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step: for chunk i, tokens `starts[i] .. starts[i] + counts[i]` of row `rows[i]` are computed.
+
+    The executor applies, in this order: `offloads`, `copies`, `restores`, `admitted`, `placed`; then it computes.
+    """
+
+    step: int
+    rows: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    samples: list[bool] = field(default_factory=list)
+    """Whether chunk i reaches its sequence's last token, so that a token is sampled from it."""
+    admitted: list[Admission] = field(default_factory=list)
+    placed: list[tuple[int, int, int]] = field(default_factory=list)
+    """(row, index, block): block becomes the row's index-th."""
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    """(source block, destination block)."""
+    offloads: list[tuple[int, int]] = field(default_factory=list)
+    """(block, host slot): save the block in host memory, with a checksum."""
+    restores: list[Restore] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens computed by this step."""
+        return sum(self.counts)
+
+
+class Logprob(NamedTuple):
+    """A token's natural-log probability under the unmodified logits, its rank from 1, and the likeliest tokens."""
+
+    token: int
+    logprob: float
+    rank: int
+    top: list[tuple[int, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What the step gave, by chunk index of its plan."""
+
+    tokens: list[int]
+    """The sampled token of each chunk; -1 where none was sampled."""
+    logprobs: dict[int, Logprob] = field(default_factory=dict)
+    prompt_logprobs: dict[int, list[Logprob]] = field(default_factory=dict)
+    """By chunk, for prompt positions start + 1 .. start + count in order: the token at each, as predicted."""
+    failed: dict[int, str] = field(default_factory=dict)
+    """Chunks whose row gave no valid numbers, and why; only those sequences end."""
+    corrupt: list[int] = field(default_factory=list)
+    """Blocks of `restores` whose checksum did not hold; what was computed on them is void."""

@@ -1,0 +1,63 @@
+"""Refusals and failures as the OpenAI API words them: one exception, one body."""
+
+from __future__ import annotations
+
+import msgspec
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "invalid_request_error",
+    422: "invalid_request_error",
+    429: "rate_limit_error",
+    499: "cancelled_error",
+    503: "overloaded_error",
+}
+
+
+class ApiError(Exception):
+    """A refusal with a stable `code`, the HTTP status, and a sentence that tells the reader what to change."""
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+    @property
+    def type(self) -> str:
+        """OpenAI's word for the status."""
+        by_class = "server_error" if self.status >= 500 else "invalid_request_error"
+        return _TYPES.get(self.status, by_class)
+
+    def body(self, request_id: str) -> bytes:
+        """The JSON error body (OpenAI's shape, with the request id beside it)."""
+        return msgspec.json.encode(
+            {
+                "error": {
+                    "message": self.message,
+                    "type": self.type,
+                    "param": self.param,
+                    "code": self.code,
+                },
+                "request_id": request_id,
+            }
+        )
+
+
+def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
+    """A 400 for the parameter `param`."""
+    return ApiError(400, code, message, param=param)

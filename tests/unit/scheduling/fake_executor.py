@@ -1,0 +1,95 @@
+"""An executor that keeps tokens where KV would be, so that every wrong block shows as a wrong token."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from argosy.engine.scheduling import Plan, StepResult
+
+if TYPE_CHECKING:
+    from argosy.engine.scheduling import Admission
+
+VOCAB = 50
+
+
+def next_token(tokens: list[int]) -> int:
+    """The token that follows, a function of the whole history."""
+    digest = hashlib.sha256(bytes(str(tokens), "ascii")).digest()
+    return digest[0] % VOCAB
+
+
+def reference(prompt: list[int], max_tokens: int, stops: frozenset[int] = frozenset()) -> list[int]:
+    """What an undisturbed run generates."""
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + max_tokens:
+        tokens.append(next_token(tokens))
+        if tokens[-1] in stops:
+            break
+    return tokens[len(prompt) :]
+
+
+@dataclass
+class FakeExecutor:
+    """Applies plans as the contract says; asserts that each token sees its own sequence's past."""
+
+    num_blocks: int
+    block_size: int
+    max_step_tokens: int
+    rotten: set[int] = field(default_factory=set)
+    """Host slots whose content is corrupt."""
+
+    def __post_init__(self) -> None:
+        self.kv = [[(-1, -1)] * self.block_size for _ in range(self.num_blocks)]
+        self.host: dict[int, list[tuple[int, int]]] = {}
+        self.rows: dict[int, tuple[list[int], list[int]]] = {}
+
+    def execute(self, plan: Plan) -> StepResult:
+        """Run one step."""
+        assert plan.tokens <= self.max_step_tokens
+        assert len(set(plan.rows)) == len(plan.rows), "a row twice in one step"
+        for block, slot in plan.offloads:
+            self.host[slot] = list(self.kv[block])
+            self.rotten.discard(slot)
+        for source, destination in plan.copies:
+            self.kv[destination] = list(self.kv[source])
+        corrupt = []
+        for slot, block in plan.restores:
+            self.kv[block] = list(self.host[slot])
+            if slot in self.rotten:
+                self.kv[block] = [(-7, -7)] * self.block_size
+                corrupt.append(block)
+        for admission in plan.admitted:
+            self._admit(admission)
+        for row, index, block in plan.placed:
+            assert len(self.rows[row][1]) == index
+            self.rows[row][1].append(block)
+        void = set(corrupt)
+        tokens = [
+            self._compute(row, start, count, samples=samples, void=void)
+            for row, start, count, samples in zip(
+                plan.rows, plan.starts, plan.counts, plan.samples, strict=True
+            )
+        ]
+        return StepResult(tokens, corrupt=corrupt)
+
+    def _admit(self, admission: Admission) -> None:
+        self.rows[admission.row] = (list(admission.tokens), list(admission.blocks))
+
+    def _compute(self, row: int, start: int, count: int, *, samples: bool, void: set[int]) -> int:
+        tokens, blocks = self.rows[row]
+        size = self.block_size
+        assert start + count <= len(tokens), "asked to compute an unknown token"
+        assert samples == (start + count == len(tokens))
+        if not void.intersection(blocks):
+            for position in range(start):
+                stored = self.kv[blocks[position // size]][position % size]
+                assert stored == (position, tokens[position]), "a sequence reads foreign KV"
+        for position in range(start, start + count):
+            self.kv[blocks[position // size]][position % size] = (position, tokens[position])
+        if not samples:
+            return -1
+        token = next_token(tokens)
+        tokens.append(token)
+        return token
