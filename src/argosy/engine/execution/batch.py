@@ -1,0 +1,75 @@
+"""The inputs of one forward pass: one kind of batch for prefill, decode and every mixture."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """S chunks of S different sequences, T tokens in all, flattened one after the other."""
+
+    token_ids: Tensor
+    """[T] int64."""
+    positions: Tensor
+    """[T] int64: absolute position of each token in its sequence."""
+    cu_q: Tensor
+    """[S + 1] int32: chunk i holds flat tokens cu_q[i] .. cu_q[i + 1]."""
+    seq_lens: Tensor
+    """[S] int32: tokens of sequence i with KV once this step is done (start + count)."""
+    page_table: Tensor
+    """[S, P] int32: KV blocks of each sequence in order; entries past its length are not read."""
+    slots: Tensor
+    """[T] int64: where each token's KV goes: block * block_size + offset."""
+    rows: Tensor
+    """[S] int64: the sequence's permanent row."""
+    logit_index: Tensor
+    """[L] int64: flat tokens whose logits are wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """The attention of one layer."""
+
+    layer: int
+    scale: float
+    window: int | None = None
+    """A token sees itself and the `window - 1` tokens before it; None: all before it."""
+    softcap: float | None = None
+    """Scores become softcap * tanh(scores / softcap)."""
+
+
+class Attention(Protocol):
+    """Paged attention over a KV cache whose layout is the backend's own affair."""
+
+    @property
+    def name(self) -> str:
+        """What is in use, for the log."""
+        ...
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, spec: AttentionSpec
+    ) -> Tensor:
+        """Write k, v into the cache at `batch.slots`, then attend causally over each sequence's cache.
+
+        q: [T, heads, head_dim]; k, v: [T, kv_heads, head_dim]; returns [T, heads, head_dim], contiguous, in q's dtype.
+        The result for a token depends on its own sequence only, bit for bit: not on the other
+        chunks of the batch nor on how its sequence was cut into chunks.
+        """
+        ...
+
+    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy whole blocks, all layers: (source, destination)."""
+        ...
+
+    def read_block(self, block: int) -> Tensor:
+        """All layers' keys and values of a block as one flat uint8 tensor in host memory (a copy)."""
+        ...
+
+    def write_block(self, block: int, data: Tensor) -> None:
+        """Put back what `read_block` gave."""
+        ...

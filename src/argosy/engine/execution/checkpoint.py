@@ -1,0 +1,116 @@
+"""Where a model's files are: a directory as given, or a snapshot of a repository on the hub."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from argosy.engine.execution.model_config import read_json
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+WANTED = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+"""What is fetched from the hub: configuration, weights, templates, tokenizer files."""
+UNWANTED = ("consolidated*", "*/*")
+"""What is not: weights in other layouts, and folders of them."""
+_HEADER_LIMIT = 100 << 20
+
+
+def locate(model: str, revision: str | None) -> Path:
+    """The directory that holds `model`: a path as it is, a hub name as a local snapshot of it.
+
+    A name is looked up with huggingface_hub, which honours HF_HOME, HF_TOKEN and HF_HUB_OFFLINE.
+    Raises ValueError, with the remedy, when there is no such model or it cannot be fetched.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ValueError(f"{path} has no config.json; give a directory in Hugging Face layout")
+        return path
+    if path.exists():
+        raise ValueError(f"{path} is a file; give the directory that it lies in")
+    if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
+        raise ValueError(f"there is no directory {path}; check the path")
+    return _fetch(model, revision)
+
+
+def _fetch(model: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    try:
+        folder = snapshot_download(
+            model,
+            revision=revision,
+            allow_patterns=list(WANTED),
+            ignore_patterns=list(UNWANTED),
+        )
+    except GatedRepoError as error:
+        remedy = "accept its terms on the hub and set HF_TOKEN to your token"
+        raise ValueError(f"the hub does not let us fetch {model}: {remedy}") from error
+    except RepositoryNotFoundError as error:
+        remedy = "check the name, or set HF_TOKEN if it is private"
+        raise ValueError(f"the hub has no model {model}: {remedy}") from error
+    except RevisionNotFoundError as error:
+        remedy = "name a branch, tag or commit of that repository"
+        raise ValueError(f"{model} has no revision {revision}: {remedy}") from error
+    except HFValidationError as error:
+        remedy = "give a directory, or a name like owner/model"
+        raise ValueError(f"{model!r} is neither: {remedy}") from error
+    except (LocalEntryNotFoundError, OSError) as error:
+        remedy = "give a local directory, or allow access to the hub (HF_HUB_OFFLINE, network)"
+        raise ValueError(f"cannot fetch {model} ({error}): {remedy}") from error
+    return Path(folder)
+
+
+def tensor_files(path: Path) -> dict[str, Path]:
+    """The file of each tensor in a checkpoint of one safetensors file or of indexed shards.
+
+    Raises ValueError when there are none, the index is unreadable, or a shard that it names is gone.
+    """
+    index = path / INDEX
+    if not index.is_file():
+        return dict.fromkeys(_header(_single(path)), path / SINGLE)
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ValueError(f"{index} has no weight_map; fetch the model again")  # noqa: TRY004
+    files = {str(name): path / str(file) for name, file in weight_map.items()}
+    missing = sorted({file.name for file in files.values() if not file.is_file()})
+    if missing:
+        raise ValueError(
+            f"{path} lacks {', '.join(missing)} named by {INDEX}; fetch the model again"
+        )
+    return files
+
+
+def _single(path: Path) -> Path:
+    single = path / SINGLE
+    if single.is_file():
+        return single
+    others = sorted(file.name for file in path.glob("*.bin"))
+    if others:
+        raise ValueError(
+            f"{path} holds {others[0]} but no {SINGLE}; convert it with transformers' save_pretrained"
+        )
+    raise ValueError(f"{path} has neither {SINGLE} nor {INDEX}; fetch the model's weights")
+
+
+def _header(file: Path) -> list[str]:
+    """Tensor names of a safetensors file: a 64-bit little-endian length, then that much JSON."""
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if not 0 < length <= _HEADER_LIMIT:
+                raise ValueError(f"its header is said to have {length} bytes")  # noqa: TRY301
+            names = json.loads(stream.read(length))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"cannot read {file}: {error}; the file is damaged, fetch it again"
+        ) from error
+    return [name for name in names if name != "__metadata__"]

@@ -1,0 +1,409 @@
+// Paged causal attention for the CPU, behind a plain C ABI: stores new keys and values, then attends.
+//
+// Cache layout, per layer (W = min(16, block_size) keys side by side; D padded to 16 words):
+//   keys   [block][kv head][block_size / W][words of D][W]   a word holds one float or two bfloat16
+//   values [block][kv head][words of block_size][D]
+// so that one 16-lane multiply-add takes 16 keys (scores) or 16 dimensions (values), and both are operands of
+// vdpbf16ps and of the matrix unit as they lie. Every row (token, head) walks key tiles at absolute positions
+// in order, with arithmetic that no other row touches: its result does not depend on the batch, the chunking or
+// the threads. Online softmax: Milakov & Gimelshein 2018; tiling as in FlashAttention (Dao et al. 2022).
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <vector>
+
+#include "amx.h"
+#include "simd.h"
+
+extern "C" {
+
+// One call, all sizes in elements; mirrored field by field by native.py.
+struct ArgosyAttention {
+    const void *q;             // [tokens, heads, head_dim], rows of `q_stride`
+    const void *k;             // [tokens, kv_heads, head_dim], rows of `k_stride`
+    const void *v;             // [tokens, kv_heads, head_dim], rows of `v_stride`
+    void *out;                 // [tokens, heads, head_dim]
+    void *keys;                // this layer's cache
+    void *values;
+    const int64_t *positions;  // [tokens]
+    const int64_t *slots;      // [tokens]
+    const int32_t *cu_q;       // [sequences + 1]
+    const int32_t *seq_lens;   // [sequences]
+    const int32_t *pages;      // [sequences, page_stride]
+    int64_t tokens, sequences, page_stride, q_stride, k_stride, v_stride;
+    int64_t heads, kv_heads, head_dim, block_size, window, threads;
+    float scale, softcap;      // window 0 and softcap 0: none
+};
+}
+
+namespace {
+
+using namespace argosy;
+
+constexpr int TILE = 64;  // keys of one softmax step
+constexpr int PANELS = TILE / LANES;
+constexpr int ROWS = 32;  // rows of a work item, unless one token has more heads
+constexpr float LOG2E = 1.44269504088896341f;
+constexpr float NONE = -INFINITY;
+
+// One tile of keys of one sequence and kv head, as pointers to panels of W keys: pages are never gathered.
+struct Tile {
+    const uint32_t *keys[2 * PANELS];
+    const uint32_t *values[2 * PANELS];
+};
+
+// Scores and weighted sums by vector multiply-adds; each sum runs in the same order whatever R and C are.
+template <class Element, int W> struct VectorUnit {
+    using T = Element;
+    static constexpr int PANEL = W;
+    static constexpr int ALIGN = 1;  // rows are padded to a multiple of it
+    static constexpr int WORDS = TILE / T::PER_WORD;
+#ifdef __AVX512F__
+    static constexpr int ROW_BLOCK = 4, WIDE = 8;  // accumulators that fit the register file
+#else
+    static constexpr int ROW_BLOCK = 1, WIDE = 4;
+#endif
+
+    static u32x16 key_vector(const Tile &tile, int panel, int64_t word) {
+        if constexpr (W == LANES) return load<u32x16>(tile.keys[panel] + word * W);
+        u32x16 both;
+        std::memcpy(&both, tile.keys[2 * panel] + word * W, 32);
+        std::memcpy((char *)&both + 32, tile.keys[2 * panel + 1] + word * W, 32);
+        return both;
+    }
+
+    template <int R> static void score_block(const uint32_t *q, int64_t words, const Tile &tile, float *scores) {
+        f32x16 sum[R][PANELS] = {};
+        for (int64_t word = 0; word < words; word++) {
+            u32x16 key[PANELS];
+            for (int p = 0; p < PANELS; p++) key[p] = key_vector(tile, p, word);
+            for (int r = 0; r < R; r++)
+                for (int p = 0; p < PANELS; p++) sum[r][p] = T::madd(sum[r][p], q[r * words + word], key[p]);
+        }
+        for (int r = 0; r < R; r++)
+            for (int p = 0; p < PANELS; p++) store(scores + r * TILE + p * LANES, sum[r][p]);
+    }
+
+    template <int R, int C>
+    static void weigh_block(const uint32_t *weights, const Tile &tile, const float *fade, float *out, int64_t width,
+                            int64_t column) {
+        f32x16 sum[R][C];
+        for (int r = 0; r < R; r++)
+            for (int c = 0; c < C; c++) sum[r][c] = load<f32x16>(out + r * width + column + c * LANES) * fade[r];
+        for (int word = 0; word < WORDS; word++) {
+            constexpr int EACH = W / T::PER_WORD;
+            const uint32_t *row = tile.values[word / EACH] + word % EACH * width + column;
+            for (int c = 0; c < C; c++) {
+                const u32x16 value = load<u32x16>(row + c * LANES);
+                for (int r = 0; r < R; r++) sum[r][c] = T::madd(sum[r][c], weights[r * WORDS + word], value);
+            }
+        }
+        for (int r = 0; r < R; r++)
+            for (int c = 0; c < C; c++) store(out + r * width + column + c * LANES, sum[r][c]);
+    }
+
+    template <int R>
+    static void weigh_columns(const uint32_t *weights, const Tile &tile, const float *fade, float *out, int64_t width) {
+        constexpr int C = R <= 2 ? WIDE : 4;
+        int64_t column = 0;
+        for (; column + C * LANES <= width; column += C * LANES)
+            weigh_block<R, C>(weights, tile, fade, out, width, column);
+        for (; column < width; column += LANES) weigh_block<R, 1>(weights, tile, fade, out, width, column);
+    }
+
+    // scores[rows][TILE] = q[rows][words] . keys
+    static void score(const uint32_t *q, int64_t rows, int64_t words, const Tile &tile, float *scores) {
+        int64_t r = 0;
+        for (; r + ROW_BLOCK <= rows; r += ROW_BLOCK)
+            score_block<ROW_BLOCK>(q + r * words, words, tile, scores + r * TILE);
+        for (; r + 2 <= rows; r += 2) score_block<2>(q + r * words, words, tile, scores + r * TILE);
+        for (; r < rows; r++) score_block<1>(q + r * words, words, tile, scores + r * TILE);
+    }
+
+    // out[rows][width] = out * fade + weights[rows][WORDS] . values
+    static void weigh(const uint32_t *weights, int64_t rows, const Tile &tile, const float *fade, float *out,
+                      int64_t width) {
+        int64_t r = 0;
+        for (; r + ROW_BLOCK <= rows; r += ROW_BLOCK)
+            weigh_columns<ROW_BLOCK>(weights + r * WORDS, tile, fade + r, out + r * width, width);
+        for (; r + 2 <= rows; r += 2) weigh_columns<2>(weights + r * WORDS, tile, fade + r, out + r * width, width);
+        for (; r < rows; r++) weigh_columns<1>(weights + r * WORDS, tile, fade + r, out + r * width, width);
+    }
+};
+
+#ifdef ARGOSY_AMX
+// The same by the matrix unit, sixteen rows at a time; a row of a tile product does not depend on the others.
+struct MatrixUnit {
+    using T = Bfloat16;
+    static constexpr int PANEL = LANES;
+    static constexpr int ALIGN = 16;
+    static constexpr int WORDS = TILE / 2;
+
+    // 0-3 sums; 4, 5: queries and keys, 32 dimensions; 6, 7: weights and values of 16 keys.
+    AmxTiles tiles{{16, 16, 16, 16, 16, 16, 16, 8}, {64, 64, 64, 64, 64, 64, 32, 64}};
+
+    static void score(const uint32_t *q, int64_t rows, int64_t words, const Tile &tile, float *scores) {
+        for (int64_t r = 0; r < rows; r += 16) {
+            AMX_ZERO(0);
+            AMX_ZERO(1);
+            AMX_ZERO(2);
+            AMX_ZERO(3);
+            for (int64_t word = 0; word < words; word += 16) {
+                AMX_LOAD(4, q + r * words + word, words * 4);
+                AMX_LOAD(5, tile.keys[0] + word * LANES, 64);
+                AMX_MADD(0, 4, 5);
+                AMX_LOAD(5, tile.keys[1] + word * LANES, 64);
+                AMX_MADD(1, 4, 5);
+                AMX_LOAD(5, tile.keys[2] + word * LANES, 64);
+                AMX_MADD(2, 4, 5);
+                AMX_LOAD(5, tile.keys[3] + word * LANES, 64);
+                AMX_MADD(3, 4, 5);
+            }
+            AMX_STORE(0, scores + r * TILE, TILE * 4);
+            AMX_STORE(1, scores + r * TILE + LANES, TILE * 4);
+            AMX_STORE(2, scores + r * TILE + 2 * LANES, TILE * 4);
+            AMX_STORE(3, scores + r * TILE + 3 * LANES, TILE * 4);
+        }
+    }
+
+    static void weigh(const uint32_t *weights, int64_t rows, const Tile &tile, const float *fade, float *out,
+                      int64_t width) {
+        for (int64_t r = 0; r < rows; r++) {
+            if (fade[r] == 1.0f) continue;
+            for (int64_t c = 0; c < width; c += LANES)
+                store(out + r * width + c, load<f32x16>(out + r * width + c) * fade[r]);
+        }
+        for (int64_t r = 0; r < rows; r += 16)
+            for (int64_t c = 0; c < width; c += 2 * LANES) {  // the width is a multiple of 32
+                float *sum = out + r * width + c;
+                AMX_LOAD(0, sum, width * 4);
+                AMX_LOAD(1, sum + LANES, width * 4);
+                for (int p = 0; p < PANELS; p++) {
+                    AMX_LOAD(6, weights + r * WORDS + p * LANES / 2, WORDS * 4);
+                    AMX_LOAD(7, tile.values[p] + c, width * 4);
+                    AMX_MADD(0, 6, 7);
+                    AMX_LOAD(7, tile.values[p] + c + LANES, width * 4);
+                    AMX_MADD(1, 6, 7);
+                }
+                AMX_STORE(0, sum, width * 4);
+                AMX_STORE(1, sum + LANES, width * 4);
+            }
+    }
+};
+#endif
+
+// One thread's working memory: a row is one head of one token.
+struct Scratch {
+    std::vector<uint32_t> q, weights, part;
+    std::vector<float> scores, out, peak, total, fade;
+
+    Scratch(int64_t rows, int64_t width)
+        : q(rows * width), weights(rows * TILE), part(LANES * width), scores(rows * TILE), out(rows * width),
+          peak(rows), total(rows * LANES), fade(rows, 1.0f) {}
+};
+
+struct Item {
+    int64_t sequence, first, last;  // flat tokens first .. last - 1
+};
+
+template <class Unit> class Kernel {
+    using T = typename Unit::T;
+    using Scalar = typename T::Scalar;
+    static constexpr int N = T::PER_WORD;
+    static constexpr int W = Unit::PANEL;
+    static constexpr int WORDS = TILE / N;
+
+    const ArgosyAttention &a;
+    const int64_t words = (a.head_dim + LANES * N - 1) / (LANES * N) * LANES;
+    const int64_t width = words * N;  // the padded head dimension
+    const int64_t group = a.heads / a.kv_heads;
+    const int64_t head_words = a.block_size * words;  // of one block, keys or values
+    const int64_t tile_tokens = std::max<int64_t>(1, ROWS / group);
+    const std::vector<uint32_t> zeros = std::vector<uint32_t>(LANES * width);
+
+    // Put token t's keys and values where the layout wants them.
+    void store_token(int64_t t) const {
+        const int64_t block = a.slots[t] / a.block_size, offset = a.slots[t] % a.block_size;
+        for (int64_t head = 0; head < a.kv_heads; head++) {
+            const int64_t base = (block * a.kv_heads + head) * head_words;
+            const Scalar *k = (const Scalar *)a.k + t * a.k_stride + head * a.head_dim;
+            const Scalar *v = (const Scalar *)a.v + t * a.v_stride + head * a.head_dim;
+            Scalar *key = (Scalar *)((uint32_t *)a.keys + base + offset / W * W * words + offset % W);
+            Scalar *value = (Scalar *)((uint32_t *)a.values + base + offset / N * width) + offset % N;
+            for (int64_t d = 0; d < a.head_dim; d++) {
+                key[d / N * W * N + d % N] = k[d];
+                value[d * N] = v[d];
+            }
+            for (int64_t d = a.head_dim; d < width; d++) key[d / N * W * N + d % N] = 0;
+        }
+    }
+
+    // Where the keys and values of tile `index` lie. Values past the sequence's end are taken as zero: a cache
+    // block may still hold another sequence's there, not all of them finite.
+    void locate(Tile &tile, const Item &item, int64_t head, int64_t index, Scratch &s) const {
+        const int32_t *pages = a.pages + item.sequence * a.page_stride;
+        const int64_t length = a.seq_lens[item.sequence];
+        for (int i = 0; i < TILE / W; i++) {
+            const int64_t at = index * TILE + i * W, held = std::min<int64_t>(W, length - at);
+            tile.keys[i] = tile.values[i] = zeros.data();
+            if (held <= 0) continue;
+            const int64_t base = (pages[at / a.block_size] * a.kv_heads + head) * head_words;
+            const int64_t panel = base + at % a.block_size / W * W * words;
+            tile.keys[i] = (const uint32_t *)a.keys + panel;
+            tile.values[i] = (const uint32_t *)a.values + panel;
+            if (held < W) tile.values[i] = cut(tile.values[i], held, s);
+        }
+    }
+
+    // A copy of a panel of values with zeros after the first `held` keys.
+    const uint32_t *cut(const uint32_t *values, int64_t held, Scratch &s) const {
+        const int64_t whole = held / N * width;
+        std::copy_n(values, whole, s.part.begin());
+        std::fill(s.part.begin() + whole, s.part.end(), 0u);
+        if (held % N)  // the last key without its partner
+            for (int64_t d = 0; d < width; d++) s.part[whole + d] = values[whole + d] & 0xffffu;
+        return s.part.data();
+    }
+
+    f32x16 logits(f32x16 x) const {  // in units of log 2
+        if (a.softcap == 0) return x * (a.scale * LOG2E);
+        const f32x16 doubled = x * (a.scale / a.softcap * 2 * LOG2E);
+        const f32x16 e = exp2_of(doubled > 126.0f ? broadcast(126.0f) : doubled);
+        return (1.0f - 2.0f / (e + 1.0f)) * (a.softcap * LOG2E);  // tanh
+    }
+
+    // Scores of one row to weights: the online softmax. A row that sees nothing of the tile stays as it is.
+    void soften(Scratch &s, int64_t row, int64_t position, int64_t start) const {
+        const int64_t oldest = a.window ? position - a.window + 1 : 0;
+        const bool whole = oldest <= start && position >= start + TILE - 1;
+        const int from = (int)std::clamp<int64_t>(oldest - start, -1, TILE);
+        const int to = (int)std::clamp<int64_t>(position - start, -1, TILE);
+        const i32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        f32x16 score[PANELS];
+        f32x16 best = broadcast(NONE);
+        for (int p = 0; p < PANELS; p++) {
+            score[p] = logits(load<f32x16>(s.scores.data() + row * TILE + p * LANES));
+            if (!whole) {
+                const i32x16 key = lane + p * LANES;
+                score[p] = (key >= from) & (key <= to) ? score[p] : broadcast(NONE);
+            }
+            best = maximum(best, score[p]);
+        }
+        const float before = s.peak[row], now = std::max(before, reduce_max(best));
+        const float base = now == NONE ? 0.0f : now;
+        s.peak[row] = now;
+        s.fade[row] = now == before ? 1.0f : exp2_of(broadcast(before - base))[0];
+        f32x16 total = load<f32x16>(s.total.data() + row * LANES) * s.fade[row];
+        uint32_t *weights = s.weights.data() + row * WORDS;
+        for (int p = 0; p < PANELS; p++) {
+            const f32x16 weight = exp2_of(score[p] - base);
+            if constexpr (N == 2) {
+                const u32x16 rounded = to_bfloat16(weight);
+                store((uint16_t *)weights + p * LANES, halves(rounded));
+                total += (f32x16)(rounded << 16);
+            } else {
+                store(weights + p * LANES, weight);
+                total += weight;
+            }
+        }
+        store(s.total.data() + row * LANES, total);
+    }
+
+    void load_queries(Scratch &s, const Item &item, int64_t head, int64_t rows) const {
+        std::fill_n(s.q.begin(), rows * words, 0u);
+        std::fill_n(s.out.begin(), rows * width, 0.0f);
+        std::fill_n(s.total.begin(), rows * LANES, 0.0f);
+        std::fill_n(s.peak.begin(), rows, NONE);
+        for (int64_t row = 0; row < rows; row++) {
+            const int64_t t = item.first + row / group, h = head * group + row % group;
+            std::memcpy(s.q.data() + row * words, (const Scalar *)a.q + t * a.q_stride + h * a.head_dim,
+                        a.head_dim * sizeof(Scalar));
+        }
+    }
+
+    void store_rows(const Scratch &s, const Item &item, int64_t head, int64_t rows) const {
+        for (int64_t row = 0; row < rows; row++) {
+            const int64_t t = item.first + row / group, h = head * group + row % group;
+            Scalar *out = (Scalar *)a.out + (t * a.heads + h) * a.head_dim;
+            const float total = reduce_sum(load<f32x16>(s.total.data() + row * LANES));
+            for (int64_t d = 0; d < a.head_dim; d += LANES) {
+                // Adding zero turns -0, which depends on how many masked keys were summed, into 0.
+                const f32x16 x = load<f32x16>(s.out.data() + row * width + d) / total + 0.0f;
+                const size_t bytes = std::min<int64_t>(LANES, a.head_dim - d) * sizeof(Scalar);
+                if constexpr (N == 2) {
+                    const u16x16 rounded = halves(to_bfloat16(x));
+                    std::memcpy(out + d, &rounded, bytes);
+                } else {
+                    std::memcpy(out + d, &x, bytes);
+                }
+            }
+        }
+    }
+
+    void attend(const Item &item, int64_t head, Scratch &s) const {
+        const int64_t rows = (item.last - item.first) * group;
+        const int64_t padded = (rows + Unit::ALIGN - 1) / Unit::ALIGN * Unit::ALIGN;
+        const int64_t oldest = a.window ? std::max<int64_t>(0, a.positions[item.first] - a.window + 1) : 0;
+        const int64_t newest = a.positions[item.last - 1];
+        load_queries(s, item, head, rows);
+        for (int64_t index = oldest / TILE; index <= newest / TILE; index++) {
+            Tile tile;
+            locate(tile, item, head, index, s);
+            Unit::score(s.q.data(), padded, words, tile, s.scores.data());
+            for (int64_t row = 0; row < rows; row++)
+                soften(s, row, a.positions[item.first + row / group], index * TILE);
+            Unit::weigh(s.weights.data(), padded, tile, s.fade.data(), s.out.data(), width);
+        }
+        store_rows(s, item, head, rows);
+    }
+
+    // Work items, costliest (longest context) first so that the threads end together.
+    std::vector<Item> plan() const {
+        std::vector<Item> items;
+        for (int64_t sequence = 0; sequence < a.sequences; sequence++)
+            for (int64_t first = a.cu_q[sequence]; first < a.cu_q[sequence + 1]; first += tile_tokens)
+                items.push_back({sequence, first, std::min<int64_t>(first + tile_tokens, a.cu_q[sequence + 1])});
+        const auto cost = [&](const Item &i) { return (i.last - i.first + 1) * a.positions[i.last - 1]; };
+        std::stable_sort(items.begin(), items.end(), [&](const Item &x, const Item &y) { return cost(x) > cost(y); });
+        return items;
+    }
+
+  public:
+    explicit Kernel(const ArgosyAttention &call) : a(call) {}
+
+    void run() const {
+        const std::vector<Item> items = plan();
+        const int64_t count = (int64_t)items.size() * a.kv_heads;
+        const int64_t rows = (tile_tokens * group + Unit::ALIGN - 1) / Unit::ALIGN * Unit::ALIGN;
+#pragma omp parallel num_threads((int)a.threads)
+        {
+            [[maybe_unused]] const Unit unit{};
+            Scratch scratch(rows, width);
+#pragma omp for schedule(static)
+            for (int64_t t = 0; t < a.tokens; t++) store_token(t);
+#pragma omp for schedule(dynamic, 1)
+            for (int64_t i = 0; i < count; i++) attend(items[i / a.kv_heads], i % a.kv_heads, scratch);
+        }
+    }
+};
+
+}  // namespace
+
+extern "C" {
+
+void argosy_attention_float32(const ArgosyAttention *call) {
+    if (call->block_size % LANES == 0)
+        Kernel<VectorUnit<Float, LANES>>(*call).run();
+    else
+        Kernel<VectorUnit<Float, LANES / 2>>(*call).run();
+}
+
+void argosy_attention_bfloat16(const ArgosyAttention *call) {
+    if (call->block_size % LANES) return Kernel<VectorUnit<Bfloat16, LANES / 2>>(*call).run();
+#ifdef ARGOSY_AMX
+    if (amx_allowed()) return Kernel<MatrixUnit>(*call).run();
+#endif
+    Kernel<VectorUnit<Bfloat16, LANES>>(*call).run();
+}
+}

@@ -1,0 +1,101 @@
+// Sixteen lanes of float and the few functions that the kernels need of them, on any CPU.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
+namespace argosy {
+
+using u32x16 = uint32_t __attribute__((vector_size(64)));
+using i32x16 = int32_t __attribute__((vector_size(64)));
+using f32x16 = float __attribute__((vector_size(64)));
+using u16x16 = uint16_t __attribute__((vector_size(32)));
+
+constexpr int LANES = 16;
+
+template <class V> inline V load(const void *from) {
+    V value;
+    std::memcpy(&value, from, sizeof value);
+    return value;
+}
+
+template <class V> inline void store(void *to, V value) { std::memcpy(to, &value, sizeof value); }
+
+inline f32x16 broadcast(float x) { return x - f32x16{}; }
+
+inline f32x16 maximum(f32x16 a, f32x16 b) { return a > b ? a : b; }
+
+inline float reduce_max(f32x16 x) {
+    float best = x[0];
+    for (int i = 1; i < LANES; i++) best = x[i] > best ? x[i] : best;
+    return best;
+}
+
+inline float reduce_sum(f32x16 x) {
+    float part[LANES];
+    store(part, x);
+    for (int width = LANES / 2; width; width /= 2)
+        for (int i = 0; i < width; i++) part[i] += part[i + width];
+    return part[0];
+}
+
+// 2^x to about 2e-7 relative for x <= 126, exactly 1 at 0, 0 below -126; NaN stays NaN.
+inline f32x16 exp2_of(f32x16 x) {
+    const f32x16 clamped = x < -126.0f ? broadcast(-126.0f) : x;
+    const f32x16 magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+    const f32x16 shifted = clamped + magic;
+    const f32x16 f = clamped - (shifted - magic);
+    const i32x16 n = (i32x16)shifted - (i32x16)magic;
+    f32x16 p = broadcast(1.5403530e-4f);
+    p = p * f + 1.3333558e-3f;
+    p = p * f + 9.6181291e-3f;
+    p = p * f + 5.5504109e-2f;
+    p = p * f + 2.4022651e-1f;
+    p = p * f + 6.9314718e-1f;
+    p = p * f + 1.0f;
+    p = p * (f32x16)((n + 127) << 23);
+    return x < -126.0f ? f32x16{} : p;
+}
+
+// The nearest bfloat16, ties to even, in the low half of each lane.
+inline u32x16 to_bfloat16(f32x16 x) {
+    const u32x16 bits = (u32x16)x;
+    return (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+}
+
+inline u16x16 halves(u32x16 x) { return __builtin_convertvector(x, u16x16); }
+
+// How many elements share a 32-bit word, and sum + a * b over the words of b.
+struct Float {
+    using Scalar = float;
+    static constexpr int PER_WORD = 1;
+    static inline f32x16 madd(f32x16 sum, uint32_t a, u32x16 b) {
+        float scalar;
+        std::memcpy(&scalar, &a, 4);
+        return sum + scalar * (f32x16)b;
+    }
+};
+
+struct Bfloat16 {
+    using Scalar = uint16_t;
+    static constexpr int PER_WORD = 2;
+    static inline f32x16 madd(f32x16 sum, uint32_t a, u32x16 b) {
+#ifdef __AVX512BF16__
+        return (f32x16)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32((int)a), (__m512bh)b);
+#else
+        const uint32_t low_bits = a << 16, high_bits = a & 0xffff0000u;
+        float low, high;
+        std::memcpy(&low, &low_bits, 4);
+        std::memcpy(&high, &high_bits, 4);
+        sum = sum + low * (f32x16)(b << 16);
+        return sum + high * (f32x16)(b & 0xffff0000u);
+#endif
+    }
+};
+
+}  // namespace argosy

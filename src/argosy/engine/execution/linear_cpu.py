@@ -1,0 +1,99 @@
+"""Linear layers on the CPU: packed once, and each token's result its own, whoever shares the batch."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional as F
+
+from argosy.engine.execution.native import Kernels, LinearCall, NativeUnavailable, load_kernels
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+
+def cpu_linear(weight: Tensor, bias: Tensor | None, threads: int) -> Callable[[Tensor], Tensor]:
+    """Pack weight [N, K] and bias [N]; the result maps [T, K] to [T, N] in their dtype.
+
+    bfloat16 takes the native kernel where it can be had, else oneDNN; float32 takes oneDNN. Rows of
+    oneDNN's bfloat16 product agree bit for bit over all batch sizes only up to K of about 500.
+    """
+    if weight.dtype == torch.bfloat16:
+        try:
+            return _NativeLinear(load_kernels(), weight, bias, threads)
+        except NativeUnavailable:
+            pass  # the attention's log line says why
+    if torch.backends.mkldnn.is_available() and weight.dtype in (torch.float32, torch.bfloat16):
+        return _PackedLinear(weight, bias)
+    return _DenseLinear(weight, bias)
+
+
+class _NativeLinear:
+    """csrc/linear.cpp: bfloat16 in and out, float32 sums in one order for every batch size."""
+
+    def __init__(self, kernels: Kernels, weight: Tensor, bias: Tensor | None, threads: int) -> None:
+        self._outs, self._cols = weight.shape
+        self._threads = threads
+        self._compute = kernels.linear
+        dense = weight.detach().contiguous()
+        self._packed = torch.empty(kernels.linear_bytes(self._outs, self._cols), dtype=torch.uint8)
+        kernels.linear_pack(dense.data_ptr(), self._outs, self._cols, self._packed.data_ptr())
+        self._bias = None if bias is None else bias.detach().float().contiguous()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = x.shape[0]
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        out = torch.empty(rows, self._outs, dtype=torch.bfloat16)
+        call = LinearCall(
+            x.data_ptr(),
+            self._packed.data_ptr(),
+            None if self._bias is None else self._bias.data_ptr(),
+            out.data_ptr(),
+            rows,
+            self._cols,
+            self._outs,
+            x.stride(0),
+            self._threads,
+        )
+        self._compute(ctypes.addressof(call))
+        return out
+
+
+class _PackedLinear:
+    """x @ weight.T + bias, with the weight in oneDNN's own blocked layout."""
+
+    ROWS_HINT = 64
+    """The batch for which oneDNN picks the layout; any batch runs."""
+    SHORT = 1024
+    """Above this K a single row takes another kernel than two: it is computed twice."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(  # noqa: SLF001 - the only entry
+            weight.detach().contiguous(), self.ROWS_HINT
+        )
+        self._bias = bias
+        self._long = weight.shape[1] > self.SHORT
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._long and len(x) == 1:
+            return self(x.expand(2, -1).contiguous())[:1]
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(  # noqa: SLF001 - the only entry
+            x, self._weight, self._bias, "none", [], ""
+        )
+        return out
+
+
+class _DenseLinear:
+    """x @ weight.T + bias, with the weight as it came."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight = weight
+        self._bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self._weight, self._bias)

@@ -1,0 +1,97 @@
+"""The decoder: one transformer for every family, its differences given by the ModelSpec."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from argosy.engine.execution.layers import NORMS, Layer, Mlp, Part, Projection
+from argosy.engine.execution.moe import Mixture
+from argosy.engine.execution.rope import rope_rows, rope_table
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from argosy.engine.execution.batch import Attention, Batch
+    from argosy.engine.execution.device import Device
+    from argosy.engine.execution.spec import LayerSpec, ModelSpec
+
+
+class Embedding(Part):
+    """A row for each token, times `scale` where the family scales."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(spec.vocab_size, spec.hidden))
+        self._scale = spec.embed_scale
+
+    def settle(self, device: Device) -> None:
+        """Round the scale as the weights are."""
+        del device
+        if self._scale is not None:
+            self._scale = float(torch.tensor(self._scale, dtype=self.weight.dtype))
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """[T] to [T, hidden]."""
+        rows = F.embedding(token_ids, self.weight)
+        return rows if self._scale is None else rows.mul_(self._scale)
+
+
+class Decoder(nn.Module):
+    """Token ids in, logits out; built with parameters on `meta`, which `load_decoder` assigns."""
+
+    def __init__(self, spec: ModelSpec, device: Device, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.spec = spec
+        self._device = device
+        self._dtype = dtype
+        with torch.device("meta"):
+            self.embed = Embedding(spec)
+            self.layers = nn.ModuleList(
+                Layer(spec, layer, index, _mlp(spec, layer))
+                for index, layer in enumerate(spec.layer_specs)
+            )
+            self.norm = NORMS[spec.norm](spec.hidden, spec.norm_eps)
+            self.head = Projection(spec.hidden, spec.vocab_size, bias=False)
+        self._ropes = [
+            rope_table(rope, spec.max_model_len).to(device.torch_device) for rope in spec.ropes
+        ]
+        self._stack: list[Layer] = [layer for layer in self.layers if isinstance(layer, Layer)]
+
+    def attention_for(self, num_blocks: int, block_size: int) -> Attention:
+        """Allocate a KV cache for this model, and the attention over it."""
+        return self._device.attention(
+            layers=self.spec.layers,
+            heads=self.spec.heads,
+            kv_heads=self.spec.kv_heads,
+            head_dim=self.spec.head_dim,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            dtype=self._dtype,
+        )
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, attention: Attention) -> Tensor:
+        """Logits of the flat tokens `batch.logit_index`: [L, vocab_size] float32, L may be 0.
+
+        Writes the keys and values of every token of the batch through `attention`.
+        """
+        x = self.embed.forward(batch.token_ids)
+        rows = [rope_rows(table, batch.positions) for table in self._ropes]
+        for layer in self._stack:
+            layer.forward(x, rows[layer.rope], batch, attention)
+        if not batch.logit_index.numel():
+            return torch.empty(0, self.spec.vocab_size, device=x.device)
+        last = self.norm.forward(x.index_select(0, batch.logit_index))
+        logits = self.head.forward(last).float()
+        cap = self.spec.logit_softcap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+
+def _mlp(spec: ModelSpec, layer: LayerSpec) -> nn.Module:
+    if layer.sparse and spec.moe is not None:
+        return Mixture(spec.hidden, spec.moe, spec.activation)
+    return Mlp(spec.hidden, spec.intermediate, spec.mlp_bias, spec.activation)

@@ -1,0 +1,126 @@
+"""config.json as typed answers: a missing or impossible value is an error that names the file and key."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+def read_json(path: Path) -> dict[str, object]:
+    """The JSON object in a file. Raises ValueError when it cannot be read or is something else."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot read {path}: {error}; fetch the model again") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} does not hold a JSON object; fetch the model again")  # noqa: TRY004
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The values of a config.json over its family's defaults; null counts as absent.
+
+    Every method raises ValueError, naming the file and the key, when the value has another type.
+    """
+
+    path: Path
+    values: Mapping[str, object]
+    defaults: Mapping[str, object]
+
+    def get(self, key: str) -> object:
+        """The value, the default, or None; an explicit null overrides the default."""
+        return self.values[key] if key in self.values else self.defaults.get(key)
+
+    def section(self, key: str) -> dict[str, object]:
+        """An object; empty when absent."""
+        value = self.get(key)
+        if value is None:
+            return {}
+        if not isinstance(value, dict):
+            raise self.error(key, "an object")
+        return dict(value)
+
+    def integer(self, key: str) -> int:
+        """A whole number that must be there."""
+        value = self.optional_integer(key)
+        if value is None:
+            raise self.error(key, "a whole number")
+        return value
+
+    def optional_integer(self, key: str) -> int | None:
+        """A whole number or None."""
+        value = self.get(key)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self.error(key, "a whole number")
+        return value
+
+    def number(self, key: str) -> float:
+        """A number that must be there."""
+        value = self.optional_number(key)
+        if value is None:
+            raise self.error(key, "a number")
+        return value
+
+    def optional_number(self, key: str) -> float | None:
+        """A number or None."""
+        value = self.get(key)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.error(key, "a number")
+        return float(value)
+
+    def numbers(self, key: str) -> tuple[float, ...]:
+        """A list of numbers; empty when absent."""
+        value = self.get(key)
+        items = [] if value is None else value
+        if not isinstance(items, list) or not all(isinstance(i, int | float) for i in items):
+            raise self.error(key, "a list of numbers")
+        return tuple(float(item) for item in items)
+
+    def names(self, key: str) -> tuple[str, ...]:
+        """A list of strings; empty when absent."""
+        value = self.get(key)
+        items = [] if value is None else value
+        if not isinstance(items, list) or not all(isinstance(i, str) for i in items):
+            raise self.error(key, "a list of strings")
+        return tuple(items)
+
+    def token_ids(self, key: str) -> tuple[int, ...]:
+        """A token id or a list of them; empty when absent."""
+        value = self.get(key)
+        items = [] if value is None else value if isinstance(value, list) else [value]
+        if not all(isinstance(item, int) for item in items):
+            raise self.error(key, "a token id or a list of them")
+        return tuple(items)
+
+    def text(self, key: str) -> str | None:
+        """A string or None."""
+        value = self.get(key)
+        if value is not None and not isinstance(value, str):
+            raise self.error(key, "a string")
+        return value
+
+    def flag(self, key: str) -> bool:
+        """True or false; absent is false."""
+        value = self.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise self.error(key, "true or false")
+        return bool(value)
+
+    def within(self, values: Mapping[str, object]) -> ModelConfig:
+        """The same file, but the values of one of its sections, without defaults."""
+        return ModelConfig(self.path, values, {})
+
+    def error(self, key: str, wanted: str) -> ValueError:
+        """The error for a value that is not what it must be."""
+        found = "is missing" if self.get(key) is None else f"is {self.get(key)!r}"
+        return ValueError(f"{self.path}: {key} {found}; it must be {wanted}")

@@ -1,0 +1,59 @@
+"""A mixture of experts over flat tokens: sorted by expert, each token summed in its own order."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from argosy.engine.execution.layers import Mlp, Projection
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from argosy.engine.execution.spec import Activation, MoeSpec
+
+
+class Mixture(nn.Module):
+    """Each token visits its `active` likeliest experts (Shazeer et al. 2017; Jiang et al. 2024)."""
+
+    def __init__(self, hidden: int, spec: MoeSpec, activation: Activation) -> None:
+        super().__init__()
+        self.router = Projection(hidden, spec.experts, bias=False)
+        self.experts = nn.ModuleList(
+            Mlp(hidden, spec.intermediate, bias=False, activation=activation)
+            for _ in range(spec.experts)
+        )
+        self._spec = spec
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, hidden] to [T, hidden]; a token's experts are added likeliest first, in float32."""
+        weights, chosen = self._route(x)
+        active = self._spec.active
+        # order[i] is the (token, slot) pair, flattened, that comes i-th when sorted by expert
+        order = chosen.flatten().argsort(stable=True)
+        counts = chosen.flatten().bincount(minlength=self._spec.experts).tolist()
+        inputs = x.index_select(0, order // active).split(counts)
+        outputs = [
+            expert.forward(rows)
+            for expert, rows in zip(self.experts, inputs, strict=True)
+            if len(rows)
+        ]
+        pairs = torch.empty(order.numel(), x.shape[1], dtype=x.dtype, device=x.device)
+        pairs.index_copy_(0, order, torch.cat(outputs))
+        slots = pairs.view(len(x), active, -1)
+        total = slots[:, 0] * weights[:, :1]
+        for slot in range(1, active):
+            total.add_(slots[:, slot] * weights[:, slot : slot + 1])
+        return total.to(x.dtype)
+
+    def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights (float32) and ids of each token's experts, [T, active], likeliest first."""
+        scores = self.router.forward(x).float().softmax(-1)
+        weights, chosen = scores.topk(self._spec.active, dim=-1)
+        if self._spec.normalize:
+            weights = weights / weights.sum(-1, keepdim=True)
+        if self._spec.round_weights:
+            weights = weights.to(x.dtype).float()
+        return weights, chosen

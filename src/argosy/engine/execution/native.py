@@ -1,0 +1,171 @@
+"""Builds the C++ kernels of csrc/ with the system's compiler on first use, and loads them."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SOURCES = Path(__file__).parent / "csrc"
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-Wno-psabi")
+BUILD_TIMEOUT_S = 120.0
+
+
+class NativeUnavailable(Exception):  # noqa: N818 - a state of the machine, with its remedy
+    """The native kernels cannot be had here; the message says why, and what would help."""
+
+
+class AttentionCall(ctypes.Structure):
+    """`ArgosyAttention` of attention.cpp, field by field; pointers are addresses, sizes elements."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "keys", "values")),
+        *((name, ctypes.c_void_p) for name in ("positions", "slots", "cu_q", "seq_lens", "pages")),
+        *((name, ctypes.c_int64) for name in ("tokens", "sequences", "page_stride")),
+        *((name, ctypes.c_int64) for name in ("q_stride", "k_stride", "v_stride")),
+        *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "head_dim", "block_size")),
+        *((name, ctypes.c_int64) for name in ("window", "threads")),
+        *((name, ctypes.c_float) for name in ("scale", "softcap")),
+    )
+
+
+class LinearCall(ctypes.Structure):
+    """`ArgosyLinear` of linear.cpp, field by field; pointers are addresses, sizes elements."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "packed", "bias", "out")),
+        *((name, ctypes.c_int64) for name in ("rows", "cols", "outs", "x_stride", "threads")),
+    )
+
+
+class Kernels:
+    """The loaded library. Its functions trust their arguments and run without the GIL.
+
+    attention_*, linear: take the address of an AttentionCall or LinearCall.
+    linear_bytes: (outs, cols) to the size of a packed weight.
+    linear_pack: (weight's address, outs, cols, address of that many bytes).
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        library = ctypes.CDLL(str(path))
+        pointer, size = ctypes.c_void_p, ctypes.c_int64
+        self.attention_float32 = _function(library, "argosy_attention_float32", None, pointer)
+        self.attention_bfloat16 = _function(library, "argosy_attention_bfloat16", None, pointer)
+        self.linear = _function(library, "argosy_linear", None, pointer)
+        self.linear_bytes = _function(library, "argosy_linear_bytes", size, size, size)
+        self.linear_pack = _function(
+            library, "argosy_linear_pack", None, pointer, size, size, pointer
+        )
+
+
+def _function(
+    library: ctypes.CDLL, name: str, result: type[ctypes.c_int64] | None, *arguments: type
+) -> Callable[..., int]:
+    """A C function with its types declared; one without a result returns nothing of use."""
+    function = library[name]
+    function.restype = result
+    function.argtypes = arguments
+    return function
+
+
+@cache
+def load_kernels(compiler: str | None = None, folder: Path | None = None) -> Kernels:
+    """Load the kernels for this CPU, building them when no earlier process has.
+
+    compiler: name or path; None takes $CXX, else c++, g++ or clang++.
+    folder: where builds are kept; None takes argosy/native in the user's cache directory.
+    Safe with several processes at once. Raises NativeUnavailable.
+    """
+    program = _find_compiler(compiler)
+    path = (folder or _cache_folder()) / _fingerprint(program) / "kernels.so"
+    if not path.exists():
+        _build(program, path)
+    try:
+        return Kernels(path)
+    except (OSError, AttributeError) as error:
+        raise NativeUnavailable(f"{path} does not load ({error}); delete it to rebuild") from error
+
+
+def _find_compiler(compiler: str | None) -> str:
+    """The compiler's path."""
+    wanted = (compiler,) if compiler else (os.environ.get("CXX", ""), "c++", "g++", "clang++")
+    for name in wanted:
+        program = shutil.which(name) if name else None
+        if program:
+            return program
+    raise NativeUnavailable("no C++ compiler found; install g++, or set CXX to one")
+
+
+def _cache_folder() -> Path:
+    """Where builds are kept; a private temporary directory when the cache cannot be written."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111
+    folder = Path(base) / "argosy" / "native"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError:
+        return Path(tempfile.mkdtemp(prefix="argosy-native-"))
+
+
+def _fingerprint(program: str) -> str:
+    """What a build depends on, hashed: sources, flags, compiler and the CPU's features."""
+    digest = hashlib.sha256()
+    for source in sorted(SOURCES.iterdir()):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    digest.update("\0".join((program, *FLAGS, platform.machine(), _cpu_features())).encode())
+    digest.update(_run(program, "--version").encode())
+    return digest.hexdigest()[:24]
+
+
+def _cpu_features() -> str:
+    """The model and feature lines of the first CPU."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return platform.processor()
+    first = text.split("\n\n", 1)[0].splitlines()
+    return "\n".join(x for x in first if x.startswith(("model name", "flags", "Features", "CPU")))
+
+
+def _build(program: str, path: Path) -> None:
+    """Compile into a file of our own, then rename: other processes see all of it or nothing."""
+    sources = [str(source) for source in sorted(SOURCES.glob("*.cpp"))]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as work:
+            built = Path(work) / path.name
+            _run(program, *FLAGS, *sources, "-o", str(built))
+            built.replace(path)
+    except OSError as error:
+        raise NativeUnavailable(
+            f"cannot write {path.parent} ({error}); make it writable"
+        ) from error
+
+
+def _run(program: str, *arguments: str) -> str:
+    """Run the compiler and return its output. Raises NativeUnavailable with the end of its errors."""
+    try:
+        done = subprocess.run(  # noqa: S603 - the compiler that the user has
+            (program, *arguments),
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=BUILD_TIMEOUT_S,
+        )
+    except subprocess.CalledProcessError as error:
+        raise NativeUnavailable(f"{program} failed: {error.stderr.strip()[-500:]}") from error
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NativeUnavailable(f"{program} cannot be run: {error}") from error
+    return done.stdout

@@ -1,0 +1,88 @@
+"""Rotary position embedding: frequencies by kind, tables made once, one rotation for q and k."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from argosy.engine.execution.spec import RopeSpec
+
+
+def rope_table(spec: RopeSpec, max_len: int) -> Tensor:
+    """Cosines and sines of positions 0 .. max_len: float32 [max_len, 2, rotary_dim / 2]."""
+    positions = torch.arange(max_len, dtype=torch.float32)
+    angles = positions[:, None] * _frequencies(spec, max_len)
+    return torch.stack((angles.cos(), angles.sin()), 1).mul_(spec.attention_factor)
+
+
+def rope_rows(table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """What `rotate_` wants for tokens at positions [T]: two float32 tensors [T, 1, rotary_dim].
+
+    They are (cos, cos) and (-sin, sin): a rotation is x * first + swap(x) * second, with swap
+    exchanging the halves of x.
+    """
+    cos, sin = table.index_select(0, positions).unsqueeze(2).unbind(1)
+    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+
+
+def rotate_(x: Tensor, rows: tuple[Tensor, Tensor]) -> None:
+    """Rotate x [T, heads, head_dim] in place by its tokens' `rope_rows`.
+
+    Computed in float32 and rounded once; elements beyond rotary_dim stay as they are.
+    """
+    cos, sin = rows
+    turning = x[..., : cos.shape[-1]]
+    wide = turning.float()
+    swapped = wide.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
+    turning.copy_((wide * cos).add_(swapped.mul_(sin)))
+
+
+def _frequencies(spec: RopeSpec, max_len: int) -> Tensor:
+    """Radians per position, float32 [rotary_dim / 2].
+
+    `dynamic` scales only beyond the stated context, which we never serve, so it is the default.
+    longrope takes its long factors for every position once sequences beyond original_max_len may
+    come: a choice by each sequence's length would change keys that are cached already.
+    """
+    exponents = torch.arange(0, spec.rotary_dim, 2, dtype=torch.float32) / spec.rotary_dim
+    periods = spec.theta**exponents
+    if spec.kind == "longrope":
+        short = max_len <= spec.original_max_len
+        return 1.0 / (torch.tensor(spec.short_factors if short else spec.long_factors) * periods)
+    plain = 1.0 / periods
+    if spec.kind == "linear":
+        return plain / spec.factor
+    if spec.kind == "llama3":
+        return _llama3(spec, plain)
+    if spec.kind == "yarn":
+        return _yarn(spec, plain)
+    return plain
+
+
+def _llama3(spec: RopeSpec, plain: Tensor) -> Tensor:
+    """Llama 3.1's scaling: long wavelengths slowed by the factor, short ones kept, a blend between."""
+    wavelengths = 2 * math.pi / plain
+    low, high = spec.low_freq_factor, spec.high_freq_factor
+    blend = ((spec.original_max_len / wavelengths - low) / (high - low)).clamp(0, 1)
+    return (1 - blend) * plain / spec.factor + blend * plain
+
+
+def _yarn(spec: RopeSpec, plain: Tensor) -> Tensor:
+    """YaRN (Peng et al. 2023), section 3.2: a ramp from kept to interpolated frequencies."""
+
+    def dimension(rotations: float) -> float:
+        turns = spec.original_max_len / (rotations * 2 * math.pi)
+        return spec.rotary_dim * math.log(turns) / (2 * math.log(spec.theta))
+
+    low, high = dimension(spec.beta_fast), dimension(spec.beta_slow)
+    if spec.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, spec.rotary_dim - 1)
+    width = high - low or 0.001
+    ramp = ((torch.arange(len(plain), dtype=torch.float32) - low) / width).clamp(0, 1)
+    return plain / spec.factor * ramp + plain * (1 - ramp)

@@ -1,0 +1,115 @@
+"""Rotary embeddings as config.json writes them: transformers 4 and 5 keys, one reading."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, get_args
+
+from argosy.engine.execution.spec import RopeKind, RopeSpec
+
+if TYPE_CHECKING:
+    from argosy.engine.execution.model_config import ModelConfig
+
+_KINDS: dict[str, RopeKind] = {kind: kind for kind in get_args(RopeKind)}
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+def read_ropes(config: ModelConfig, head_dim: int) -> tuple[RopeSpec, ...]:
+    """The rope of full-attention layers, and after it that of sliding ones where it is another.
+
+    transformers 5 writes `rope_parameters`, per layer type in Gemma 3; older checkpoints have
+    `rope_theta`, `rope_scaling`, `partial_rotary_factor` and `rope_local_base_freq`.
+    Raises ValueError for a rope that we do not have.
+    """
+    written = config.section("rope_parameters")
+    local = config.optional_number("rope_local_base_freq")
+    if any(name in written for name in _LAYER_TYPES):
+        full, sliding = (config.within(written).section(name) for name in _LAYER_TYPES)
+        sections = [full, {"rope_theta": local} | sliding]
+    else:
+        sections = [written | config.section("rope_scaling")]
+        if local is not None:
+            sections.append({"rope_theta": local})
+    return tuple(_read_rope(config, section, head_dim) for section in sections)
+
+
+def served_len(config: ModelConfig, ropes: tuple[RopeSpec, ...]) -> int:
+    """Most tokens that the positions allow; yarn extends what the configuration states."""
+    stated = config.integer("max_position_embeddings")
+    extended = [int(rope.original_max_len * rope.factor) for rope in ropes if rope.kind == "yarn"]
+    return max([stated, *extended])
+
+
+def _read_rope(config: ModelConfig, section: dict[str, object], head_dim: int) -> RopeSpec:
+    rope = config.within(section)
+    kind = _kind(config, rope)
+    theta = rope.optional_number("rope_theta") or config.number("rope_theta")
+    stated = config.integer("max_position_embeddings")
+    original = (
+        config.optional_integer("original_max_position_embeddings")
+        or rope.optional_integer("original_max_position_embeddings")
+        or stated
+    )
+    factor = rope.optional_number("factor")
+    if factor is None:
+        if kind in ("linear", "dynamic", "llama3"):
+            raise rope.error("factor", f"a number, for rope type {kind}")
+        factor = stated / original if kind in ("yarn", "longrope") else 1.0
+    rotary_dim = _rotary_dim(config, rope, head_dim)
+    spec = RopeSpec(
+        kind=kind,
+        theta=theta,
+        rotary_dim=rotary_dim,
+        original_max_len=original,
+        factor=factor,
+        attention_factor=_attention_factor(rope, kind, factor, original),
+        low_freq_factor=rope.optional_number("low_freq_factor") or 1.0,
+        high_freq_factor=rope.optional_number("high_freq_factor") or 4.0,
+        beta_fast=rope.optional_number("beta_fast") or 32.0,
+        beta_slow=rope.optional_number("beta_slow") or 1.0,
+        truncate=rope.get("truncate") is not False,
+        short_factors=rope.numbers("short_factor"),
+        long_factors=rope.numbers("long_factor"),
+    )
+    if kind == "longrope":
+        for key, factors in (("short", spec.short_factors), ("long", spec.long_factors)):
+            if len(factors) != rotary_dim // 2:
+                raise rope.error(f"{key}_factor", f"a list of {rotary_dim // 2} numbers")
+    return spec
+
+
+def _kind(config: ModelConfig, rope: ModelConfig) -> RopeKind:
+    name = rope.text("rope_type") or rope.text("type") or "default"
+    if name == "su" or (name == "yarn" and rope.get("short_factor") is not None):
+        name = "longrope"  # what the first Phi-3 checkpoints called it
+    if name not in _KINDS or rope.get("mrope_section") is not None:
+        raise ValueError(
+            f"{config.path}: rope type {name!r} of several axes or unknown; "
+            f"Argosy has {', '.join(_KINDS)}"
+        )
+    return _KINDS[name]
+
+
+def _rotary_dim(config: ModelConfig, rope: ModelConfig, head_dim: int) -> int:
+    share = rope.optional_number("partial_rotary_factor")
+    share = share or config.optional_number("partial_rotary_factor") or 1.0
+    rotary_dim = int(head_dim * share)
+    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+        raise config.error("partial_rotary_factor", f"such that {head_dim} of it is even")
+    return rotary_dim
+
+
+def _attention_factor(rope: ModelConfig, kind: RopeKind, factor: float, original: int) -> float:
+    """What yarn and longrope multiply cosines and sines by."""
+    stated = rope.optional_number("attention_factor")
+    if kind not in ("yarn", "longrope") or stated is not None:
+        return 1.0 if stated is None else stated
+    if factor <= 1.0:
+        return 1.0
+    if kind == "longrope":
+        return math.sqrt(1 + math.log(factor) / math.log(original))
+    mscale = rope.optional_number("mscale")
+    mscale_all = rope.optional_number("mscale_all_dim")
+    if mscale and mscale_all:
+        return (0.1 * mscale * math.log(factor) + 1) / (0.1 * mscale_all * math.log(factor) + 1)
+    return 0.1 * math.log(factor) + 1

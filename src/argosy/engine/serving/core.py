@@ -1,0 +1,288 @@
+"""The engine loop: requests in, one step at a time, deltas out; a step that fails costs one request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import structlog
+
+from argosy.engine.config import EngineConfig
+from argosy.engine.execution.build import build
+from argosy.engine.scheduling import Limits, Plan, Progress, Scheduler, Sequence, StepResult
+from argosy.engine.scheduling.admission import Batching, Continuous, Dynamic, Static
+from argosy.engine.scheduling.plan import Logprob
+from argosy.engine.serving.wire import (
+    Delta,
+    EngineRequest,
+    FinishReason,
+    Outputs,
+    Ready,
+    Stats,
+    TokenLogprob,
+)
+
+log = structlog.get_logger(__name__)
+
+MAX_FAILED_STEPS = 64
+"""So many failed steps in a row mean that the worker itself is broken."""
+QUEUE_REPORT_S = 0.1
+
+
+class EngineCore:
+    """One model, its scheduler and its executor. Single-threaded, no input or output of its own."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        clock: Callable[[], float],
+        progress: Callable[[str, float], None],
+    ) -> None:
+        built = build(config, progress)
+        self._clock = clock
+        self._request_timeout_s = config.request_timeout_s
+        self.executor = built.executor
+        limits = built.limits
+        self.scheduler = Scheduler(
+            Limits(
+                max_seqs=limits.max_seqs,
+                max_step_tokens=limits.max_step_tokens,
+                block_size=limits.block_size,
+                num_blocks=limits.num_blocks,
+                host_blocks=limits.host_blocks,
+                prefill_share=config.prefill_share,
+                watermark=config.watermark,
+                prefix_cache=config.prefix_cache,
+            ),
+            _batching(config),
+        )
+        self.ready = Ready(
+            max_model_len=limits.max_model_len,
+            vocab_size=built.spec.vocab_size,
+            eos_token_ids=list(built.spec.eos_token_ids),
+            block_size=limits.block_size,
+            num_blocks=limits.num_blocks,
+            max_seqs=limits.max_seqs,
+            kv_bytes_per_token=built.kv_bytes_per_token,
+            parameters=built.spec.parameters,
+            load_s=built.load_s,
+            backend=built.backend,
+        )
+        self._eos = frozenset(built.spec.eos_token_ids)
+        self._fresh: set[str] = set()
+        """Requests that have had no delta yet."""
+        self._prompt_told: dict[str, int] = {}
+        """Request -> prompt positions whose log-probabilities were sent."""
+        self._news: list[Delta] = []
+        """Deltas that came up between steps."""
+        self._failures = 0
+        self._prompt_tokens = 0
+        self._generated_tokens = 0
+        self._queued_tokens = 0
+        self._queued_at = float("-inf")
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do."""
+        return self.scheduler.has_work or bool(self._news)
+
+    def add(self, request: EngineRequest) -> None:
+        """Line up a request; one that the door should have refused is answered with an error delta."""
+        params = request.params
+        problem = self._problem(request)
+        if problem is not None:
+            self._news.append(Delta(id=request.id, finish="error", error=problem))
+            return
+        stops = frozenset(params.stop_token_ids)
+        self.scheduler.add(
+            id=request.id,
+            prompt=request.prompt,
+            output=request.output,
+            params=params,
+            stops=stops if params.ignore_eos else stops | self._eos,
+            now=self._clock(),
+            domain=request.domain,
+            tenant=request.tenant,
+            tier=request.tier,
+            weight=request.weight,
+            timeout_s=request.timeout_s or self._request_timeout_s,
+            lead=request.lead,
+        )
+        self._fresh.add(request.id)
+        if params.prompt_logprobs is not None:
+            self._prompt_told[request.id] = 0
+
+    def abort(self, ids: list[str]) -> None:
+        """End these requests; their blocks are free at once. Those that have ended are passed over."""
+        for request_id in ids:
+            seq = self.scheduler.cancel(request_id)
+            if seq is not None:
+                self._news.append(self._last(seq, "cancelled"))
+
+    def step(self) -> Outputs:
+        """Run one engine step. Raises only when step after step fails: the worker is then broken."""
+        now = self._clock()
+        deltas, self._news = self._news, []
+        deltas += [self._last(seq, "timeout") for seq in self.scheduler.expire(now)]
+        plan = self.scheduler.schedule(now)
+        launched = self._clock()
+        try:
+            result = self.executor.execute(plan)
+        except Exception as error:
+            log.exception("step_failed", failures=self._failures)
+            deltas += self._recover(error)
+        else:
+            self._failures = 0
+            deltas += self._commit(plan, result)
+        return Outputs(deltas, self._stats(plan, now, launched))
+
+    def _problem(self, request: EngineRequest) -> str | None:
+        """Why a request cannot be run at all."""
+        total = len(request.prompt) + max(request.params.max_tokens, len(request.output))
+        if request.id in self._fresh or self.scheduler.knows(request.id):
+            return "the request id is in use"
+        if not request.prompt:
+            return "the prompt has no tokens"
+        if total > self.ready.max_model_len:
+            return f"{total} tokens exceed the {self.ready.max_model_len} that fit"
+        return None
+
+    def _commit(self, plan: Plan, result: StepResult) -> list[Delta]:
+        deltas = []
+        for item in self.scheduler.commit(result):
+            delta = self._delta(plan, result, item)
+            if delta is not None:
+                deltas.append(delta)
+        return deltas
+
+    def _delta(self, plan: Plan, result: StepResult, item: Progress) -> Delta | None:
+        """What one chunk means for its client; None when there is nothing to tell."""
+        seq, chunk, token, finish = item
+        if plan.starts[chunk] < seq.prompt_len:
+            self._prompt_tokens += plan.counts[chunk]
+        told = self._prompt_news(plan, result, seq, chunk) if self._prompt_told else []
+        if token < 0 and finish is None and not told:
+            return None
+        if finish is not None:
+            return self._last(
+                seq,
+                finish,
+                token,
+                result.logprobs.get(chunk),
+                told=told,
+                error=result.failed.get(chunk),
+            )
+        self._generated_tokens += token >= 0
+        logprob = result.logprobs.get(chunk)
+        fresh = self._introduce(seq)
+        return Delta(
+            id=seq.id,
+            tokens=[token] if token >= 0 else [],
+            logprobs=[] if logprob is None else [_wire(logprob)],
+            prompt_logprobs=told,
+            cached_tokens=seq.hit_tokens if fresh else None,
+            queue_s=_queue_s(seq) if fresh else None,
+        )
+
+    def _last(
+        self,
+        seq: Sequence,
+        finish: FinishReason,
+        token: int = -1,
+        logprob: Logprob | None = None,
+        *,
+        told: list[TokenLogprob] | None = None,
+        error: str | None = None,
+    ) -> Delta:
+        """The delta that ends a request."""
+        self._generated_tokens += token >= 0
+        fresh = self._introduce(seq)
+        self._prompt_told.pop(seq.id, None)
+        return Delta(
+            id=seq.id,
+            tokens=[token] if token >= 0 else [],
+            logprobs=[] if logprob is None or token < 0 else [_wire(logprob)],
+            prompt_logprobs=told or [],
+            finish=finish,
+            stop_token=token if finish == "stop" else None,
+            error=error,
+            cached_tokens=seq.hit_tokens if fresh else None,
+            queue_s=_queue_s(seq) if fresh else None,
+        )
+
+    def _introduce(self, seq: Sequence) -> bool:
+        """Whether this is the request's first delta."""
+        if seq.id in self._fresh:
+            self._fresh.remove(seq.id)
+            return True
+        return False
+
+    def _prompt_news(
+        self, plan: Plan, result: StepResult, seq: Sequence, chunk: int
+    ) -> list[TokenLogprob]:
+        """Prompt log-probabilities not sent yet (a preempted request computes some again)."""
+        found = result.prompt_logprobs.get(chunk)
+        told = self._prompt_told.get(seq.id)
+        if not found or told is None:
+            return []
+        news = found[max(0, told - plan.starts[chunk]) :]
+        self._prompt_told[seq.id] = max(told, plan.starts[chunk] + len(found))
+        return [_wire(logprob) for logprob in news]
+
+    def _recover(self, error: Exception) -> list[Delta]:
+        """A step raised: whoever was alone in it ends; everyone else starts over from their tokens."""
+        self._failures += 1
+        if self._failures > MAX_FAILED_STEPS:
+            raise error
+        if _out_of_memory(error):
+            self.scheduler.shrink()
+        ended = self.scheduler.fail()
+        self.executor.reset()
+        reason = "the engine failed on this request; the error is in the server's log"
+        return [self._last(seq, "error", error=reason) for seq in ended]
+
+    def _stats(self, plan: Plan, begin: float, launched: float) -> Stats:
+        scheduler, memory = self.scheduler, self.scheduler.memory
+        now = self._clock()
+        if now - self._queued_at >= QUEUE_REPORT_S:
+            self._queued_at = now
+            self._queued_tokens = sum(seq.length for seq in scheduler.queue)
+        return Stats(
+            step=plan.step,
+            running=len(scheduler.running),
+            waiting=scheduler.waiting,
+            blocks_total=memory.pool.num_blocks,
+            blocks_used=memory.pool.used,
+            blocks_cached=memory.pool.cached,
+            queued_tokens=self._queued_tokens,
+            step_tokens=plan.tokens,
+            step_s=now - begin,
+            schedule_s=launched - begin,
+            prompt_tokens_total=self._prompt_tokens,
+            generated_tokens_total=self._generated_tokens,
+            prefix_query_tokens_total=memory.query_tokens,
+            prefix_hit_tokens_total=memory.hit_tokens,
+            host_hit_tokens_total=memory.host_hit_tokens,
+            preemptions_total=scheduler.preemptions,
+            corrupt_blocks_total=memory.corrupt_blocks,
+        )
+
+
+def _batching(config: EngineConfig) -> Batching:
+    if config.batching == "static":
+        return Static()
+    if config.batching == "dynamic":
+        return Dynamic(config.max_seqs, config.batch_wait_s)
+    return Continuous()
+
+
+def _queue_s(seq: Sequence) -> float | None:
+    return None if seq.scheduled_at is None else seq.scheduled_at - seq.arrival
+
+
+def _wire(logprob: Logprob) -> TokenLogprob:
+    return TokenLogprob(logprob.token, logprob.logprob, logprob.rank, logprob.top)
+
+
+def _out_of_memory(error: Exception) -> bool:
+    """PyTorch words it as a RuntimeError on the CPU and has a class of its own on GPUs."""
+    return isinstance(error, MemoryError) or "memory" in str(error).lower()

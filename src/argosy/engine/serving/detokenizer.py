@@ -1,0 +1,100 @@
+"""Turns tokens into text as they come, and leaks nothing that a stop string may cut off."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from argosy.engine.serving.stop_strings import stop_strings
+from argosy.engine.serving.tokenizer import Tokenizer
+from argosy.protocol import SamplingParams
+
+_utf8 = codecs.getincrementaldecoder("utf-8")
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """What some tokens added to the text."""
+
+    text: str
+    """Safe to send now."""
+    used: int
+    """How many of the pushed tokens belong to the choice; fewer than pushed after a stop string."""
+    stop: str | None
+    """The stop string that ended the text."""
+
+
+class TextStream:
+    """The text of one choice, built token by token.
+
+    What has been given out after any tokens is a function of those tokens alone, however they
+    were grouped: tokens already generated (`resumed`) are replayed silently, and what follows is
+    exactly what the undisturbed stream would have given after them. Held back are bytes that are
+    no complete UTF-8 character yet and text that may be the beginning of a stop string; the cost
+    per token is independent of the length of the text. Of several stop strings the one that ends
+    first counts; those that end within the first `min_tokens` tokens do not. The end-of-sequence
+    or stop token that ends a generation has no text unless `include_stop_str_in_output`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, resumed: list[int]) -> None:
+        self._bytes = tokenizer.pieces(skip_special_tokens=params.skip_special_tokens)
+        self._silent: frozenset[int] = frozenset()
+        if not params.include_stop_str_in_output:
+            eos = () if params.ignore_eos else tokenizer.eos_token_ids
+            self._silent = frozenset((*eos, *params.stop_token_ids))
+        self._include_stop = params.include_stop_str_in_output
+        self._min_tokens = params.min_tokens
+        self._decoder = _utf8("replace")
+        self._stops = stop_strings(params.stop) if params.stop else None
+        self._state = 0
+        self._held = ""
+        self._tokens = 0
+        self._stop: str | None = None
+        self.push(resumed)
+
+    @property
+    def stop(self) -> str | None:
+        """The stop string that has ended the text, if one has."""
+        return self._stop
+
+    def push(self, token_ids: Iterable[int]) -> TextDelta:
+        """Add tokens; after a stop string nothing more is taken."""
+        texts = []
+        used = 0
+        for token_id in token_ids:
+            if self._stop is not None:
+                break
+            used += 1
+            self._tokens += 1
+            if token_id not in self._silent:
+                texts.append(self._take(self._decoder.decode(self._bytes(token_id))))
+        return TextDelta("".join(texts), used, self._stop)
+
+    def finish(self) -> str:
+        """The rest of the text once no more tokens come; half a character becomes U+FFFD."""
+        rest = "" if self._stop is not None else self._held + self._decoder.decode(b"", final=True)
+        self._held = ""
+        return rest
+
+    def _take(self, text: str) -> str:
+        """Add decoded text and return what may be given out."""
+        if self._stops is None or not text:
+            return text
+        match = None
+        if self._tokens <= self._min_tokens:
+            self._state = self._stops.skip(self._state, text)
+        else:
+            self._state, match = self._stops.scan(self._state, text)
+        if match is None:
+            keep = self._stops.held(self._state)
+            text = self._held + text
+            self._held = text[len(text) - keep :]
+            return text[: len(text) - keep]
+        self._stop = match.stop
+        end = len(self._held) + match.end
+        if not self._include_stop:
+            end -= len(match.stop)
+        text = self._held + text
+        self._held = ""
+        return text[:end]

@@ -1,0 +1,243 @@
+"""The door: what can be refused is refused here, and what passes becomes engine requests."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import msgspec
+
+from argosy.engine.config import EngineConfig
+from argosy.engine.serving import lower, rules
+from argosy.engine.serving.detokenizer import TextStream
+from argosy.engine.serving.prompts import Prompt, Prompts
+from argosy.engine.serving.template import ChatTemplate
+from argosy.engine.serving.tokenizer import Tokenizer
+from argosy.engine.serving.wire import EngineRequest, Ready
+from argosy.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    SamplingParams,
+    TokenizeRequest,
+    invalid,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """What trusted headers say about a request."""
+
+    request_id: str
+    tenant: str = ""
+    domain: str = ""
+    """Cache domain of the tenant."""
+    tier: int = 1
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What one HTTP request asks of the engine, and what its answer needs beside the tokens."""
+
+    requests: list[EngineRequest]
+    """Choice i of prompt p at p * n + i, which is also its `index` in the answer. Log-probabilities
+    of a prompt come with its choice 0 only."""
+    n: int
+    logprobs: int | None
+    """How many likeliest tokens to list beside each token; None for no log-probabilities."""
+    echo: list[str]
+    """The text of each prompt when the answer is to begin with it, else empty."""
+    scoring: bool
+    """No answer is wanted (`max_tokens` 0): the one token that the engine samples is left out."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Prompt tokens as the usage counts them: each prompt once, however many choices."""
+        return sum(len(request.prompt) for request in self.requests[:: self.n])
+
+
+class Door:
+    """Checks and lowers request bodies for one model. Immutable; may be used from many threads.
+
+    The methods are pure but for the seed drawn where a body has none. Their time is that of
+    rendering and tokenizing, bounded by the model's context whatever the size of the body: call
+    them in a worker thread. Whatever is wrong is an ApiError (400) that names the parameter.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, template: ChatTemplate, ready: Ready, config: EngineConfig
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._prompts = Prompts(tokenizer, template, ready)
+        self._vocab_size = ready.vocab_size
+        self._eos = frozenset((*ready.eos_token_ids, *tokenizer.eos_token_ids))
+        self._eos_unknown_to_core = self._eos.difference(ready.eos_token_ids)
+        self._timeout_s = config.request_timeout_s
+
+    @property
+    def context_tokens(self) -> int:
+        """Most tokens of one sequence, prompt and answer."""
+        return self._prompts.context_tokens
+
+    def chat(self, body: ChatCompletionRequest, context: Context) -> Job:
+        """Lower a chat: one prompt, rendered by the model's template."""
+        self._check(body)
+        if body.echo:
+            raise rules.unsupported("echo", "Chats are not echoed; use /v1/completions.")
+        logprobs = lower.chat_logprobs(body)
+        prompts = [self._prompts.chat(body)]
+        max_tokens = lower.chat_max_tokens(body, self._prompts.left(prompts, "messages"))
+        self._prompts.fit(prompts, max_tokens, "messages")
+        params = self._params(body, max_tokens, logprobs, body.prompt_logprobs)
+        requests = self._requests(body, context, prompts, params)
+        return Job(requests=requests, n=body.n or 1, logprobs=logprobs, echo=[], scoring=False)
+
+    def completion(self, body: CompletionRequest, context: Context) -> Job:
+        """Lower a completion: one or several prompts of text or token ids."""
+        self._check(body)
+        n = body.n or 1
+        if body.best_of not in {None, n}:
+            raise rules.unsupported("best_of", f"All choices are returned; it must be {n}, as 'n'.")
+        logprobs = lower.completion_logprobs(body)
+        prompts = self._prompts.completion(body)
+        max_tokens = lower.completion_max_tokens(body, self._prompts.left(prompts, "prompt"))
+        self._prompts.fit(prompts, max_tokens, "prompt")
+        asked = [body.prompt_logprobs, logprobs if body.echo else None]
+        prompt_logprobs = max((k for k in asked if k is not None), default=None)
+        params = self._params(body, max(max_tokens, 1), logprobs, prompt_logprobs)
+        return Job(
+            requests=self._requests(body, context, prompts, params),
+            n=n,
+            logprobs=logprobs,
+            echo=[prompt.text for prompt in prompts] if body.echo else [],
+            scoring=max_tokens == 0,
+        )
+
+    def tokenize(self, body: TokenizeRequest) -> list[int]:
+        """Token ids of a prompt, or of messages, as a completion or a chat would have them."""
+        rules.check(msgspec.structs.asdict(body))
+        return self._prompts.tokenize(body)
+
+    def detokenize(self, body: DetokenizeRequest) -> str:
+        """The text of token ids, special tokens included."""
+        rules.token_ids("tokens", body.tokens, self._vocab_size)
+        return self._tokenizer.decode(body.tokens, skip_special_tokens=False)
+
+    def _check(self, body: GenerationRequest) -> None:
+        rules.check(msgspec.structs.asdict(body))
+        if body.timeout_s is not None:
+            allowed = rules.Range(0, self._timeout_s, above_low=True)
+            rules.in_range("timeout_s", body.timeout_s, allowed)
+        if body.stream and body.prompt_logprobs is not None:
+            raise rules.unsupported("prompt_logprobs", "Streams do not carry them; do not stream.")
+        if body.truncation_side is not None and body.truncate_prompt_tokens is None:
+            raise invalid(
+                "'truncation_side' says nothing without 'truncate_prompt_tokens'. Give both.",
+                "truncation_side",
+            )
+
+    def _params(
+        self,
+        body: GenerationRequest,
+        max_tokens: int,
+        logprobs: int | None,
+        prompt_logprobs: int | None,
+    ) -> SamplingParams:
+        params = lower.sampling(
+            body,
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            vocab_size=self._vocab_size,
+            eos_token_ids=self._eos,
+        )
+        if params.ignore_eos or not self._eos_unknown_to_core:
+            return params
+        stops = sorted(self._eos_unknown_to_core.union(params.stop_token_ids))
+        return msgspec.structs.replace(params, stop_token_ids=tuple(stops))
+
+    def _requests(
+        self,
+        body: GenerationRequest,
+        context: Context,
+        prompts: list[Prompt],
+        params: SamplingParams,
+    ) -> list[EngineRequest]:
+        n = body.n or 1
+        seed = lower.request_seed(body)
+        requests = []
+        for index, output in enumerate(self._resumed(body, n * len(prompts), params)):
+            choice = index % n
+            own = msgspec.structs.replace(
+                params,
+                seed=lower.choice_seed(seed, choice),
+                prompt_logprobs=None if choice else params.prompt_logprobs,
+            )
+            request = EngineRequest(
+                id=f"{context.request_id}-{index}",
+                prompt=prompts[index // n].ids,
+                output=output,
+                params=own,
+                lead=f"{context.request_id}-{index - choice}" if choice else None,
+                domain=_domain(context.domain, body.cache_salt),
+                tenant=context.tenant,
+                tier=context.tier + (body.priority or 0),
+                weight=context.weight,
+                timeout_s=body.timeout_s or self._timeout_s,
+            )
+            requests.append(request)
+        return requests
+
+    def _resumed(
+        self, body: GenerationRequest, choices: int, params: SamplingParams
+    ) -> list[list[int]]:
+        """The tokens that each choice goes on from."""
+        if body.resume is None:
+            return [[] for _ in range(choices)]
+        given = body.resume.token_ids
+        lists = [item for item in given if isinstance(item, list)]
+        if not lists:
+            lists = [[item for item in given if isinstance(item, int)]]
+        elif len(lists) < len(given):
+            raise invalid(
+                "'resume.token_ids' mixes ids and lists. Give one list for each choice.",
+                "resume.token_ids",
+            )
+        if len(lists) != choices:
+            raise invalid(
+                f"'resume.token_ids' has {len(lists)} lists for {choices} choices. Give one each.",
+                "resume.token_ids",
+            )
+        for index, ids in enumerate(lists):
+            rules.token_ids("resume.token_ids", ids, self._vocab_size)
+            ended = self._ended(ids, params)
+            if ended:
+                raise invalid(
+                    f"'resume.token_ids' of choice {index} is a finished answer ({ended}): "
+                    "there is nothing to go on with. Do not ask for it again.",
+                    "resume.token_ids",
+                    "resume_finished",
+                )
+        return lists
+
+    def _ended(self, ids: list[int], params: SamplingParams) -> str:
+        """Why an answer of these tokens is finished, or nothing."""
+        if len(ids) >= params.max_tokens:
+            return f"it has {params.max_tokens} tokens, the most"
+        endings = set(params.stop_token_ids)
+        if not params.ignore_eos:
+            endings |= self._eos
+        if not endings.isdisjoint(ids[params.min_tokens :]):
+            return "it has a token that ends it"
+        if TextStream(self._tokenizer, params, ids).stop is not None:
+            return "it has a stop string"
+        return ""
+
+
+def _domain(domain: str, salt: str | None) -> str:
+    """The tenant's cache domain, or the part of it that only requests with the salt share."""
+    if salt is None:
+        return domain
+    return "salted:" + hashlib.sha256(msgspec.json.encode([domain, salt])).hexdigest()

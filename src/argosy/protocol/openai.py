@@ -1,0 +1,200 @@
+"""Request bodies of the OpenAI API, with vLLM's extras: what may be asked, and nothing else.
+
+Every field a client may send has a name here, also those that are refused later (tools, audio ...),
+so that the refusal can say why. A field without a name here is refused by `parse`, never ignored.
+`None` always means "left out". Numbers are not range-checked here: `engine.serving.validate` knows
+the model and does that.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+Json = dict[str, Any]
+"""A JSON object whose inside is judged later, or only refused."""
+
+
+class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a stream carries besides the deltas."""
+
+    include_usage: bool | None = None
+    """One more chunk with the usage before `[DONE]`; the others carry `"usage": null`."""
+    continuous_usage_stats: bool | None = None
+    """With `include_usage`, every chunk carries the usage so far (vLLM)."""
+    include_obfuscation: bool | None = None
+    """Accepted; nothing is padded."""
+
+
+class Resume(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Tokens already generated elsewhere; the answer goes on after them, exactly.
+
+    `token_ids` is one list of ids, or one list for each choice (in index order). They count in
+    `max_tokens` and in the usage, and are not sent again.
+    """
+
+    token_ids: list[int | list[int]]
+
+
+class ContentPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A piece of a message. Only `text` (and an assistant's `refusal`) can be served."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+    image_url: Any = None
+    input_audio: Any = None
+    video_url: Any = None
+    audio_url: Any = None
+    file: Any = None
+    prompt_cache_breakpoint: Any = None
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One message of a conversation; the chat template says which roles there are."""
+
+    role: Annotated[str, Meta(min_length=1, max_length=64)]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    refusal: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[Json] | None = None
+    tool_call_id: str | None = None
+    function_call: Json | None = None
+    audio: Json | None = None
+
+
+class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What `/v1/chat/completions` and `/v1/completions` have in common."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    user: str | None = None
+
+    # vLLM's names
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    length_penalty: float | None = None
+    use_beam_search: bool | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    logprob_token_ids: list[int] | None = None
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    add_special_tokens: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    """Choices carry `token_ids`; the first of each carries `prompt_token_ids`."""
+    return_tokens_as_token_ids: bool | None = None
+    """Logprobs name tokens as `token_id:123`."""
+    response_format: Json | None = None
+    structured_outputs: Json | None = None
+    priority: int | None = None
+    request_id: str | None = None
+    session_id: str | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
+    kv_transfer_params: Json | None = None
+    stream_interval: int | None = None
+
+    # ours
+    timeout_s: float | None = None
+    """After so many seconds the request ends with what there is, `finish_reason` "timeout"."""
+    resume: Resume | None = None
+
+
+class ChatCompletionRequest(GenerationRequest, frozen=True, kw_only=True):
+    """Body of `POST /v1/chat/completions`: the 36 fields of the SDK, and the extras."""
+
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    audio: Json | None = None
+    function_call: str | Json | None = None
+    functions: list[Json] | None = None
+    metadata: dict[str, str] | None = None
+    modalities: list[str] | None = None
+    moderation: Json | None = None
+    parallel_tool_calls: bool | None = None
+    prediction: Json | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: Json | None = None
+    prompt_cache_retention: str | None = None
+    reasoning_effort: str | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+    store: bool | None = None
+    tool_choice: str | Json | None = None
+    tools: list[Json] | None = None
+    verbosity: str | None = None
+    web_search_options: Json | None = None
+
+    # vLLM's names
+    echo: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: Json | None = None
+    documents: list[Json] | None = None
+    include_reasoning: bool | None = None
+    thinking_token_budget: int | None = None
+
+
+class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
+    """Body of `POST /v1/completions`: the 17 fields of the SDK, and the extras."""
+
+    prompt: str | list[str | int | list[int]]
+    """A text, several texts, one list of token ids, or several."""
+    best_of: int | None = None
+    echo: bool | None = None
+    logprobs: int | None = None
+    suffix: str | None = None
+
+
+class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of `POST /tokenize`: exactly one of `prompt` and `messages`."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: Json | None = None
+    tools: list[Json] | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of `POST /detokenize`."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+class DrainRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of `POST /drain` (may be left out)."""
+
+    deadline_s: Annotated[float, Meta(ge=0, le=86_400)] | None = None
+    """Seconds after which requests that still run are ended with the error code `draining`."""

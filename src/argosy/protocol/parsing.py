@@ -1,0 +1,57 @@
+"""From the bytes of a request body to its type, or to a 400 that names the field to change."""
+
+from __future__ import annotations
+
+import re
+from typing import TypeVar
+
+import msgspec
+
+from argosy.protocol.errors import ApiError, invalid
+
+T = TypeVar("T")
+
+_UNKNOWN = re.compile(r"unknown field `([^`]*)`")
+_MISSING = re.compile(r"missing required field `([^`]*)`")
+_PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
+_LONGEST_NAME = 100
+
+
+def parse(body_type: type[T], body: bytes) -> T:
+    """Decode the JSON `body`. Raises ApiError (400) for whatever is wrong with it.
+
+    An unknown or missing field is named in `param`, a wrong type with its path (`messages[0].role`).
+    """
+    try:
+        return msgspec.json.decode(body, type=body_type)
+    except msgspec.ValidationError as error:
+        raise _refusal(str(error)) from error
+    except msgspec.DecodeError as error:
+        raise invalid(f"The body is not valid JSON: {error}.", code="invalid_json") from error
+    except UnicodeDecodeError as error:
+        message = f"The body is not valid UTF-8 (byte {error.start} of a string). Send UTF-8."
+        raise invalid(message, code="invalid_json") from error
+    except RecursionError as error:
+        message = "The body is nested too deeply. Flatten it."
+        raise invalid(message, code="invalid_json") from error
+
+
+def _refusal(problem: str) -> ApiError:
+    at = _PATH.search(problem)
+    path = at[1] if at else ""
+    if unknown := _UNKNOWN.search(problem):
+        name = _join(path, unknown[1])
+        return invalid(f"Unknown parameter '{name}'. Remove it.", name, "unknown_parameter")
+    if missing := _MISSING.search(problem):
+        name = _join(path, missing[1])
+        return invalid(f"Missing parameter '{name}'. Add it.", name, "missing_required_parameter")
+    what = _PATH.sub("", problem)
+    if not path:
+        return invalid(f"The body does not fit: {what}.", code="invalid_type")
+    return invalid(f"Invalid value for '{path}': {what}.", path, "invalid_type")
+
+
+def _join(path: str, name: str) -> str:
+    if len(name) > _LONGEST_NAME:
+        name = name[:_LONGEST_NAME] + "..."
+    return f"{path}.{name}" if path else name

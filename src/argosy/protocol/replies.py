@@ -1,0 +1,217 @@
+"""Answers of the replica: the OpenAI API's objects with vLLM's extras, and the operator's endpoints.
+
+Fields that are `UNSET` are left out of the JSON; `None` is sent as null.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+FinishReason = Literal["stop", "length", "timeout"]
+"""`timeout` is ours: the request ran out of its time and this is what there was."""
+
+
+class CachedTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """How much of the prompt was found in the prefix cache."""
+
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens of a request: each prompt once, all choices' output, tokens of a resume included."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+class TopLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    """One of the likeliest tokens at a position."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    """The sampled token at a position, and the likeliest ones."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """Log-probabilities of a chat choice."""
+
+    content: list[ChatLogprob]
+    refusal: None = None
+
+
+class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """Log-probabilities of a legacy choice: parallel lists; an echoed prompt's first token has none."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class PromptLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    """vLLM's record of one candidate at a prompt position (the key is its token id)."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[int, PromptLogprob] | None]
+"""One for each prompt token; null for the first."""
+
+
+class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """What the assistant said."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """One answer."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: int | str | None = None
+    """The stop string or stop token that ended it; null for the model's own end of sequence."""
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer of `/v1/chat/completions`."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+
+
+class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """One continuation."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer of `/v1/completions`."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
+    """One served model."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "argosy"
+    root: str
+    parent: None = None
+    max_model_len: int
+
+
+class ModelList(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer of `/v1/models`."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+    has_more: bool = False
+    first_id: str | None
+    last_id: str | None
+
+
+class Tokens(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer of `/tokenize`."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Text(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer of `/detokenize`."""
+
+    prompt: str
+
+
+class Status(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer of `/health`, `/ready` and `/drain`."""
+
+    status: str
+
+
+class Version(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer of `/version`."""
+
+    version: str
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer of `/load`: what a router needs to choose a replica."""
+
+    server_load: int
+    """Generation requests being answered (vLLM's name)."""
+    state: str
+    models: list[str]
+    running: int
+    waiting: int
+    queued_tokens: int
+    """Prompt tokens waiting to be computed."""
+    max_seqs: int
+    max_model_len: int
+    block_size: int
+    kv_blocks_total: int
+    kv_blocks_used: int
+    kv_blocks_cached: int
+    step: int
+    step_s: float
+
+
+class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
+    """What is wrong, and a stable `code` to act on."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of every refusal and failure."""
+
+    error: ErrorDetail
+    request_id: str

@@ -1,0 +1,43 @@
+"""Server-sent events: framing of data lines, and a parser for streams that arrive in any pieces.
+
+WHATWG HTML standard, section 9.2 (https://html.spec.whatwg.org/multipage/server-sent-events.html).
+"""
+
+from __future__ import annotations
+
+DONE = b"data: [DONE]\n\n"
+"""The OpenAI API's end of a stream that went well."""
+
+CONTENT_TYPE = b"text/event-stream; charset=utf-8"
+
+
+def event(data: bytes) -> bytes:
+    """One event carrying `data`, which must be a single line (JSON never has a raw line break)."""
+    return b"data: " + data + b"\n\n"
+
+
+def comment(text: bytes) -> bytes:
+    """A line that every reader ignores; it keeps proxies from closing an idle stream."""
+    return b": " + text + b"\n\n"
+
+
+class EventParser:
+    """Collects the `data` of events from a byte stream, however it is cut."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._data: list[bytes] = []
+
+    def feed(self, chunk: bytes) -> list[bytes]:
+        """The data of the events that `chunk` completes, in order. Comments and other fields are dropped."""
+        lines = (self._rest + chunk).split(b"\n")
+        self._rest = lines.pop()
+        events = []
+        for line in lines:
+            text = line.removesuffix(b"\r")
+            if text.startswith(b"data:"):
+                self._data.append(text[5:].removeprefix(b" "))
+            elif not text and self._data:
+                events.append(b"\n".join(self._data))
+                self._data = []
+        return events

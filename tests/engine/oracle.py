@@ -1,0 +1,102 @@
+"""A bare driver for a decoder: sequences in paged blocks, any mixture of chunks in one forward."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import torch
+
+from argosy.engine.execution.batch import Batch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from argosy.engine.execution.model import Decoder
+
+BLOCK_SIZE = 16
+
+
+class Runner:
+    """Runs chunks of named sequences through one decoder and its KV cache; blocks come shuffled."""
+
+    def __init__(self, decoder: Decoder, num_blocks: int = 128) -> None:
+        self._decoder = decoder
+        self._attention = decoder.attention_for(num_blocks, BLOCK_SIZE)
+        self._free = list(range(num_blocks))
+        random.Random(7).shuffle(self._free)
+        self._blocks: dict[str, list[int]] = {}
+        self._lengths: dict[str, int] = {}
+
+    def forward(self, chunks: Sequence[tuple[str, list[int]]]) -> list[Tensor]:
+        """Append each chunk's tokens to its sequence; the logits [tokens, vocab] of each chunk."""
+        logits = self._decoder(self.batch(chunks), self._attention)
+        return list(logits.split([len(tokens) for _, tokens in chunks]))
+
+    def whole(self, tokens: list[int]) -> Tensor:
+        """Logits of every position of a fresh sequence, computed in one chunk."""
+        name = f"whole {len(self._lengths)}"
+        (logits,) = self.forward([(name, tokens)])
+        self.release(name)
+        return logits
+
+    def greedy(self, prompts: list[list[int]], steps: int, chunk: int = 10_000) -> list[list[int]]:
+        """Generate from all prompts together, prompts prefilled at most `chunk` tokens a step."""
+        names = [f"greedy {index} {len(self._lengths)}" for index in range(len(prompts))]
+        todo = {name: list(prompt) for name, prompt in zip(names, prompts, strict=True)}
+        outputs: dict[str, list[int]] = {name: [] for name in names}
+        while todo:
+            chunks = [(name, tokens[:chunk]) for name, tokens in todo.items()]
+            for (name, tokens), logits in zip(chunks, self.forward(chunks), strict=True):
+                rest = todo[name][len(tokens) :]
+                if not rest:
+                    outputs[name].append(int(logits[-1].argmax()))
+                    rest = outputs[name][-1:]
+                todo[name] = rest
+                if len(outputs[name]) == steps:
+                    del todo[name]
+        for name in names:
+            self.release(name)
+        return [outputs[name] for name in names]
+
+    def release(self, name: str) -> None:
+        """Forget a sequence; its blocks serve others, with what they hold."""
+        self._free.extend(self._blocks.pop(name))
+        del self._lengths[name]
+        self._lengths[f"gone {name}"] = 0
+
+    def batch(self, chunks: Sequence[tuple[str, list[int]]]) -> Batch:
+        """The batch of these chunks; their sequences grow by them."""
+        ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        ends = [0]
+        for name, tokens in chunks:
+            start = self._lengths.get(name, 0)
+            blocks = self._blocks.setdefault(name, [])
+            length = start + len(tokens)
+            while len(blocks) * BLOCK_SIZE < length:
+                blocks.append(self._free.pop())
+            ids += tokens
+            positions += range(start, length)
+            slots += [
+                blocks[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE
+                for at in range(start, length)
+            ]
+            ends.append(len(ids))
+            self._lengths[name] = length
+        names = [name for name, _ in chunks]
+        width = max(len(self._blocks[name]) for name in names)
+        pages = [self._blocks[name] + [0] * (width - len(self._blocks[name])) for name in names]
+        return Batch(
+            token_ids=torch.tensor(ids),
+            positions=torch.tensor(positions),
+            cu_q=torch.tensor(ends, dtype=torch.int32),
+            seq_lens=torch.tensor([self._lengths[name] for name in names], dtype=torch.int32),
+            page_table=torch.tensor(pages, dtype=torch.int32),
+            slots=torch.tensor(slots),
+            rows=torch.arange(len(names)),
+            logit_index=torch.arange(len(ids)),
+        )

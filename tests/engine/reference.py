@@ -1,0 +1,77 @@
+"""Tiny random checkpoints made by transformers, and what transformers computes from them."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import transformers
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+VOCAB = 160
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.15,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A checkpoint in `path` and the transformers model that was saved there."""
+
+    path: Path
+    model: Any
+
+    def logits(self, tokens: list[int]) -> Tensor:
+        """Logits [tokens, vocab] float32 of one sequence computed at once, without a cache."""
+        with torch.no_grad():
+            logits: Tensor = self.model(torch.tensor([tokens]), use_cache=False).logits[0]
+        return logits.float()
+
+    def greedy(self, prompt: list[int], steps: int) -> list[int]:
+        """The likeliest continuation, each token from the whole sequence before it."""
+        tokens = list(prompt)
+        for _ in range(steps):
+            tokens.append(int(self.logits(tokens)[-1].argmax()))
+        return tokens[len(prompt) :]
+
+
+def make_reference(
+    path: Path,
+    family: str,
+    options: dict[str, Any],
+    *,
+    model: str = "",
+    shard: str = "1GB",
+    dtype: torch.dtype = torch.float32,
+) -> Reference:
+    """Save a random model of `<family>Config(SIZES | options)` in `path`, the same every time."""
+    torch.manual_seed(11)
+    config = getattr(transformers, f"{family}Config")(**(SIZES | options))
+    config._attn_implementation = "eager"  # noqa: SLF001 - the one way that all versions honour
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        built = getattr(transformers, model or f"{family}ForCausalLM")(config).eval()
+        for parameter in built.parameters():
+            if parameter.dim() == 1:  # norms start as ones and biases as zeros: tell them apart
+                torch.nn.init.normal_(parameter, mean=float(parameter.mean()), std=0.2)
+        built.to(dtype).save_pretrained(path, max_shard_size=shard)
+    return Reference(path, built)

@@ -1,0 +1,356 @@
+"""Paged attention: right against a plain reference, and the same bits however tokens are batched."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from argosy.engine.execution.attention_cpu import cpu_attention
+from argosy.engine.execution.batch import AttentionSpec, Batch
+from argosy.engine.execution.native import Kernels, NativeUnavailable, load_kernels
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from argosy.engine.execution.batch import Attention
+
+type_of = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+PathName = Literal["native", "torch"]
+Chunk = tuple[int, int, int]  # sequence, start, count
+
+
+def native_or_skip() -> Kernels:
+    try:
+        return load_kernels()
+    except NativeUnavailable as why:
+        pytest.skip(f"no native kernels here: {why}")
+
+
+@pytest.fixture(params=["native", "torch"])
+def path(request: pytest.FixtureRequest) -> PathName:
+    if request.param == "torch":
+        return "torch"
+    native_or_skip()
+    return "native"
+
+
+@dataclass
+class World:
+    """Sequences with known queries, keys and values, on shuffled pages of a dirty cache."""
+
+    lengths: list[int]
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 32
+    block_size: int = 16
+    dtype: str = "float32"
+    window: int | None = None
+    softcap: float | None = None
+    layers: int = 2
+    qkv: list[tuple[Tensor, Tensor, Tensor]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator().manual_seed(len(self.lengths) * 1000 + sum(self.lengths))
+        self.pages = torch.randperm(self.num_blocks, generator=generator).view(len(self.lengths), -1)
+
+        def draw(length: int, heads: int) -> Tensor:
+            values = torch.randn(length, heads, self.head_dim, generator=generator)
+            return values.to(type_of[self.dtype])
+
+        sizes = (self.heads, self.kv_heads, self.kv_heads)
+        self.qkv = [
+            (draw(n, sizes[0]), draw(n, sizes[1]), draw(n, sizes[2])) for n in self.lengths
+        ]
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.lengths) * -(-max(self.lengths) // self.block_size)
+
+    @property
+    def spec(self) -> AttentionSpec:
+        scale = 2.0 / math.sqrt(self.head_dim)
+        return AttentionSpec(self.layers - 1, scale, self.window, self.softcap)
+
+    def attention(self, path: PathName, threads: int = 2) -> Attention:
+        attention = cpu_attention(
+            layers=self.layers,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            dtype=type_of[self.dtype],
+            threads=threads,
+            path=path,
+        )
+        # What earlier owners left in a block must not matter, not even if it is not finite.
+        dirt = torch.full(attention.read_block(0).shape, 0xFF, dtype=torch.uint8)
+        for block in range(self.num_blocks):
+            attention.write_block(block, dirt)
+        return attention
+
+    def batch(self, chunks: list[Chunk]) -> Batch:
+        counts = torch.tensor([0, *(count for _, _, count in chunks)])
+        table = self.pages[[sequence for sequence, _, _ in chunks]]
+        positions = torch.cat([torch.arange(s, s + n) for _, s, n in chunks])
+        row = torch.repeat_interleave(torch.arange(len(chunks)), counts[1:])
+        block = table[row, positions // self.block_size]
+        return Batch(
+            token_ids=torch.zeros_like(positions),
+            positions=positions,
+            cu_q=counts.cumsum(0).int(),
+            seq_lens=torch.tensor([s + n for _, s, n in chunks], dtype=torch.int32),
+            page_table=table.int(),
+            slots=block * self.block_size + positions % self.block_size,
+            rows=torch.arange(len(chunks)),
+            logit_index=torch.zeros(0, dtype=torch.long),
+        )
+
+    def run(self, path: PathName, steps: list[list[Chunk]], threads: int = 2) -> list[Tensor]:
+        """The outputs of every sequence, computed in the given steps."""
+        attention = self.attention(path, threads)
+        outputs = [torch.full_like(q, torch.nan) for q, _, _ in self.qkv]
+        for chunks in steps:
+            parts = [[x[s : s + n] for x in self.qkv[i]] for i, s, n in chunks]
+            q, k, v = (torch.cat(column) for column in zip(*parts, strict=True))
+            out = attention(q, k, v, self.batch(chunks), self.spec)
+            assert out.dtype == q.dtype
+            assert out.is_contiguous()
+            pieces = out.split([n for _, _, n in chunks])
+            for (i, s, n), piece in zip(chunks, pieces, strict=True):
+                outputs[i][s : s + n] = piece
+        return outputs
+
+    def whole(self) -> list[list[Chunk]]:
+        return [[(i, 0, n) for i, n in enumerate(self.lengths)]]
+
+    def reference(self, sequence: int) -> Tensor:
+        """Dense float64 attention of one sequence."""
+        q, k, v = (x.double() for x in self.qkv[sequence])
+        k, v = (x.repeat_interleave(self.heads // self.kv_heads, 1) for x in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * self.spec.scale
+        if self.softcap:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        at = torch.arange(len(q))
+        seen = at <= at[:, None]
+        if self.window:
+            seen &= at > at[:, None] - self.window
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        return torch.einsum("hqk,khd->qhd", weights, v)
+
+
+def assert_right(world: World, outputs: list[Tensor]) -> None:
+    tolerance = 2e-5 if world.dtype == "float32" else 2e-2
+    for sequence, out in enumerate(outputs):
+        torch.testing.assert_close(
+            out.double(), world.reference(sequence), atol=tolerance, rtol=tolerance
+        )
+
+
+def assert_same_bits(left: list[Tensor], right: list[Tensor]) -> None:
+    for a, b in zip(left, right, strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+SHAPES = [
+    pytest.param({"lengths": [1]}, id="one-token"),
+    pytest.param({"lengths": [150, 3, 64, 65]}, id="mixed"),
+    pytest.param({"lengths": [70, 20], "head_dim": 16, "heads": 3, "kv_heads": 3}, id="mha-16"),
+    pytest.param({"lengths": [70, 20], "head_dim": 24, "heads": 6, "kv_heads": 1}, id="mqa-24"),
+    pytest.param({"lengths": [90], "head_dim": 64, "heads": 14, "kv_heads": 2}, id="gqa-7-64"),
+    pytest.param({"lengths": [130, 40], "head_dim": 128, "heads": 8, "kv_heads": 4}, id="gqa-128"),
+    pytest.param({"lengths": [70], "head_dim": 256, "heads": 40, "kv_heads": 1}, id="mqa-40-256"),
+    pytest.param({"lengths": [150, 33], "window": 17}, id="window"),
+    pytest.param({"lengths": [200, 10], "window": 64, "softcap": 3.0}, id="window-softcap"),
+    pytest.param({"lengths": [70, 10], "window": 1}, id="window-of-one"),
+    pytest.param({"lengths": [90, 10], "softcap": 30.0}, id="softcap"),
+]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("block_size", [8, 16, 32])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_matches_dense_attention(
+    path: PathName, shape: dict[str, int], block_size: int, dtype: str
+) -> None:
+    world = World(**shape, block_size=block_size, dtype=dtype)  # type: ignore[arg-type]
+    assert_right(world, world.run(path, world.whole()))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("block_size", [8, 16])
+@pytest.mark.parametrize("window", [None, 40])
+def test_same_bits_however_cut(
+    path: PathName, window: int | None, block_size: int, dtype: str
+) -> None:
+    world = World([150, 33, 7], window=window, block_size=block_size, dtype=dtype, softcap=20.0)
+    whole = world.run(path, world.whole())
+    alone = [[(i, 0, n)] for i, n in enumerate(world.lengths)]
+    token_by_token = [
+        [(i, t, 1) for i, n in enumerate(world.lengths) if t < n]
+        for t in range(max(world.lengths))
+    ]
+    chunked = [[(0, 0, 61), (2, 0, 3)], [(1, 0, 33), (0, 61, 1)], [(2, 3, 4), (0, 62, 88)]]
+    for steps in (alone, token_by_token, chunked):
+        assert_same_bits(world.run(path, steps), whole)
+
+
+def test_same_bits_for_any_number_of_threads(path: PathName) -> None:
+    world = World([150, 33, 7, 90], head_dim=64, dtype="bfloat16")
+    one = world.run(path, world.whole(), threads=1)
+    for threads in (2, 3, 5):
+        assert_same_bits(world.run(path, world.whole(), threads), one)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_random_worlds_in_random_steps(data: st.DataObject) -> None:
+    native_or_skip()
+    kv_heads = data.draw(st.sampled_from([1, 2, 3]))
+    world = World(
+        data.draw(st.lists(st.integers(1, 140), min_size=1, max_size=4)),
+        heads=kv_heads * data.draw(st.sampled_from([1, 2, 5])),
+        kv_heads=kv_heads,
+        head_dim=data.draw(st.sampled_from([8, 16, 40, 64])),
+        block_size=data.draw(st.sampled_from([8, 16, 24, 32, 64])),
+        dtype=data.draw(st.sampled_from(["float32", "bfloat16"])),
+        window=data.draw(st.none() | st.integers(1, 150)),
+        softcap=data.draw(st.none() | st.floats(1.0, 50.0)),
+    )
+    done = [0] * len(world.lengths)
+    steps: list[list[Chunk]] = []
+    while any(d < n for d, n in zip(done, world.lengths, strict=True)):
+        open_ones = [i for i, n in enumerate(world.lengths) if done[i] < n]
+        chosen = data.draw(st.lists(st.sampled_from(open_ones), min_size=1, unique=True))
+        counts = [data.draw(st.integers(1, world.lengths[i] - done[i])) for i in chosen]
+        steps.append([(i, done[i], n) for i, n in zip(chosen, counts, strict=True)])
+        for i, n in zip(chosen, counts, strict=True):
+            done[i] += n
+    whole = world.run("native", world.whole())
+    assert_right(world, whole)
+    assert_same_bits(world.run("native", steps), whole)
+
+
+def test_large_scores_do_not_overflow(path: PathName) -> None:
+    world = World([80], dtype="float32")
+    world.qkv[0][0].mul_(300.0)
+    assert_right(world, world.run(path, world.whole()))
+
+
+def test_a_row_with_nan_stays_alone(path: PathName) -> None:
+    world = World([80, 30], dtype="bfloat16")
+    clean = world.run(path, world.whole())
+    world.qkv[0][0][40] = torch.nan
+    sick = world.run(path, world.whole())
+    assert sick[0][40].isnan().all()
+    assert_same_bits([sick[1]], [clean[1]])
+
+
+def test_queries_from_a_fused_projection(path: PathName) -> None:
+    """q, k and v as views into one [T, (heads + 2 kv_heads) * head_dim] matrix."""
+    world = World([50])
+    q, k, v = world.qkv[0]
+    fused = torch.cat([x.flatten(1) for x in (q, k, v)], 1)
+    views = [
+        x.unflatten(1, (-1, world.head_dim))
+        for x in fused.split([x.shape[1] * x.shape[2] for x in (q, k, v)], 1)
+    ]
+    assert not views[0].is_contiguous()
+    batch = world.batch([(0, 0, 50)])
+    out = world.attention(path)(views[0], views[1], views[2], batch, world.spec)
+    assert_same_bits([out], world.run(path, world.whole()))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_blocks_can_be_copied_and_taken_elsewhere(path: PathName, dtype: str) -> None:
+    world = World([40, 40], dtype=dtype)
+    expected = world.run(path, world.whole())[0]
+    attention = world.attention(path)
+    q, k, v = world.qkv[0]
+    attention(q[:39], k[:39], v[:39], world.batch([(0, 0, 39)]), world.spec)
+    mine, others = world.pages[0].tolist(), world.pages[1].tolist()
+
+    attention.copy_blocks(list(zip(mine, others, strict=True)))
+    elsewhere = world.attention(path)
+    for block in others:
+        elsewhere.write_block(block, attention.read_block(block))
+    zeros = torch.zeros_like(attention.read_block(0))
+    for block in mine:  # the copies stand on their own
+        attention.write_block(block, zeros)
+
+    for where in (attention, elsewhere):
+        out = where(q[39:], k[39:], v[39:], world.batch([(1, 39, 1)]), world.spec)
+        assert_same_bits([out], [expected[39:]])
+
+
+def test_a_block_carries_every_layer(path: PathName) -> None:
+    world = World([10], layers=3)
+    attention = world.attention(path)
+    itemsize = type_of[world.dtype].itemsize
+    held = world.layers * 2 * world.block_size * world.kv_heads * world.head_dim * itemsize
+    assert attention.read_block(0).numel() == held
+    pattern = torch.arange(held, dtype=torch.int64).to(torch.uint8)
+    attention.write_block(0, pattern)
+    assert torch.equal(attention.read_block(0), pattern)
+
+
+def test_a_block_of_another_size_is_refused(path: PathName) -> None:
+    attention = World([10]).attention(path)
+    with pytest.raises(ValueError, match="uint8 bytes"):
+        attention.write_block(0, torch.zeros(3, dtype=torch.uint8))
+
+
+def small(path: Literal["auto", "native"], compiler: str, folder: Path, **changes: int) -> Attention:
+    sizes = {"heads": 4, "kv_heads": 2, "head_dim": 32, "block_size": 16, **changes}
+    return cpu_attention(
+        layers=1,
+        num_blocks=4,
+        dtype=torch.float32,
+        threads=1,
+        path=path,
+        kernels=lambda: load_kernels(compiler, folder),
+        **sizes,
+    )
+
+
+def test_without_a_compiler_torch_takes_over(tmp_path: Path) -> None:
+    assert small("auto", "no-such-compiler", tmp_path).name == "torch"
+    with pytest.raises(NativeUnavailable, match="install"):
+        small("native", "no-such-compiler", tmp_path)
+
+
+def test_a_failing_compiler_is_quoted(tmp_path: Path) -> None:
+    broken = tmp_path / "c++"
+    broken.write_text('#!/bin/sh\n[ "$1" = --version ] || { echo out of paper >&2; exit 1; }\n')
+    broken.chmod(0o755)
+    assert small("auto", str(broken), tmp_path / "cache").name == "torch"
+    with pytest.raises(NativeUnavailable, match="out of paper"):
+        small("native", str(broken), tmp_path / "cache")
+
+
+def test_block_sizes_the_kernel_does_not_do(tmp_path: Path) -> None:
+    native_or_skip()
+    name = cpu_attention(
+        layers=1,
+        heads=2,
+        kv_heads=1,
+        head_dim=16,
+        num_blocks=4,
+        block_size=5,
+        dtype=torch.float32,
+        threads=1,
+    ).name
+    assert name == "torch"
+
+
+def test_heads_that_do_not_divide_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="divide"):
+        small("auto", "no-such-compiler", tmp_path, heads=3)

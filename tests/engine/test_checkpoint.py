@@ -1,0 +1,314 @@
+"""Finding, reading and refusing checkpoints: what is wrong is named, with what to do about it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from argosy.engine.execution.checkpoint import locate, tensor_files
+from argosy.engine.execution.device import cpu_device
+from argosy.engine.execution.families import FAMILIES, parts_of, read_spec
+from argosy.engine.execution.spec import RopeSpec
+from argosy.engine.execution.weights import load_decoder
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from argosy.engine.execution.model import Decoder
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "vocab_size": 40,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": 7,
+    "torch_dtype": "bfloat16",
+}
+
+
+def write(path: Path, **changes: object) -> Path:
+    """Write config.json with `changes`; a value of ... takes the key out."""
+    config = {key: value for key, value in (CONFIG | changes).items() if value is not ...}
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    shapes = {"model.embed_tokens": (40, 32), "model.norm": (32,), "lm_head": (40, 32)}
+    for layer in range(2):
+        inside = f"model.layers.{layer}."
+        shapes |= {
+            f"{inside}self_attn.q_proj": (32, 32),
+            f"{inside}self_attn.k_proj": (16, 32),
+            f"{inside}self_attn.v_proj": (16, 32),
+            f"{inside}self_attn.o_proj": (32, 32),
+            f"{inside}mlp.gate_proj": (48, 32),
+            f"{inside}mlp.up_proj": (48, 32),
+            f"{inside}mlp.down_proj": (32, 48),
+            f"{inside}input_layernorm": (32,),
+            f"{inside}post_attention_layernorm": (32,),
+        }
+    return {f"{name}.weight": torch.full(shape, 0.01) for name, shape in shapes.items()}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    write(tmp_path)
+    save_file(tensors(), tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def load(path: Path) -> Decoder:
+    return load_decoder(path, read_spec(path), cpu_device(1), torch.float32, lambda _: None)
+
+
+def shard(path: Path) -> dict[str, str]:
+    """Spread the model over two files and an index; the index's map."""
+    whole = load_file(path / "model.safetensors")
+    (path / "model.safetensors").unlink()
+    names = sorted(whole)
+    parts = {"one.safetensors": names[:9], "two.safetensors": names[9:]}
+    for file, held in parts.items():
+        save_file({name: whole[name] for name in held}, path / file)
+    index = {name: file for file, held in parts.items() for name in held}
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    return index
+
+
+def test_a_directory_is_its_own_place(model: Path) -> None:
+    assert locate(str(model), None) == model
+    load(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("{}/nothing", "no directory"),
+        ("./nothing", "no directory"),
+        ("{}", "no config.json"),
+        ("{}/file", "give the directory"),
+        ("a/b/c", "no directory"),
+        ("not a name!", "owner/model"),
+    ],
+)
+def test_a_wrong_place_is_refused(tmp_path: Path, name: str, says: str) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=says):
+        locate(name.format(tmp_path), None)
+
+
+def test_hub_names_need_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ValueError, match="local directory"):
+        locate("nobody/nothing", None)
+
+
+def test_hub_snapshots_are_used_offline(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    hub = model.parent / "hub"
+    repository = hub / "models--somebody--something"
+    snapshot = repository / "snapshots" / ("0" * 40)
+    snapshot.parent.mkdir(parents=True)
+    snapshot.symlink_to(model)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(hub))
+    assert locate("somebody/something", None) == snapshot
+
+
+def test_shards(model: Path) -> None:
+    index = shard(model)
+    assert {name: file.name for name, file in tensor_files(model).items()} == index
+    load(model)
+
+
+def test_a_missing_shard_is_named(model: Path) -> None:
+    shard(model)
+    (model / "two.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"lacks two\.safetensors"):
+        load(model)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"weight_map": 3}'])
+def test_a_broken_index_is_named(model: Path, content: str) -> None:
+    shard(model)
+    (model / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json"):
+        load(model)
+
+
+def test_a_tensor_that_its_shard_lacks_is_named(model: Path) -> None:
+    index = shard(model)
+    index["model.norm.weight"] = "one.safetensors"
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    with pytest.raises(ValueError, match=r"model\.norm\.weight from .*one\.safetensors"):
+        load(model)
+
+
+def test_a_missing_tensor_is_named(model: Path) -> None:
+    held = tensors()
+    del held["model.layers.1.self_attn.k_proj.weight"]
+    save_file(held, model / "model.safetensors")
+    with pytest.raises(ValueError, match=r"has no tensor .*model\.layers\.1\.self_attn\.k_proj"):
+        load(model)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(16, 31), (17, 32), (16, 32, 1), (16,), ()],
+    ids=lambda shape: f"{len(shape)} dims" if len(shape) != 2 else f"{shape[0]}x{shape[1]}",
+)
+def test_a_tensor_of_the_wrong_shape_is_named(model: Path, shape: tuple[int, ...]) -> None:
+    held = tensors() | {"model.layers.0.self_attn.v_proj.weight": torch.zeros(shape)}
+    save_file(held, model / "model.safetensors")
+    with pytest.raises(ValueError, match=r"self_attn\.v_proj\.weight \[.*model\.safetensors"):
+        load(model)
+
+
+def test_quantized_tensors_are_refused(model: Path) -> None:
+    held = tensors() | {"model.norm.weight": torch.zeros(32, dtype=torch.int8)}
+    save_file(held, model / "model.safetensors")
+    with pytest.raises(ValueError, match=r"model\.norm\.weight is stored as torch\.int8"):
+        load(model)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 8, 200, -1])
+def test_a_cut_file_is_named(model: Path, keep: int) -> None:
+    file = model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(ValueError, match=r"cannot read .*model\.safetensors.*fetch it again"):
+        load(model)
+
+
+def test_other_formats_get_a_remedy(model: Path) -> None:
+    (model / "model.safetensors").rename(model / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="save_pretrained"):
+        load(model)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"architectures": ["BertModel"]}, "LlamaForCausalLM.*Qwen3MoeForCausalLM"),
+        ({"architectures": ...}, "LlamaForCausalLM"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantized"),
+        ({"hidden_act": "relu"}, "'relu' is unknown"),
+        ({"rope_scaling": {"type": "spiral", "factor": 2.0}}, "'spiral'"),
+        ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
+        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "short_factor"),
+        ({"rope_parameters": {"rope_type": "default", "mrope_section": [2, 2]}}, "several axes"),
+        ({"hidden_size": ...}, "hidden_size is missing"),
+        ({"hidden_size": "32"}, "hidden_size is '32'"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads"),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "sliding_window"),
+        ({"layer_types": ["linear_attention"] * 2}, "layer_types"),
+        ({"use_bidirectional_attention": True}, "cannot generate"),
+    ],
+    ids=str,
+)
+def test_what_we_cannot_compute_is_refused(
+    tmp_path: Path, changes: dict[str, object], says: str
+) -> None:
+    write(tmp_path, **changes)
+    with pytest.raises(ValueError, match=says):
+        read_spec(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", "\xff"])
+def test_an_unreadable_config_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content, encoding="latin-1")
+    with pytest.raises(ValueError, match=r"config\.json"):
+        read_spec(tmp_path)
+
+
+def test_what_the_planner_asks(tmp_path: Path) -> None:
+    spec = read_spec(write(tmp_path))
+    assert (spec.layers, spec.heads, spec.kv_heads, spec.head_dim) == (2, 4, 2, 8)
+    assert (spec.max_model_len, spec.eos_token_ids, spec.bos_token_id) == (64, (7,), None)
+    assert spec.kv_bytes_per_token(2) == 2 * 2 * 2 * 8 * 2
+    assert spec.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(("stated", "ids"), [([3, 4], (3, 4)), (3, (3,)), (None, (7,))])
+def test_generation_config_says_what_ends_an_answer(
+    tmp_path: Path, stated: object, ids: tuple[int, ...]
+) -> None:
+    write(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": stated}))
+    assert read_spec(tmp_path).eos_token_ids == ids
+
+
+def test_yarn_extends_the_context(tmp_path: Path) -> None:
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    assert read_spec(write(tmp_path, rope_scaling=scaling)).max_model_len == 128
+
+
+@given(
+    architecture=st.sampled_from(sorted(FAMILIES)),
+    layers=st.integers(1, 8),
+    pattern=st.integers(1, 4),
+    change=st.fixed_dictionaries(
+        {},
+        optional={
+            "use_sliding_window": st.booleans(),
+            "sliding_window": st.none() | st.integers(1, 64),
+            "max_window_layers": st.integers(0, 8),
+            "head_dim": st.sampled_from([8, 16, None]),
+            "tie_word_embeddings": st.booleans(),
+            "rope_theta": st.sampled_from([100.0, 10_000]),
+        },
+    ),
+)
+def test_every_family_reads_sane_configurations(
+    tmp_path_factory: pytest.TempPathFactory,
+    architecture: str,
+    layers: int,
+    pattern: int,
+    change: dict[str, object],
+) -> None:
+    path = tmp_path_factory.mktemp("any", numbered=True)
+    write(
+        path,
+        architectures=[architecture],
+        num_hidden_layers=layers,
+        sliding_window_pattern=pattern,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=8,
+        **change,
+    )
+    spec = read_spec(path)
+    assert len(spec.layer_specs) == layers
+    for layer in spec.layer_specs:
+        assert isinstance(spec.ropes[layer.rope], RopeSpec)
+        assert layer.window is None or layer.window == (change.get("sliding_window") or 4096)
+    ways = parts_of(spec, "layers.0.qkv.weight")
+    assert all(part.endswith(".weight") for way in ways for part in way)
+
+
+def test_configurations_are_read_without_torch() -> None:
+    code = (
+        "import sys\n"
+        "import argosy.engine.execution.families, argosy.engine.execution.checkpoint\n"
+        "assert not {'torch', 'safetensors', 'huggingface_hub'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

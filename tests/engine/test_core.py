@@ -1,0 +1,180 @@
+"""The engine loop under failure: a step that raises, starves or times out costs the guilty one only."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+
+import msgspec
+import pytest
+
+from argosy.engine.scheduling import Plan, StepResult
+from argosy.engine.serving.core import MAX_FAILED_STEPS, EngineCore
+from argosy.engine.serving.wire import EngineRequest
+from argosy.models import BUNDLED
+from argosy.protocol import SamplingParams
+from tests.engine.driver import Answer, core_of, run
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+POISON = 3999
+
+
+class Saboteur:
+    """An executor that does something else when a condition holds."""
+
+    def __init__(self, core: EngineCore, act: Callable[[Plan], None]) -> None:
+        self._inner = core.executor
+        self._act = act
+        core.executor = self
+
+    def execute(self, plan: Plan) -> StepResult:
+        self._act(plan)
+        return self._inner.execute(plan)
+
+    def reset(self) -> None:
+        self._inner.reset()
+
+
+def request(name: str, *, prompt: list[int] | None = None, **changes: object) -> EngineRequest:
+    rng = random.Random(name)
+    made = EngineRequest(
+        id=name, prompt=prompt or [rng.randint(5, 3900) for _ in range(20)], params=GREEDY
+    )
+    return msgspec.structs.replace(made, **changes)
+
+
+@pytest.fixture(name="core")
+def a_core() -> Iterator[EngineCore]:
+    core = core_of(BUNDLED, max_seqs=8)
+    yield core
+    assert not core.has_work
+
+
+def expected(*requests: EngineRequest) -> dict[str, Answer]:
+    return run(core_of(BUNDLED, max_seqs=8), list(requests))
+
+
+def test_a_poisonous_request_ends_alone(core: EngineCore) -> None:
+    rows: set[int] = set()
+
+    def act(plan: Plan) -> None:
+        for admission in plan.admitted:
+            (rows.add if POISON in admission.tokens else rows.discard)(admission.row)
+        if rows.intersection(plan.rows):
+            raise RuntimeError("poison")
+
+    Saboteur(core, act)
+    healthy = [request(name) for name in "abcd"]
+    poisoned = request("bad", prompt=[7, POISON, 7])
+    answers = run(core, [*healthy[:2], poisoned, *healthy[2:]])
+    assert answers["bad"].finish == "error"
+    assert "server's log" in (answers["bad"].error or "")
+    reference = expected(*healthy)
+    assert {name: answers[name].tokens for name in "abcd"} == {
+        name: reference[name].tokens for name in "abcd"
+    }
+
+
+def test_running_out_of_memory_shrinks_the_step_and_goes_on(core: EngineCore) -> None:
+    limit = 40
+
+    def act(plan: Plan) -> None:
+        if plan.tokens > limit:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    Saboteur(core, act)
+    requests = [request(name) for name in "abcdef"]
+    answers = run(core, requests)
+    assert {answer.finish for answer in answers.values()} == {"length"}
+    assert core.scheduler.step_tokens < core.scheduler.limits.max_step_tokens
+
+
+def test_numbers_that_are_not_finite_end_their_row() -> None:
+    core = core_of(BUNDLED, max_seqs=8)
+    model = core.executor._model  # type: ignore[attr-defined]  # noqa: SLF001 - the model is the culprit
+
+    def sick(batch: object, attention: object) -> object:
+        logits = model(batch, attention)
+        logits[0] = float("nan")
+        return logits
+
+    core.executor._model = sick  # type: ignore[attr-defined]  # noqa: SLF001 - as above
+    answers = run(core, [request(name, params=GREEDY) for name in "ab"])
+    assert answers["a"].finish == "error"
+    assert "finite" in (answers["a"].error or "")
+    assert {answer.finish for answer in answers.values()} <= {"error", "length"}
+
+
+def test_a_broken_worker_gives_up_after_a_bounded_number_of_steps() -> None:
+    core = core_of(BUNDLED)
+
+    def act(_: Plan) -> None:
+        raise RuntimeError("nothing works")
+
+    Saboteur(core, act)
+    for number in range(MAX_FAILED_STEPS + 10):
+        core.add(request(str(number)))
+    for _ in range(MAX_FAILED_STEPS):
+        core.step()
+    with pytest.raises(RuntimeError, match="nothing works"):
+        core.step()
+
+
+def test_a_timeout_returns_what_there_is(core: EngineCore) -> None:
+    params = msgspec.structs.replace(GREEDY, max_tokens=500)
+    answer = run(core, [request("slow", params=params, timeout_s=0.05)])["slow"]
+    assert answer.finish == "timeout"
+    assert 0 < len(answer.tokens) < 500
+
+
+def test_an_abort_frees_everything_at_once(core: EngineCore) -> None:
+    params = msgspec.structs.replace(GREEDY, max_tokens=500)
+    for name in "abc":
+        core.add(request(name, params=params))
+    core.step()
+    core.abort(["a", "b", "c", "never"])
+    memory = core.scheduler.memory
+    assert memory.available == memory.pool.num_blocks
+    finishes = {delta.id: delta.finish for delta in core.step().deltas if delta.finish}
+    assert finishes == dict.fromkeys("abc", "cancelled")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"prompt": [5] * 3000}, "exceed"),
+        ({"params": msgspec.structs.replace(GREEDY, max_tokens=10_000)}, "exceed"),
+    ],
+)
+def test_what_slips_past_the_door_is_answered(
+    core: EngineCore, changes: dict[str, object], reason: str
+) -> None:
+    answer = run(core, [request("a", **changes)])["a"]  # type: ignore[arg-type]
+    assert answer.finish == "error"
+    assert reason in (answer.error or "")
+
+
+def test_every_request_ends_once_whatever_happens(core: EngineCore) -> None:
+    """Random cancels, timeouts, failures and shortages; `run` checks the rest."""
+    rng = random.Random(1)
+
+    def act(_: Plan) -> None:
+        if rng.random() < 0.05:
+            raise RuntimeError("a bad moment")
+
+    Saboteur(core, act)
+    answers: dict[str, Answer] = {}
+    for number in range(40):
+        name = str(number)
+        answers[name] = Answer()
+        timeout = rng.choice([None, None, 0.03])
+        core.add(request(name, timeout_s=timeout, tier=rng.randint(0, 2), tenant=rng.choice("xy")))
+        if rng.random() < 0.2:
+            core.abort([str(rng.randint(0, number))])
+        for delta in core.step().deltas:
+            answers[delta.id].take(delta)
+        core.scheduler.check()
+    while core.has_work:
+        for delta in core.step().deltas:
+            answers[delta.id].take(delta)
+    assert all(answer.finish for answer in answers.values())

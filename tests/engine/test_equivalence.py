@@ -1,0 +1,155 @@
+"""Same bytes whatever the batch: every way to run a request gives its tokens and log-probabilities."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from argosy.engine.serving.wire import EngineRequest
+from argosy.models import BUNDLED
+from argosy.protocol import SamplingParams
+from tests.engine.driver import Answer, core_of, run
+
+if TYPE_CHECKING:
+    from argosy.engine.serving.core import EngineCore
+
+VARIETY = [
+    SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2),
+    SamplingParams(temperature=0.8, seed=1, max_tokens=24, ignore_eos=True),
+    SamplingParams(temperature=1.0, top_p=0.9, seed=2, max_tokens=20, logprobs=0, min_tokens=10),
+    SamplingParams(temperature=1.2, top_k=20, min_p=0.02, seed=3, max_tokens=24, ignore_eos=True),
+    SamplingParams(
+        temperature=0.7,
+        seed=4,
+        max_tokens=24,
+        repetition_penalty=1.3,
+        presence_penalty=0.5,
+        frequency_penalty=0.4,
+        logprobs=1,
+        ignore_eos=True,
+    ),
+    SamplingParams(
+        temperature=0.0, logit_bias={5: 3.0, 300: -100.0}, max_tokens=16, ignore_eos=True
+    ),
+    SamplingParams(temperature=0.0, max_tokens=6, prompt_logprobs=1, ignore_eos=True),
+]
+
+
+@cache
+def plain_core() -> EngineCore:
+    return core_of(BUNDLED, prefix_cache=False)
+
+
+@cache
+def requests() -> list[EngineRequest]:
+    """Prompts of many lengths, some with a shared beginning."""
+    rng = random.Random(5)
+    shared = [rng.randint(5, 4000) for _ in range(40)]
+    made = []
+    for number in range(14):
+        own = [rng.randint(5, 4000) for _ in range(rng.randint(1, 60))]
+        prompt = shared[: rng.choice([0, 0, 33, 40])] + own
+        params = VARIETY[number % len(VARIETY)]
+        made.append(EngineRequest(id=str(number), prompt=prompt, params=params))
+    return made
+
+
+@cache
+def alone() -> dict[str, Answer]:
+    """The reference: each request by itself, its prompt in one piece."""
+    found: dict[str, Answer] = {}
+    for request in requests():
+        found |= run(plain_core(), [request])
+    return found
+
+
+def same(answers: dict[str, Answer]) -> None:
+    for name, answer in answers.items():
+        expected = alone()[name]
+        assert answer.tokens == expected.tokens, f"request {name}"
+        assert answer.logprobs == expected.logprobs
+        assert answer.prompt_logprobs == expected.prompt_logprobs
+        assert answer.finish == expected.finish
+
+
+def test_batched() -> None:
+    same(run(plain_core(), requests()))
+
+
+@pytest.mark.parametrize("budget", [8, 17, 64])
+def test_chunked(budget: int) -> None:
+    same(run(core_of(BUNDLED, max_step_tokens=budget, max_seqs=5), requests()))
+
+
+def test_prefix_hits() -> None:
+    core = core_of(BUNDLED)
+    run(core, requests())
+    again = run(core, requests())
+    assert sum(answer.cached_tokens or 0 for answer in again.values()) > 100
+    same(again)
+
+
+def test_preemption_in_a_tiny_pool() -> None:
+    core = core_of(BUNDLED, num_blocks=11, max_seqs=8)
+    core.scheduler.estimate.share = 0.0
+    same(run(core, requests()))
+    assert core.scheduler.preemptions > 0
+
+
+def test_host_tier() -> None:
+    core = core_of(BUNDLED, num_blocks=11, max_seqs=3, host_kv_bytes=1 << 24)
+    same(run(core, requests()))
+    same(run(core, requests()))
+    assert core.scheduler.memory.host_hit_tokens > 0
+
+
+def test_rotten_host_blocks_are_recomputed_and_counted() -> None:
+    core = core_of(BUNDLED, num_blocks=11, max_seqs=3, host_kv_bytes=1 << 24)
+    run(core, requests())
+    for block in core.executor.host.blocks.values():  # type: ignore[attr-defined]
+        block.numpy()[7] ^= 1
+    same(run(core, requests()))
+    assert core.scheduler.memory.corrupt_blocks > 0
+
+
+@pytest.mark.parametrize("number", range(len(VARIETY)), ids=lambda number: f"params{number}")
+def test_resume_at_every_token(number: int) -> None:
+    request, whole = requests()[number], alone()[str(number)]
+    resumed = [
+        msgspec.structs.replace(request, id=str(index), output=whole.tokens[:index])
+        for index in range(1, len(whole.tokens))
+    ]
+    core = core_of(BUNDLED)
+    for name, answer in run(core, resumed).items():
+        index = int(name)
+        assert answer.tokens == whole.tokens[index:]
+        assert answer.logprobs == whole.logprobs[index:]
+        assert answer.finish == whole.finish
+
+
+def test_siblings_fork() -> None:
+    """`n` choices: the siblings take over the lead's prompt, and each is what it would be alone."""
+    request = requests()[1]
+    several = [
+        msgspec.structs.replace(
+            request,
+            id=str(index),
+            lead=None if index == 0 else "0",
+            params=msgspec.structs.replace(request.params, seed=index),
+        )
+        for index in range(4)
+    ]
+    answers = run(core_of(BUNDLED), several)
+    assert all((answers[str(i)].cached_tokens or 0) >= len(request.prompt) - 1 for i in (1, 2, 3))
+    for one in several:
+        single = run(plain_core(), [msgspec.structs.replace(one, lead=None)])
+        assert answers[one.id].tokens == single[one.id].tokens
+
+
+@pytest.mark.parametrize("batching", ["static", "dynamic"])
+def test_batching_modes(batching: str) -> None:
+    same(run(core_of(BUNDLED, batching=batching, max_seqs=4), requests()))

@@ -1,0 +1,103 @@
+"""Bodies to types: what is wrong is named, and whatever comes in, only an ApiError comes out."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from argosy.protocol import (
+    ApiError,
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationRequest,
+    parse,
+)
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+PROMPT = {"model": "m", "prompt": "x"}
+
+
+def refusal(body: object) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        parse(ChatCompletionRequest, json.dumps(body).encode())
+    assert caught.value.status == 400
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "code"),
+    [
+        (CHAT | {"guided_json": {}}, "guided_json", "unknown_parameter"),
+        ({"model": "m"}, "messages", "missing_required_parameter"),
+        (CHAT | {"temperature": "hot"}, "temperature", "invalid_type"),
+        (CHAT | {"n": True}, "n", "invalid_type"),
+        (CHAT | {"stop": [1]}, "stop[0]", "invalid_type"),
+        (CHAT | {"stream_options": {"x": 1}}, "stream_options.x", "unknown_parameter"),
+        (CHAT | {"logit_bias": {"a": 1}}, "logit_bias", "invalid_type"),
+        (CHAT | {"cache_salt": ""}, "cache_salt", "invalid_type"),
+        (CHAT | {"messages": [{"content": "x"}]}, "messages[0].role", "missing_required_parameter"),
+        (CHAT | {"messages": [{"role": "user", "x": 1}]}, "messages[0].x", "unknown_parameter"),
+        ([], None, "invalid_type"),
+    ],
+)
+def test_the_field_is_named(body: object, param: str | None, code: str) -> None:
+    error = refusal(body)
+    assert (error.param, error.code) == (param, code)
+    assert param is None or param in error.message
+
+
+def test_null_is_left_out() -> None:
+    assert parse(ChatCompletionRequest, json.dumps(CHAT | {"n": None}).encode()).n is None
+
+
+def test_integers_are_floats_where_floats_are_asked_for() -> None:
+    body = json.dumps(CHAT | {"temperature": 1, "logit_bias": {"5": -100}}).encode()
+    parsed = parse(ChatCompletionRequest, body)
+    assert parsed.temperature == 1.0
+    assert parsed.logit_bias == {5: -100.0}
+
+
+@pytest.mark.parametrize("prompt", ["a", ["a", "b"], [1, 2], [[1], [2, 3]]])
+def test_every_kind_of_prompt(prompt: object) -> None:
+    body = json.dumps(PROMPT | {"prompt": prompt}).encode()
+    assert parse(CompletionRequest, body).prompt == prompt
+
+
+def test_long_names_are_cut_in_messages() -> None:
+    assert len(refusal(CHAT | {"x" * 100_000: 1}).message) < 300
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_body_or_an_api_error(body: bytes) -> None:
+    for kind in (ChatCompletionRequest, CompletionRequest):
+        with pytest.raises(ApiError):
+            parse(kind, body)
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
+    max_leaves=5,
+)
+
+
+@given(st.sampled_from(GenerationRequest.__struct_fields__), JSON)
+def test_any_value_of_any_field_is_a_body_or_names_the_field(field: str, value: object) -> None:
+    try:
+        body = json.dumps(PROMPT | {field: value}).encode()
+        parse(CompletionRequest, body)
+    except ApiError as error:
+        named = error.param
+    else:
+        named = field
+    assert named is not None
+    assert named.startswith(field)

@@ -1,0 +1,28 @@
+"""Server-sent events: what is framed comes out of the parser again, however the bytes are cut."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from argosy.protocol import SSE_DONE, EventParser, comment, event
+
+data = st.binary(min_size=1, max_size=20).map(lambda raw: raw.hex().encode())
+
+
+@given(st.lists(data, max_size=5), st.lists(st.integers(0, 400), max_size=6))
+def test_any_cut_gives_the_same_events(payloads: list[bytes], cuts: list[int]) -> None:
+    stream = b"".join(event(payload) + comment(b"keep-alive") for payload in payloads) + SSE_DONE
+    parser = EventParser()
+    places = [0, *sorted(min(cut, len(stream)) for cut in cuts), len(stream)]
+    got = []
+    for start, end in itertools.pairwise(places):
+        got += parser.feed(stream[start:end])
+    assert got == [*payloads, b"[DONE]"]
+
+
+def test_carriage_returns_other_fields_and_several_lines() -> None:
+    stream = b": hi\r\nevent: x\r\nid: 1\r\ndata: a\r\ndata:b\r\n\r\n\r\ndata: unfinished"
+    assert EventParser().feed(stream) == [b"a\nb"]

@@ -1,0 +1,39 @@
+"""Logs as a process writes them: one JSON object a line, with the request's id, the libraries' too."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+PROGRAM = """
+import logging
+from argosy.telemetry import configure_logs, get_log, request_context
+configure_logs("json")
+log = get_log("argosy.test")
+with request_context("req_1", "00-" + "a" * 32 + "-" + "b" * 16 + "-01"):
+    log.info("served", route="/x")
+    logging.getLogger("library").warning("look %s", "here")
+    try:
+        raise ValueError("broken")
+    except ValueError:
+        log.exception("failed")
+log.debug("hidden")
+log.info("after")
+"""
+
+
+def test_json_lines() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True
+    )
+    served, library, failed, after = map(json.loads, done.stderr.splitlines())
+    assert served["event"] == "served"
+    assert served["level"] == "info"
+    assert served["route"] == "/x"
+    assert served["request_id"] == library["request_id"] == failed["request_id"] == "req_1"
+    assert served["trace_id"] == "a" * 32
+    assert library["event"] == "look here"
+    assert "ValueError: broken" in failed["exception"]
+    assert "request_id" not in after
+    assert not done.stdout

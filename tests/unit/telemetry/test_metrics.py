@@ -1,0 +1,71 @@
+"""The metrics on their own: what is observed is what is shown, under both sets of names."""
+
+from __future__ import annotations
+
+from argosy.engine.serving.wire import Stats
+from argosy.telemetry import Metrics, SequenceTimes
+
+TIMES = SequenceTimes(
+    arrived=10.0, submitted=10.1, queued_s=0.4, first_token=11.0, last_token=13.0, ended=13.5
+)
+
+
+def shown(text: bytes) -> dict[str, float]:
+    lines = (line for line in text.decode().splitlines() if line and not line.startswith("#"))
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+
+
+def test_phases_of_a_sequence() -> None:
+    metrics = Metrics("m")
+    metrics.sequence_ended("stop", TIMES, prompt_tokens=7, output_tokens=5, max_tokens=9)
+    now = shown(metrics.exposition())
+    label = '{model="m"}'
+    assert now["argosy_request_duration_seconds_sum" + label] == 3.5
+    assert now["argosy_request_queue_seconds_sum" + label] == 0.4
+    assert now["argosy_request_prefill_seconds_sum" + label] == 0.5
+    assert now["argosy_request_decode_seconds_sum" + label] == 2.0
+    assert now["argosy_time_per_output_token_seconds_sum" + label] == 0.5
+    assert now['argosy_requests_total{finish_reason="stop",model="m"}'] == 1
+    theirs = shown(metrics.vllm_exposition())
+    assert theirs['vllm:request_decode_time_seconds_sum{engine="0",model_name="m"}'] == 2.0
+    assert theirs['vllm:request_prompt_tokens_sum{engine="0",model_name="m"}'] == 7
+
+
+def test_a_sequence_that_never_ran_has_no_phases() -> None:
+    metrics = Metrics("m")
+    times = SequenceTimes(
+        arrived=1.0, submitted=1.0, queued_s=None, first_token=None, last_token=None, ended=2.0
+    )
+    metrics.sequence_ended("cancelled", times, prompt_tokens=7, output_tokens=0, max_tokens=9)
+    now = shown(metrics.exposition())
+    assert now['argosy_request_duration_seconds_count{model="m"}'] == 1
+    assert now['argosy_request_queue_seconds_count{model="m"}'] == 0
+    theirs = shown(metrics.vllm_exposition())
+    reason = 'vllm:request_success_total{engine="0",finished_reason="abort",model_name="m"}'
+    assert theirs[reason] == 1
+
+
+def test_block_states_add_up() -> None:
+    metrics = Metrics("m")
+    metrics.refresh(Stats(blocks_total=100, blocks_used=30, blocks_cached=50), ready=True)
+    now = shown(metrics.exposition())
+    states = {
+        s: now[f'argosy_kv_blocks{{model="m",state="{s}"}}'] for s in ("used", "cached", "free")
+    }
+    assert states == {"used": 30, "cached": 50, "free": 20}
+    assert now['argosy_kv_usage_ratio{model="m"}'] == 0.3
+
+
+def test_counters_go_on_when_the_core_starts_again() -> None:
+    metrics = Metrics("m")
+    for total in (10, 15, 4):
+        metrics.refresh(Stats(preemptions_total=total), ready=True)
+    assert shown(metrics.exposition())['argosy_preemptions_total{model="m"}'] == 19
+
+
+def test_no_name_has_a_colon_and_every_theirs_has_one() -> None:
+    metrics = Metrics("m")
+    assert not any(":" in name.split("{")[0] for name in shown(metrics.exposition()))
+    theirs = shown(metrics.vllm_exposition())
+    assert theirs
+    assert all(name.startswith("vllm:") for name in theirs)
