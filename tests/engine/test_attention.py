@@ -59,16 +59,16 @@ class World:
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(len(self.lengths) * 1000 + sum(self.lengths))
-        self.pages = torch.randperm(self.num_blocks, generator=generator).view(len(self.lengths), -1)
+        self.pages = torch.randperm(self.num_blocks, generator=generator).view(
+            len(self.lengths), -1
+        )
 
         def draw(length: int, heads: int) -> Tensor:
             values = torch.randn(length, heads, self.head_dim, generator=generator)
             return values.to(type_of[self.dtype])
 
         sizes = (self.heads, self.kv_heads, self.kv_heads)
-        self.qkv = [
-            (draw(n, sizes[0]), draw(n, sizes[1]), draw(n, sizes[2])) for n in self.lengths
-        ]
+        self.qkv = [(draw(n, sizes[0]), draw(n, sizes[1]), draw(n, sizes[2])) for n in self.lengths]
 
     @property
     def num_blocks(self) -> int:
@@ -147,8 +147,8 @@ class World:
         return torch.einsum("hqk,khd->qhd", weights, v)
 
 
-def assert_right(world: World, outputs: list[Tensor]) -> None:
-    tolerance = 2e-5 if world.dtype == "float32" else 2e-2
+def assert_right(world: World, outputs: list[Tensor], tolerance: float | None = None) -> None:
+    tolerance = tolerance or (2e-5 if world.dtype == "float32" else 2e-2)
     for sequence, out in enumerate(outputs):
         torch.testing.assert_close(
             out.double(), world.reference(sequence), atol=tolerance, rtol=tolerance
@@ -194,9 +194,10 @@ def test_same_bits_however_cut(
     world = World([150, 33, 7], window=window, block_size=block_size, dtype=dtype, softcap=20.0)
     whole = world.run(path, world.whole())
     alone = [[(i, 0, n)] for i, n in enumerate(world.lengths)]
-    token_by_token = [
-        [(i, t, 1) for i, n in enumerate(world.lengths) if t < n]
-        for t in range(max(world.lengths))
+    singly = [max(0, n - 25) for n in world.lengths]  # from here on, token by token
+    token_by_token = [[(i, 0, n) for i, n in enumerate(singly) if n]]
+    token_by_token += [
+        [(i, n + t, 1) for i, n in enumerate(singly) if n + t < world.lengths[i]] for t in range(25)
     ]
     chunked = [[(0, 0, 61), (2, 0, 3)], [(1, 0, 33), (0, 61, 1)], [(2, 3, 4), (0, 62, 88)]]
     for steps in (alone, token_by_token, chunked):
@@ -241,8 +242,8 @@ def test_random_worlds_in_random_steps(data: st.DataObject) -> None:
 
 def test_large_scores_do_not_overflow(path: PathName) -> None:
     world = World([80], dtype="float32")
-    world.qkv[0][0].mul_(300.0)
-    assert_right(world, world.run(path, world.whole()))
+    world.qkv[0][0].mul_(300.0)  # float32 holds such scores to about 1e-4
+    assert_right(world, world.run(path, world.whole()), tolerance=1e-3)
 
 
 def test_a_row_with_nan_stays_alone(path: PathName) -> None:
@@ -308,7 +309,9 @@ def test_a_block_of_another_size_is_refused(path: PathName) -> None:
         attention.write_block(0, torch.zeros(3, dtype=torch.uint8))
 
 
-def small(path: Literal["auto", "native"], compiler: str, folder: Path, **changes: int) -> Attention:
+def small(
+    path: Literal["auto", "native"], compiler: str, folder: Path, **changes: int
+) -> Attention:
     sizes = {"heads": 4, "kv_heads": 2, "head_dim": 32, "block_size": 16, **changes}
     return cpu_attention(
         layers=1,

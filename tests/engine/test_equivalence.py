@@ -40,8 +40,8 @@ VARIETY = [
 
 
 @cache
-def plain_core() -> EngineCore:
-    return core_of(BUNDLED, prefix_cache=False)
+def plain_core(dtype: str = "bfloat16") -> EngineCore:
+    return core_of(BUNDLED, prefix_cache=False, dtype=dtype)
 
 
 @cache
@@ -59,34 +59,37 @@ def requests() -> list[EngineRequest]:
 
 
 @cache
-def alone() -> dict[str, Answer]:
+def alone(dtype: str = "bfloat16") -> dict[str, Answer]:
     """The reference: each request by itself, its prompt in one piece."""
     found: dict[str, Answer] = {}
     for request in requests():
-        found |= run(plain_core(), [request])
+        found |= run(plain_core(dtype), [request])
     return found
 
 
-def same(answers: dict[str, Answer]) -> None:
+def same(answers: dict[str, Answer], dtype: str = "bfloat16") -> None:
     for name, answer in answers.items():
-        expected = alone()[name]
+        expected = alone(dtype)[name]
         assert answer.tokens == expected.tokens, f"request {name}"
         assert answer.logprobs == expected.logprobs
         assert answer.prompt_logprobs == expected.prompt_logprobs
         assert answer.finish == expected.finish
 
 
-def test_batched() -> None:
-    same(run(plain_core(), requests()))
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_batched(dtype: str) -> None:
+    same(run(plain_core(dtype), requests()), dtype)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("budget", [8, 17, 64])
-def test_chunked(budget: int) -> None:
-    same(run(core_of(BUNDLED, max_step_tokens=budget, max_seqs=5), requests()))
+def test_chunked(budget: int, dtype: str) -> None:
+    core = core_of(BUNDLED, max_step_tokens=budget, max_seqs=5, dtype=dtype)
+    same(run(core, requests()), dtype)
 
 
 def test_prefix_hits() -> None:
-    core = core_of(BUNDLED)
+    core = core_of(BUNDLED, dtype="bfloat16")
     run(core, requests())
     again = run(core, requests())
     assert sum(answer.cached_tokens or 0 for answer in again.values()) > 100
@@ -94,21 +97,21 @@ def test_prefix_hits() -> None:
 
 
 def test_preemption_in_a_tiny_pool() -> None:
-    core = core_of(BUNDLED, num_blocks=11, max_seqs=8)
+    core = core_of(BUNDLED, dtype="bfloat16", num_blocks=11, max_seqs=8)
     core.scheduler.estimate.share = 0.0
     same(run(core, requests()))
     assert core.scheduler.preemptions > 0
 
 
 def test_host_tier() -> None:
-    core = core_of(BUNDLED, num_blocks=11, max_seqs=3, host_kv_bytes=1 << 24)
+    core = core_of(BUNDLED, dtype="bfloat16", num_blocks=11, max_seqs=3, host_kv_bytes=1 << 24)
     same(run(core, requests()))
     same(run(core, requests()))
     assert core.scheduler.memory.host_hit_tokens > 0
 
 
 def test_rotten_host_blocks_are_recomputed_and_counted() -> None:
-    core = core_of(BUNDLED, num_blocks=11, max_seqs=3, host_kv_bytes=1 << 24)
+    core = core_of(BUNDLED, dtype="bfloat16", num_blocks=11, max_seqs=3, host_kv_bytes=1 << 24)
     run(core, requests())
     for block in core.executor.host.blocks.values():  # type: ignore[attr-defined]
         block.numpy()[7] ^= 1
@@ -123,7 +126,7 @@ def test_resume_at_every_token(number: int) -> None:
         msgspec.structs.replace(request, id=str(index), output=whole.tokens[:index])
         for index in range(1, len(whole.tokens))
     ]
-    core = core_of(BUNDLED)
+    core = core_of(BUNDLED, dtype="bfloat16")
     for name, answer in run(core, resumed).items():
         index = int(name)
         assert answer.tokens == whole.tokens[index:]
@@ -143,7 +146,7 @@ def test_siblings_fork() -> None:
         )
         for index in range(4)
     ]
-    answers = run(core_of(BUNDLED), several)
+    answers = run(core_of(BUNDLED, dtype="bfloat16"), several)
     assert all((answers[str(i)].cached_tokens or 0) >= len(request.prompt) - 1 for i in (1, 2, 3))
     for one in several:
         single = run(plain_core(), [msgspec.structs.replace(one, lead=None)])
@@ -152,4 +155,4 @@ def test_siblings_fork() -> None:
 
 @pytest.mark.parametrize("batching", ["static", "dynamic"])
 def test_batching_modes(batching: str) -> None:
-    same(run(core_of(BUNDLED, batching=batching, max_seqs=4), requests()))
+    same(run(core_of(BUNDLED, dtype="bfloat16", batching=batching, max_seqs=4), requests()))

@@ -1,0 +1,5 @@
+"""`python -m argosy.cli` is `argosy`."""
+
+from argosy.cli import main
+
+main()

@@ -1,0 +1,28 @@
+"""The commands of `argosy`, put together."""
+
+from __future__ import annotations
+
+import typer
+
+from argosy.cli import chat, models, serve
+
+app = typer.Typer(
+    name="argosy",
+    help="Serve large language models: one command on a laptop, a fleet when you need one.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_show_locals=False,  # they would show people's prompts
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("serve", help=serve.SERVE_HELP)(serve.command(serve.Panel))
+app.command("replica", help=serve.REPLICA_HELP)(serve.command(serve.Plain))
+app.command("chat")(chat.chat)
+app.add_typer(models.app, name="models")
+
+
+@app.command("version")
+def version() -> None:
+    """Print the version."""
+    from importlib.metadata import version as installed
+
+    typer.echo(f"argosy {installed('argosy')}")

@@ -1,0 +1,187 @@
+"""`argosy chat`: a conversation in the terminal with a running server, over HTTP."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from argosy.cli.failure import BROKEN, fail
+
+if TYPE_CHECKING:
+    import httpx2
+
+HELP = "/quit leaves, /clear forgets the conversation, Ctrl-C interrupts an answer."
+CONNECT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """What goes with every question."""
+
+    model: str
+    max_tokens: int | None
+    temperature: float
+
+    def body(self, messages: list[dict[str, str]]) -> dict[str, Any]:
+        """The body of `POST /v1/chat/completions`."""
+        body: dict[str, Any] = {
+            "model": self.model,
+            "messages": messages,
+            "stream": True,
+            "temperature": self.temperature,
+        }
+        if self.max_tokens is not None:
+            body["max_tokens"] = self.max_tokens
+        return body
+
+
+class RefusedError(Exception):
+    """The server refused or broke off; the message says why."""
+
+
+def chat(
+    question: Annotated[
+        str | None, typer.Argument(help="Ask this, print the answer and leave.")
+    ] = None,
+    *,
+    url: Annotated[
+        str, typer.Option(help="Server, or unix:PATH.", envvar="ARGOSY_URL")
+    ] = "http://127.0.0.1:8000",
+    model: Annotated[
+        str | None, typer.Option(help="By default the first that the server has.")
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="Instruction to begin with.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer.")] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.7,
+    api_key: Annotated[
+        str | None, typer.Option(help="Sent as a bearer token.", envvar="ARGOSY_API_KEY")
+    ] = None,
+) -> None:
+    """Chat with a running server; answers stream as they are made."""
+    import httpx2
+
+    start = [{"role": "system", "content": system}] if system else []
+    with _client(url, api_key) as client:
+        try:
+            asking = Asking(model or _first_model(client), max_tokens, temperature)
+            if question is not None:
+                _answer(client, asking, [*start, {"role": "user", "content": question}])
+            else:
+                _converse(client, asking, start)
+        except (httpx2.ConnectError, httpx2.ConnectTimeout):
+            fail(f"no server answers at {url}; start one with: argosy serve")
+        except httpx2.HTTPError as error:
+            fail(f"the connection to {url} broke ({error}); see the server's log", BROKEN)
+        except RefusedError as error:
+            fail(str(error))
+
+
+def _client(url: str, api_key: str | None) -> httpx2.Client:
+    import httpx2
+
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    transport = None
+    if url.startswith("unix:"):
+        transport = httpx2.HTTPTransport(uds=url.removeprefix("unix:"))
+        url = "http://localhost"
+    base = url.rstrip("/").removesuffix("/v1")
+    timeout = httpx2.Timeout(CONNECT_S, read=None)
+    try:
+        return httpx2.Client(
+            base_url=base, headers=headers, timeout=timeout, transport=transport, trust_env=False
+        )
+    except (httpx2.InvalidURL, ValueError) as error:
+        fail(f"{url!r} is not a URL ({error}); write it like http://127.0.0.1:8000")
+
+
+def _first_model(client: httpx2.Client) -> str:
+    import msgspec
+
+    response = client.get("/v1/models")
+    if response.status_code != 200:
+        raise RefusedError(_reason(response.content))
+    try:
+        return str(msgspec.json.decode(response.content)["data"][0]["id"])
+    except (msgspec.DecodeError, LookupError, TypeError) as error:
+        raise RefusedError("that server does not speak the OpenAI API; check --url") from error
+
+
+def _converse(client: httpx2.Client, asking: Asking, start: list[dict[str, str]]) -> None:
+    """Questions from the terminal until its end."""
+    typer.secho(f"Talking to {asking.model}. {HELP}", err=True, dim=True)
+    history = list(start)
+    while True:
+        try:
+            line = input("> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            typer.echo(err=True)
+            return
+        match line:
+            case "":
+                continue
+            case "/quit" | "/exit":
+                return
+            case "/clear":
+                history = list(start)
+                continue
+            case _ if line.startswith("/"):
+                typer.secho(HELP, err=True, dim=True)
+                continue
+        history.append({"role": "user", "content": line})
+        try:
+            answer = _answer(client, asking, history)
+        except RefusedError as error:
+            typer.secho(str(error), err=True, fg=typer.colors.RED)
+            history.pop()
+            continue
+        history.append({"role": "assistant", "content": answer})
+
+
+def _answer(client: httpx2.Client, asking: Asking, messages: list[dict[str, str]]) -> str:
+    """Print an answer while it comes, and return it; Ctrl-C keeps what there is."""
+    text: list[str] = []
+    try:
+        for piece in _pieces(client, asking.body(messages)):
+            text.append(piece)
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        sys.stdout.write(" [interrupted]")
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+    return "".join(text)
+
+
+def _pieces(client: httpx2.Client, body: dict[str, Any]) -> Iterator[str]:
+    import msgspec
+
+    from argosy.protocol import EventParser
+
+    parser = EventParser()
+    with client.stream("POST", "/v1/chat/completions", json=body) as response:
+        if response.status_code != 200:
+            raise RefusedError(_reason(response.read()))
+        for chunk in response.iter_bytes():
+            for data in parser.feed(chunk):
+                if data == b"[DONE]":
+                    return
+                event = msgspec.json.decode(data)
+                if event.get("error"):
+                    raise RefusedError(_reason(data))
+                for choice in event["choices"]:
+                    yield choice["delta"].get("content") or ""
+    raise RefusedError("the server ended the answer early; see its log")
+
+
+def _reason(body: bytes) -> str:
+    """What an OpenAI-shaped error body says."""
+    import msgspec
+
+    try:
+        return str(msgspec.json.decode(body)["error"]["message"])
+    except (msgspec.DecodeError, LookupError, TypeError):
+        return f"the server answered: {body[:200].decode(errors='replace')}"

@@ -1,0 +1,18 @@
+"""How a command says what went wrong: one sentence on standard error, no traceback."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import typer
+
+USAGE = 2
+"""Exit status: what was asked for cannot be done as things are; the sentence says what to change."""
+BROKEN = 1
+"""Exit status: it worked, and then it broke."""
+
+
+def fail(sentence: str, status: int = USAGE) -> NoReturn:
+    """Print `sentence` and leave."""
+    typer.secho(f"argosy: {sentence}", err=True, fg=typer.colors.RED)
+    raise typer.Exit(status)

@@ -1,0 +1,151 @@
+"""`argosy models`: what a checkpoint is, what it takes, and what fits in the memory here."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from argosy.cli.failure import fail
+from argosy.cli.sizes import parse_size, show_count, show_size
+
+if TYPE_CHECKING:
+    from argosy.engine import ModelSpec
+
+DTypeName = Literal["auto", "bfloat16", "float32", "float16"]
+BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+Format = Literal["table", "json"]
+
+app = typer.Typer(help="Inspect models: parameters, memory, and what fits here.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """A model on this machine. Sizes are in bytes."""
+
+    path: str
+    family: str
+    architecture: str
+    parameters: int
+    active_parameters: int
+    vocab_size: int
+    max_model_len: int
+    dtype: str
+    weight_bytes: int
+    checkpoint_bytes: int
+    """Of the weight files on disk."""
+    kv_bytes_per_token: int
+    free_bytes: int
+    """Memory that is available now."""
+    kv_cache_bytes: int
+    """What the KV cache would take, with the weights loaded."""
+    kv_tokens: int
+    """Tokens whose keys and values fit in that."""
+    full_sequences: int
+    """Sequences of the full context that fit at once."""
+
+
+@app.callback(invoke_without_command=True)
+def models(context: typer.Context) -> None:
+    """Without a subcommand: inspect the bundled model."""
+    if context.invoked_subcommand is None:
+        inspect()
+
+
+@app.command("inspect")
+def inspect(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="A directory, or a name on the hub; by default the bundled model."),
+    ] = None,
+    *,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit.")] = None,
+    dtype: Annotated[DTypeName, typer.Option(help="How weights and KV are held.")] = "auto",
+    memory: Annotated[
+        int | None,
+        typer.Option(
+            parser=parse_size,
+            metavar="SIZE",
+            help="Plan for this much memory instead of this machine's.",
+        ),
+    ] = None,
+    output: Annotated[Format, typer.Option(help="For people or for programs.")] = "table",
+) -> None:
+    """Say what a model is and what fits in the memory here. Needs no torch."""
+    from argosy.engine import locate, read_spec
+    from argosy.models import BUNDLED
+
+    try:
+        path = locate(model or str(BUNDLED), revision)
+        fit = fit_model(path, read_spec(path), dtype, memory)
+    except ValueError as error:
+        fail(str(error))
+    if output == "json":
+        typer.echo(json.dumps(asdict(fit)))
+    else:
+        _show(fit)
+
+
+def fit_model(path: Path, spec: ModelSpec, dtype: DTypeName, memory_bytes: int | None) -> Fit:
+    """Work out what the model takes; `memory_bytes` None is what this machine has free."""
+    import psutil
+
+    from argosy.engine import KV_SHARE_OF_FREE, describe
+
+    held = dtype if dtype != "auto" else "bfloat16"
+    sizes = describe(spec, BYTES[held])
+    free = int(psutil.virtual_memory().available) if memory_bytes is None else memory_bytes
+    cache = max(int((free - sizes.weight_bytes) * KV_SHARE_OF_FREE), 0)
+    tokens = cache // sizes.kv_bytes_per_token
+    return Fit(
+        path=str(path),
+        family=spec.family,
+        architecture=spec.architecture,
+        parameters=sizes.parameters,
+        active_parameters=sizes.active_parameters,
+        vocab_size=spec.vocab_size,
+        max_model_len=sizes.max_model_len,
+        dtype=held,
+        weight_bytes=sizes.weight_bytes,
+        checkpoint_bytes=sum(file.stat().st_size for file in path.glob("*.safetensors")),
+        kv_bytes_per_token=sizes.kv_bytes_per_token,
+        free_bytes=free,
+        kv_cache_bytes=cache,
+        kv_tokens=tokens,
+        full_sequences=tokens // sizes.max_model_len,
+    )
+
+
+def _show(fit: Fit) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    active = (
+        ""
+        if fit.active_parameters == fit.parameters
+        else (f" ({show_count(fit.active_parameters)} active)")
+    )
+    table = Table(title=fit.path, show_header=False, title_justify="left")
+    for name, value in (
+        ("family", f"{fit.family} ({fit.architecture})"),
+        ("parameters", show_count(fit.parameters) + active),
+        ("vocabulary", f"{fit.vocab_size:,} tokens"),
+        ("context", f"{fit.max_model_len:,} tokens"),
+        ("weight files", show_size(fit.checkpoint_bytes)),
+        (f"weights in {fit.dtype}", show_size(fit.weight_bytes)),
+        ("KV cache per token", show_size(fit.kv_bytes_per_token)),
+        ("memory available", show_size(fit.free_bytes)),
+        ("of it for the KV cache", show_size(fit.kv_cache_bytes)),
+        ("tokens that fit", f"{fit.kv_tokens:,}"),
+        ("sequences at full context", f"{fit.full_sequences:,}"),
+    ):
+        table.add_row(name, value)
+    console = Console()
+    console.print(table)
+    if fit.weight_bytes >= fit.free_bytes:
+        console.print("[red]The weights alone do not fit in the memory here.[/red]")
+    elif not fit.full_sequences:
+        console.print("No sequence fits at full context: serve it with a smaller --max-model-len.")

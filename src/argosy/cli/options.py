@@ -1,0 +1,89 @@
+"""The options of `argosy serve` and `argosy replica`: their names are those of the parameters."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from typer import Argument, Option
+
+from argosy.cli.sizes import parse_size
+
+Level = Literal["debug", "info", "warning", "error"]
+MODEL = "Model"
+MEMORY = "Memory"
+ADVANCED = "Advanced"
+
+Model = Annotated[
+    str | None, Argument(help="A directory in Hugging Face layout, or a name on the hub.")
+]
+Host = Annotated[str, Option(help="Address to listen on.")]
+Port = Annotated[int, Option(min=0, max=65535, help="0 takes a free one.")]
+UnixSocket = Annotated[
+    str | None, Option(help="Listen on this Unix socket instead of host and port.")
+]
+ServedNames = Annotated[
+    list[str] | None, Option(help="Name for requests to use; may be given several times.")
+]
+
+Revision = Annotated[str | None, Option(help="Branch, tag or commit.", rich_help_panel=MODEL)]
+DType = Annotated[
+    Literal["auto", "bfloat16", "float32", "float16"],
+    Option(help="How weights and KV are held.", rich_help_panel=MODEL),
+]
+Template = Annotated[
+    str | None, Option(help="Jinja file to use instead of the model's.", rich_help_panel=MODEL)
+]
+MaxModelLen = Annotated[
+    int | None, Option(min=1, help="Most tokens of prompt and answer.", rich_help_panel=MODEL)
+]
+
+MaxSeqs = Annotated[int, Option(min=1, help="Most sequences at once.", rich_help_panel=MEMORY)]
+KvMemory = Annotated[
+    int | None,
+    Option(
+        parser=parse_size,
+        metavar="SIZE",
+        help="For the KV cache, like 8GiB; by default a part of what is free.",
+        rich_help_panel=MEMORY,
+    ),
+]
+HostKv = Annotated[
+    int | None,
+    Option(
+        parser=parse_size,
+        metavar="SIZE",
+        help="Host memory for KV blocks that are evicted; by default none.",
+        rich_help_panel=MEMORY,
+    ),
+]
+
+Threads = Annotated[int | None, Option(min=1, help="CPU threads.", rich_help_panel=ADVANCED)]
+MaxStepTokens = Annotated[
+    int, Option(min=1, help="Token budget of a step.", rich_help_panel=ADVANCED)
+]
+Batching = Annotated[
+    Literal["continuous", "dynamic", "static"],
+    Option(
+        help="How requests share steps; the others are for comparison.", rich_help_panel=ADVANCED
+    ),
+]
+PrefixCache = Annotated[
+    bool,
+    Option(
+        "--prefix-cache/--no-prefix-cache",
+        help="Reuse the KV of prompts that begin alike.",
+        rich_help_panel=ADVANCED,
+    ),
+]
+RequestTimeout = Annotated[
+    float, Option(min=0.001, help="Seconds for one request.", rich_help_panel=ADVANCED)
+]
+DrainDeadline = Annotated[
+    float,
+    Option(min=0, help="Seconds to finish what runs after SIGTERM.", rich_help_panel=ADVANCED),
+]
+VllmMetrics = Annotated[
+    bool,
+    Option("--vllm-metrics", help="Also under vLLM's metric names.", rich_help_panel=ADVANCED),
+]
+LogLevel = Annotated[Level | None, Option(help="How much the log says.", rich_help_panel=ADVANCED)]

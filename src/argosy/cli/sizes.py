@@ -1,0 +1,42 @@
+"""Sizes as people write and read them: `8GiB`, `500MB`."""
+
+from __future__ import annotations
+
+import re
+
+import typer
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12} | {
+    "ki": 2**10,
+    "mi": 2**20,
+    "gi": 2**30,
+    "ti": 2**40,
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", re.IGNORECASE)
+
+
+def parse_size(text: str) -> int:
+    """Bytes: `1GiB` is 2**30, `1GB` is 10**9. Raises typer.BadParameter for anything else."""
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise typer.BadParameter(f"{text!r} is not a size; write it like 8GiB or 500MB")
+    number, unit = match.groups()
+    return int(float(number) * _UNITS[(unit or "").lower()])
+
+
+def show_size(size: float) -> str:
+    """`size` bytes with a binary unit and three digits."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:.3g} TiB"
+
+
+def show_count(count: float) -> str:
+    """A large number with a decimal unit and three digits: `8.13 M`."""
+    for unit in ("", " K", " M", " B"):
+        if count < 1000:
+            return f"{count:.3g}{unit}"
+        count /= 1000
+    return f"{count:.3g} T"

@@ -1,0 +1,137 @@
+"""`LLM` for asyncio: the same engine in a process of its own, many callers at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeVar
+
+from argosy.engine.config import DType, EngineConfig
+from argosy.engine.desk import Conversation, Desk, TextOrTokens, engine_config, log_quietly
+from argosy.engine.outputs import Collector, RequestOutput
+from argosy.engine.serving.client import EngineClient
+from argosy.engine.serving.delta_stream import DeltaStream
+from argosy.protocol import SamplingParams
+
+T = TypeVar("T")
+
+
+class AsyncLLM:
+    """A model in a process of its own, restarted when it fails; use it as `async with AsyncLLM()`.
+
+    The arguments are those of `LLM`. Entering raises EngineFailedError when the model cannot be
+    loaded. All methods may be called by many tasks at once: their requests share the batch. They
+    raise ApiError for what cannot be served. A task that is cancelled aborts what it asked for.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | EngineConfig | None = None,
+        *,
+        revision: str | None = None,
+        dtype: DType = "auto",
+        threads: int | None = None,
+        max_model_len: int | None = None,
+        max_seqs: int = 64,
+        kv_memory_bytes: int | None = None,
+        host_kv_bytes: int = 0,
+    ) -> None:
+        self._config = engine_config(
+            model,
+            revision=revision,
+            dtype=dtype,
+            threads=threads,
+            max_model_len=max_model_len,
+            max_seqs=max_seqs,
+            kv_memory_bytes=kv_memory_bytes,
+            host_kv_bytes=host_kv_bytes,
+        )
+        log_quietly()
+        self._client = EngineClient(self._config, log_level="warning")
+        self._loaded: Desk | None = None
+
+    async def __aenter__(self) -> Self:
+        ready = await self._client.start()
+        self._loaded = await asyncio.to_thread(Desk, self._config, ready)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._client.close()
+
+    async def generate(
+        self, prompt: TextOrTokens, sampling: SamplingParams | None = None, *, n: int = 1
+    ) -> RequestOutput:
+        """Continue a prompt: the whole of it, with `n` continuations."""
+        return await _whole(self.stream(prompt, sampling, n=n))
+
+    async def chat(
+        self, messages: Conversation, sampling: SamplingParams | None = None, *, n: int = 1
+    ) -> RequestOutput:
+        """Answer a conversation: the whole answer."""
+        return await _whole(self.stream_chat(messages, sampling, n=n))
+
+    def stream(
+        self, prompt: TextOrTokens, sampling: SamplingParams | None = None, *, n: int = 1
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Continue a prompt: all there is so far, each time that there is more."""
+        return self._stream(self._desk.completion, prompt, sampling, n)
+
+    def stream_chat(
+        self, messages: Conversation, sampling: SamplingParams | None = None, *, n: int = 1
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Answer a conversation: all there is so far, each time that there is more."""
+        return self._stream(self._desk.chat, messages, sampling, n)
+
+    @property
+    def _desk(self) -> Desk:
+        if self._loaded is None:
+            raise RuntimeError("the model is not loaded; use `async with AsyncLLM(...) as llm:`")
+        return self._loaded
+
+    async def _stream(
+        self,
+        check: Callable[[T, SamplingParams, int], Collector],
+        asked: T,
+        sampling: SamplingParams | None,
+        n: int,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        collector = await asyncio.to_thread(check, asked, sampling or SamplingParams(), n)
+        streams: list[DeltaStream] = []
+        news = asyncio.Event()
+        readers: list[asyncio.Task[None]] = []
+        try:
+            streams += [self._client.generate(request) for request in collector.requests]
+            readers += [asyncio.create_task(_read(s, collector, news)) for s in streams]
+            while not collector.done:
+                await news.wait()
+                news.clear()
+                yield collector.output()
+        finally:
+            for reader in readers:
+                reader.cancel()
+            for stream in streams:
+                await stream.aclose()
+
+
+async def _read(stream: DeltaStream, collector: Collector, news: asyncio.Event) -> None:
+    """Hand on one continuation's deltas; one that a stop string ends is aborted in the engine."""
+    async for delta in stream:
+        ended = collector.push(delta)
+        news.set()
+        if ended:
+            await stream.aclose()
+
+
+async def _whole(outputs: AsyncGenerator[RequestOutput, None]) -> RequestOutput:
+    last = None
+    async for output in outputs:
+        last = output
+    assert last is not None  # noqa: S101 - a stream ends with its last output
+    return last

@@ -1,0 +1,141 @@
+"""Offline use in Python: prompts in, text out, on the same engine loop as the server."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from argosy.engine.config import DType, EngineConfig
+from argosy.engine.desk import (
+    Conversation,
+    Desk,
+    TextOrTokens,
+    conversations_of,
+    each,
+    engine_config,
+    log_quietly,
+    prompts_of,
+)
+from argosy.engine.outputs import Collector, RequestOutput
+from argosy.engine.progress import Bar, NoBar, RichBar
+from argosy.protocol import ApiError, SamplingParams
+
+ProgressBar = Literal["auto", "off"]
+"""`auto` shows a bar on standard error when that is a terminal."""
+
+T = TypeVar("T")
+
+
+class LLM:
+    """A model in this process. Not for use by several threads at once.
+
+    Loading takes seconds; the constructor returns when the model is ready and raises ValueError,
+    with the remedy, when it cannot be loaded. Without `model` the bundled one is used; an
+    `EngineConfig` in its place sets everything, and the other arguments do not count then.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | EngineConfig | None = None,
+        *,
+        revision: str | None = None,
+        dtype: DType = "auto",
+        threads: int | None = None,
+        max_model_len: int | None = None,
+        max_seqs: int = 64,
+        kv_memory_bytes: int | None = None,
+        host_kv_bytes: int = 0,
+        progress: ProgressBar = "auto",
+    ) -> None:
+        config = engine_config(
+            model,
+            revision=revision,
+            dtype=dtype,
+            threads=threads,
+            max_model_len=max_model_len,
+            max_seqs=max_seqs,
+            kv_memory_bytes=kv_memory_bytes,
+            host_kv_bytes=host_kv_bytes,
+        )
+        log_quietly()
+        from argosy.engine.serving.core import EngineCore  # brings torch
+
+        self._progress = progress
+        self._core = EngineCore(config, time.monotonic, lambda _what, _done: None)
+        self._desk = Desk(config, self._core.ready)
+
+    def generate(
+        self,
+        prompts: TextOrTokens | Sequence[TextOrTokens],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        n: int = 1,
+    ) -> list[RequestOutput]:
+        """Continue prompts; one output for each, in order, with `n` continuations.
+
+        A prompt is text or a list of token ids. `sampling` is for all prompts, or one for each.
+        Raises ApiError, before anything is computed, when one of them cannot be served.
+        """
+        return self._run(_ask(self._desk.completion, prompts_of(prompts), sampling, n))
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        n: int = 1,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or several; otherwise as `generate`."""
+        return self._run(_ask(self._desk.chat, conversations_of(messages), sampling, n))
+
+    def _run(self, collectors: list[Collector]) -> list[RequestOutput]:
+        """Step the engine until every request has ended; leaves nothing in it, whatever happens."""
+        open_ = {request.id: c for c in collectors for request in c.requests}
+        for collector in collectors:
+            for request in collector.requests:
+                self._core.add(request)
+        try:
+            with RichBar(len(collectors)) if self._progress == "auto" else NoBar() as shown:
+                while open_:
+                    self._step(open_, shown)
+        finally:
+            self._core.abort(list(open_))
+            while self._core.has_work:
+                self._core.step()
+        return [collector.output() for collector in collectors]
+
+    def _step(self, open_: dict[str, Collector], shown: Bar) -> None:
+        ended = []
+        deltas = self._core.step().deltas
+        shown.tokens(sum(len(delta.tokens) for delta in deltas))
+        for delta in deltas:
+            collector = open_.get(delta.id)
+            if collector is None:
+                continue
+            if collector.push(delta):
+                del open_[delta.id]
+                if delta.finish is None:  # a stop string, which the core knows nothing of
+                    ended.append(delta.id)
+                if collector.done:
+                    shown.advance(1)
+        if ended:
+            self._core.abort(ended)
+
+
+def _ask(
+    check: Callable[[T, SamplingParams, int], Collector],
+    asked: list[T],
+    sampling: SamplingParams | Sequence[SamplingParams] | None,
+    n: int,
+) -> list[Collector]:
+    """Check them all; a refusal says which prompt it is about."""
+    collectors = []
+    for number, (item, params) in enumerate(zip(asked, each(sampling, len(asked)), strict=True)):
+        try:
+            collectors.append(check(item, params, n))
+        except ApiError as error:
+            message = f"prompt {number}: {error.message}"
+            raise ApiError(error.status, error.code, message, param=error.param) from error
+    return collectors

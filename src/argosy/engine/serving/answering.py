@@ -1,0 +1,210 @@
+"""Chat and completions from body to answer: checked at the door, generated, streamed or sent whole."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic, TypeVar
+
+import msgspec
+
+from argosy.engine.serving.exchange import Exchange, SlowReaderError
+from argosy.engine.serving.frame import Frame, new_id
+from argosy.engine.serving.generation import Generation
+from argosy.engine.serving.recorder import Recorder, reason_of
+from argosy.engine.serving.replica import Replica, Service
+from argosy.engine.serving.responses import chat_completion, completion
+from argosy.engine.serving.streams import ChatEvents, CompletionEvents, EventWriter
+from argosy.engine.serving.validate import Context, Door, Job
+from argosy.protocol import (
+    SSE_DONE,
+    ApiError,
+    ChatCompletion,
+    ChatCompletionRequest,
+    Completion,
+    CompletionRequest,
+    GenerationRequest,
+    comment,
+    event,
+    invalid,
+    parse,
+)
+
+LARGE_BODY_BYTES = 32 * 1024
+"""Bodies from this size are parsed and tokenized in a thread, so that streams do not wait for them."""
+
+KEEP_ALIVE = comment(b"keep-alive")
+GONE = ApiError(499, "client_closed_request", "The client closed the connection.")
+MAX_WEIGHT = 1e6
+MAX_TIER = 100
+
+Body = TypeVar("Body", bound=GenerationRequest)
+_encode = msgspec.json.Encoder().encode
+
+
+@dataclass(frozen=True, slots=True)
+class Api(Generic[Body]):
+    """What tells one generation API from another."""
+
+    body: type[Body]
+    id_prefix: str
+    lower: Callable[[Door, Body, Context], Job]
+    whole: Callable[[Frame], ChatCompletion | Completion]
+    events: Callable[[Frame], EventWriter]
+
+
+CHAT = Api(ChatCompletionRequest, "chatcmpl", Door.chat, chat_completion, ChatEvents)
+COMPLETION = Api(CompletionRequest, "cmpl", Door.completion, completion, CompletionEvents)
+
+
+class Answering:
+    """The handlers of the two generation APIs."""
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+
+    async def chat(self, exchange: Exchange) -> None:
+        """`POST /v1/chat/completions`."""
+        with self._replica.working():
+            await self._answer(exchange, CHAT)
+
+    async def completion(self, exchange: Exchange) -> None:
+        """`POST /v1/completions`."""
+        with self._replica.working():
+            await self._answer(exchange, COMPLETION)
+
+    async def _answer(self, exchange: Exchange, api: Api[Body]) -> None:
+        try:
+            self._replica.service()  # refuse before reading
+            raw = await exchange.body()
+            body, frame = await self._admit(exchange, api, raw)
+        except ApiError as error:
+            self._replica.metrics.rejected(error.status)
+            raise
+        if body.request_id is not None:
+            exchange.rename(body.request_id)
+        recorder = Recorder(self._replica, frame.choices, exchange.arrived)
+        reason: str | None = "internal_error"
+        try:
+            await self._generate(exchange, api, body, frame, recorder)
+            reason = None
+        except SlowReaderError:
+            reason = "slow_reader"
+            raise
+        except (Exception, asyncio.CancelledError) as error:
+            reason = reason_of(error)
+            raise
+        finally:
+            recorder.ended(reason)
+
+    async def _admit(self, exchange: Exchange, api: Api[Body], raw: bytes) -> tuple[Body, Frame]:
+        """Check everything and prepare the answer."""
+        service = self._replica.service()
+        answer_id = new_id(api.id_prefix)
+        context = trusted_context(exchange, answer_id)
+        work = partial(self._lower, api, service, raw, context)
+        admitted = work() if len(raw) < LARGE_BODY_BYTES else await asyncio.to_thread(work)
+        self._replica.service()  # it may have begun to drain meanwhile
+        return admitted
+
+    def _lower(
+        self, api: Api[Body], service: Service, raw: bytes, context: Context
+    ) -> tuple[Body, Frame]:
+        body = parse(api.body, raw)
+        self._replica.check_model(body.model)
+        job = api.lower(service.door, body, context)
+        return body, Frame.of(body, job, service.tokenizer, context.request_id)
+
+    async def _generate(
+        self,
+        exchange: Exchange,
+        api: Api[Body],
+        body: Body,
+        frame: Frame,
+        recorder: Recorder,
+    ) -> None:
+        replica = self._replica
+        async with Generation(replica.engine, frame.choices, recorder.progress) as generation:
+            replica.generation_begins(generation)
+            watch = exchange.on_disconnect(partial(generation.fail, GONE))
+            try:
+                if body.stream:
+                    await self._stream(exchange, generation, frame, api.events(frame))
+                else:
+                    await generation.complete()
+                    _refuse_nothing(frame)
+                    await exchange.answer(200, _encode(api.whole(frame)))
+            finally:
+                watch.cancel()
+                replica.generation_ends(generation)
+
+    async def _stream(
+        self, exchange: Exchange, generation: Generation, frame: Frame, writer: EventWriter
+    ) -> None:
+        try:
+            await self._send_events(exchange, generation, frame, writer)
+        except ApiError as error:
+            if exchange.status is not None:  # the wire has said 200: the error is an event
+                await exchange.write(event(error.body(exchange.request_id)))
+                await exchange.end_stream()
+            raise
+
+    async def _send_events(
+        self, exchange: Exchange, generation: Generation, frame: Frame, writer: EventWriter
+    ) -> None:
+        done = False
+        while not done:
+            news = await generation.news(self._replica.config.keep_alive_s)
+            _refuse_nothing(frame)
+            done = all(choice.finish is not None for choice in frame.choices)
+            data = b"".join(map(writer.events, news)) if news else KEEP_ALIVE
+            if done:
+                data += writer.usage() + SSE_DONE
+            if not data:
+                continue
+            if exchange.status is None:
+                await exchange.start_stream()
+            await exchange.write(data)
+        await exchange.end_stream()
+
+
+def _refuse_nothing(frame: Frame) -> None:
+    """Raise ApiError 408 when the time ran out before the first token."""
+    if frame.nothing_in_time:
+        message = (
+            "The request's time ran out before its first token. Allow more, or try again later."
+        )
+        raise ApiError(408, "timeout", message)
+
+
+def trusted_context(exchange: Exchange, answer_id: str) -> Context:
+    """What the gateway says of the request in `x-argosy-*` headers. Raises ApiError 400 for nonsense."""
+    tier = _number(exchange, "x-argosy-tier")
+    weight = _number(exchange, "x-argosy-weight")
+    if not 0 <= tier <= MAX_TIER or tier != int(tier):
+        message = f"The header x-argosy-tier must be a whole number from 0 to {MAX_TIER}."
+        raise invalid(message, "x-argosy-tier")
+    if not 0 < weight <= MAX_WEIGHT:
+        message = f"The header x-argosy-weight must be above 0 and at most {MAX_WEIGHT:g}."
+        raise invalid(message, "x-argosy-weight")
+    return Context(
+        request_id=answer_id,
+        tenant=exchange.header(b"x-argosy-tenant"),
+        domain=exchange.header(b"x-argosy-domain"),
+        tier=int(tier),
+        weight=weight,
+    )
+
+
+def _number(exchange: Exchange, name: str) -> float:
+    """The header's finite number; 1 when it was not sent."""
+    try:
+        value = float(exchange.header(name.encode()) or "1")
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise invalid(f"The header {name} must be a number.", name)
+    return value

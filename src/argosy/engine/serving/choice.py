@@ -1,0 +1,117 @@
+"""One choice of an answer: turns its deltas into text, counts its tokens, and knows how it ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from argosy.engine.serving.detokenizer import TextStream
+from argosy.engine.serving.tokenizer import Tokenizer
+from argosy.engine.serving.wire import Delta, EngineRequest, TokenLogprob
+from argosy.protocol import ApiError, FinishReason
+
+
+@dataclass(slots=True)
+class Prompt:
+    """A prompt and what the engine said of it; shared by the choices that continue it."""
+
+    token_ids: list[int]
+    echo: str | None
+    """Its text, when the answer begins with it."""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    """For positions 1.., as far as they are known."""
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What a choice got since the last `take`."""
+
+    text: str
+    tokens: list[int]
+    logprobs: list[TokenLogprob]
+    """One for each of `tokens`, when asked for."""
+    finish: FinishReason | None
+    stop_reason: int | str | None
+
+
+class Choice:
+    """The state of one choice. Pure: no clock, no I/O."""
+
+    def __init__(
+        self, index: int, request: EngineRequest, prompt: Prompt, tokenizer: Tokenizer
+    ) -> None:
+        self.index = index
+        self.request = request
+        self.prompt = prompt
+        self.finish: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self.generated = 0
+        """Output tokens that count so far, those of a resume not included."""
+        self._eos = frozenset(tokenizer.eos_token_ids) - set(request.params.stop_token_ids)
+        self._stream = TextStream(tokenizer, request.params, request.output)
+        self._text: list[str] = []
+        self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
+
+    @property
+    def output_tokens(self) -> int:
+        """Output tokens that count, those of a resume included."""
+        return len(self.request.output) + self.generated
+
+    def push(self, delta: Delta) -> None:
+        """Take a delta. Raises ApiError when it says that the request failed.
+
+        A stop string may end the choice (`finish` is set) although the engine would go on.
+        """
+        prompt = self.prompt
+        if self.request.lead is None:
+            prompt.logprobs += delta.prompt_logprobs
+            prompt.cached_tokens = delta.cached_tokens or prompt.cached_tokens
+        self._add(delta)
+        if self._stream.stop is not None:
+            self.finish = "stop"
+            self.stop_reason = self._stream.stop
+        elif delta.finish == "error":
+            reason = delta.error or "the engine gave no reason"
+            raise ApiError(
+                500, "engine_error", f"The engine could not finish the request: {reason}."
+            )
+        elif delta.finish == "cancelled":
+            raise ApiError(499, "cancelled", "The request was cancelled before it was done.")
+        elif delta.finish is not None:
+            self.finish = delta.finish
+            self._text.append(self._stream.finish())
+            if delta.stop_token is not None and delta.stop_token not in self._eos:
+                self.stop_reason = delta.stop_token
+
+    def _add(self, delta: Delta) -> None:
+        added = self._stream.push(delta.tokens)
+        self._text.append(added.text)
+        self._tokens += delta.tokens[: added.used]
+        self._logprobs += delta.logprobs[: added.used]
+        self.generated += added.used
+
+    def take(self) -> Piece:
+        """Everything new since the last call."""
+        piece = Piece(
+            text="".join(self._text),
+            tokens=self._tokens,
+            logprobs=self._logprobs,
+            finish=self.finish,
+            stop_reason=self.stop_reason,
+        )
+        self._text, self._tokens, self._logprobs = [], [], []
+        return piece
+
+
+class ScoredPrompt(Choice):
+    """A choice of no tokens (`max_tokens` 0): only what the engine says of the prompt counts."""
+
+    def push(self, delta: Delta) -> None:
+        """Take a delta; the one token that the engine samples is left out."""
+        super().push(delta)
+        if self.finish == "stop":
+            self.finish, self.stop_reason = "length", None
+
+    def _add(self, delta: Delta) -> None:
+        """Nothing belongs to the answer."""

@@ -1,0 +1,386 @@
+"""The replica's side of the engine core: requests in, deltas out, also through a core's death.
+
+The client keeps, for each request in flight, what it asked and the tokens it was given. When a core
+dies or hangs, another one is started and goes on from exactly there; the reader notices a pause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import signal
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+import structlog
+
+from argosy.engine.config import EngineConfig
+from argosy.engine.serving.delta_stream import DeltaStream
+from argosy.engine.serving.process import EXIT_REFUSED
+from argosy.engine.serving.spawn import CoreHandle
+from argosy.engine.serving.watch import RestartPolicy, Vigil
+from argosy.engine.serving.wire import (
+    Abort,
+    Beat,
+    Delta,
+    EngineRequest,
+    Failed,
+    FromCore,
+    Loading,
+    Outputs,
+    Ready,
+    Shutdown,
+    Stats,
+)
+from argosy.protocol import ApiError
+from argosy.telemetry import LogFormat
+
+State = Literal["starting", "ready", "restarting", "failed", "stopped"]
+Progress = Callable[[str, float], None]
+"""Called with what is being loaded and how much of it is done (0 to 1)."""
+
+CORE = "argosy.engine.serving.core:EngineCore"
+BEAT_S = 1.0
+TRIAL_S = 2.0
+"""How long the next survivor of a crash waits for the one before it to get a token."""
+GOODBYE_S = 5.0
+"""How long a core may take to leave when asked to."""
+
+RESTARTS = RestartPolicy()
+
+log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.engine")
+
+
+class EngineFailedError(RuntimeError):
+    """The core cannot be started; the message says why and what to change."""
+
+
+class EngineClient:
+    """One engine core in a process of its own, started again when it fails.
+
+    Belongs to the event loop that calls `start`. `core` names what the process runs, as
+    `module:name` (see `process.CoreFactory`).
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        core: str = CORE,
+        progress: Progress | None = None,
+        restarts: RestartPolicy = RESTARTS,
+        log_format: LogFormat = "console",
+        log_level: str = "info",
+    ) -> None:
+        self._config = config
+        self._factory = core
+        self._progress = progress
+        self._policy = restarts
+        self._log_format: LogFormat = log_format
+        self._log_level = log_level
+        self._beat_s = min(BEAT_S, config.stall_timeout_s / 4)
+        self._state: State = "starting"
+        self._info: Ready | None = None
+        self._stats = Stats()
+        self._core: CoreHandle | None = None
+        self._failure = ""
+        self._last_words = ""
+        self._hopeless = False
+        self._streams: dict[str, DeltaStream] = {}
+        self._latest: dict[str, DeltaStream] = {}
+        self._serial = itertools.count(1)
+        self._suspects: deque[DeltaStream] = deque()
+        self._on_trial: DeltaStream | None = None
+        self._ready_at = 0.0
+        self._restarts_in_a_row = 0
+        self._restarts_total = 0
+        self._settled: asyncio.Future[None] | None = None
+        self._closing = asyncio.Event()
+        self._supervisor: asyncio.Task[None] | None = None
+
+    @property
+    def state(self) -> State:
+        """Where the core stands; requests are taken only when it is "ready"."""
+        return self._state
+
+    @property
+    def info(self) -> Ready:
+        """What the core said when it became ready. Raises RuntimeError before that."""
+        if self._info is None:
+            msg = "the engine is not ready yet; await start() first"
+            raise RuntimeError(msg)
+        return self._info
+
+    @property
+    def stats(self) -> Stats:
+        """The core's state after its last step."""
+        return self._stats
+
+    @property
+    def restarts_total(self) -> int:
+        """How often a core was started again since this client was made."""
+        return self._restarts_total
+
+    @property
+    def in_flight(self) -> int:
+        """Requests whose last delta has not come yet."""
+        return len(self._streams)
+
+    @property
+    def core_pid(self) -> int | None:
+        """Process id of the core, when there is one."""
+        return self._core.pid if self._core else None
+
+    async def start(self) -> Ready:
+        """Start the core and wait until it serves. Raises EngineFailedError when it cannot."""
+        self._settled = asyncio.get_running_loop().create_future()
+        self._supervisor = asyncio.create_task(self._supervise(), name="engine-supervisor")
+        await self._settled
+        if self._state != "ready":
+            await self._supervisor
+            raise EngineFailedError(self._failure or "the engine was stopped while it started")
+        return self.info
+
+    def generate(self, request: EngineRequest) -> DeltaStream:
+        """Send a request to the core; its deltas, ending after the one with `finish`.
+
+        Close the stream (`aclose`) to abort. Raises ApiError 503 when there is no core to serve it.
+        """
+        if self._state != "ready":
+            raise self._unavailable()
+        wire_id = f"{request.id}~{next(self._serial)}"
+        stream = DeltaStream(request, wire_id, time.monotonic(), self._close_stream)
+        lead = self._latest.get(request.lead) if request.lead is not None else None
+        self._streams[wire_id] = self._latest[request.id] = stream
+        self._submit(stream, lead)
+        return stream
+
+    async def close(self) -> None:
+        """Stop the core; requests in flight end with an error. Safe to call more than once."""
+        if self._state != "failed":
+            self._state = "stopped"
+        self._closing.set()
+        if self._supervisor is not None:
+            await self._supervisor
+        self._end_all("the server stopped before this request was done")
+
+    # --- the core's lives ---
+
+    async def _supervise(self) -> None:
+        try:
+            while (reason := await self._live()) is not None:
+                wait_s = self._bury(reason)
+                if wait_s is None:
+                    self._give_up(reason)
+                    return
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._closing.wait(), wait_s)
+                self._restarts_total += 1
+        except Exception:
+            log.exception("engine_supervisor_failed")
+            self._give_up("an error in the engine's supervisor; the log has it")
+        finally:
+            if self._settled is not None and not self._settled.done():
+                self._settled.set_result(None)
+
+    async def _live(self) -> str | None:
+        """One life of a core, from start to end. Why it ended; None when we asked for it."""
+        if self._closing.is_set():
+            return None
+        vigil = Vigil(self._config.stall_timeout_s, self._beat_s, time.monotonic())
+        exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._last_words = ""
+        try:
+            self._core = CoreHandle(
+                self._config,
+                self._factory,
+                beat_s=self._beat_s,
+                log_format=self._log_format,
+                log_level=self._log_level,
+                hear=partial(self._hear, vigil),
+                gone=exited.set_result,
+            )
+        except OSError as error:
+            return f"the core's process cannot be started: {error}"
+        verdict = await self._watch(self._core, vigil, exited)
+        self._core = None
+        if self._closing.is_set():
+            return None
+        status = exited.result()
+        self._hopeless = status == EXIT_REFUSED
+        if verdict is not None:
+            return verdict
+        return self._last_words or _describe_exit(status)
+
+    async def _watch(
+        self, core: CoreHandle, vigil: Vigil, exited: asyncio.Future[int]
+    ) -> str | None:
+        """Wait for the core's end, killing it when it hangs; the verdict if it was that."""
+        closing = asyncio.ensure_future(self._closing.wait())
+        either: set[asyncio.Future[Any]] = {exited, closing}
+        verdict = None
+        while not exited.done():
+            await asyncio.wait(either, timeout=self._beat_s, return_when=asyncio.FIRST_COMPLETED)
+            if closing.done():
+                await self._dismiss(core, vigil, exited)
+                break
+            core.listen()  # what came while we were away counts
+            verdict = vigil.verdict(time.monotonic())
+            if verdict is not None:
+                core.signal(signal.SIGKILL)
+                await exited
+        closing.cancel()
+        return verdict
+
+    async def _dismiss(self, core: CoreHandle, vigil: Vigil, exited: asyncio.Future[int]) -> None:
+        if vigil.serving:
+            core.send(Shutdown())
+        else:
+            core.signal(signal.SIGTERM)
+        await asyncio.wait({exited}, timeout=GOODBYE_S)
+        if not exited.done():
+            core.signal(signal.SIGKILL)
+            await exited
+
+    def _bury(self, reason: str) -> float | None:
+        """A core died. How long to wait before the next one; None when there shall be none."""
+        self._stats = Stats()
+        if self._info is None:  # `start` raises it
+            return None
+        log.error("core_died", reason=reason, in_flight=len(self._streams))
+        if self._hopeless:
+            return None
+        if time.monotonic() - self._ready_at >= self._policy.healthy_s:
+            self._restarts_in_a_row = 0
+        wait_s = self._policy.wait_s(self._restarts_in_a_row)
+        self._restarts_in_a_row += 1
+        if wait_s is None:
+            return None
+        self._state = "restarting"
+        self._on_trial = None
+        self._suspects.clear()
+        for stream in list(self._streams.values()):
+            if stream.survive():
+                self._suspects.append(stream)
+            else:
+                log.error("request_given_up", request=stream.id, reason=reason)
+                self._forget(stream)
+                stream.end("error", f"the engine failed each time it ran this request ({reason})")
+        log.warning("core_restarts", wait_s=wait_s, resumed=len(self._suspects))
+        return wait_s
+
+    def _give_up(self, reason: str) -> None:
+        self._state = "failed"
+        self._failure = reason
+        if self._info is not None:
+            log.error("engine_failed", reason=reason)
+        self._end_all(f"the engine failed: {reason}")
+
+    # --- what the core says ---
+
+    def _hear(self, vigil: Vigil, message: FromCore) -> None:
+        now = time.monotonic()
+        match message:
+            case Outputs():
+                self._stats = message.stats
+                for delta in message.deltas:
+                    self._deliver(delta)
+            case Beat():
+                vigil.beat(message, now)
+            case Loading():
+                vigil.progress(now)
+                if self._progress is not None and self._info is None:
+                    self._progress(message.what, message.done)
+            case Ready():
+                vigil.ready(now)
+                self._welcome(message, now)
+            case Failed():
+                self._last_words = message.message
+
+    def _welcome(self, ready: Ready, now: float) -> None:
+        self._info = ready
+        self._ready_at = now
+        if self._closing.is_set():
+            return
+        self._state = "ready"
+        log.info("core_ready", load_s=round(ready.load_s, 3), backend=ready.backend)
+        if self._settled is not None and not self._settled.done():
+            self._settled.set_result(None)
+        self._try_next()
+
+    def _deliver(self, delta: Delta) -> None:
+        stream = self._streams.get(delta.id)
+        if stream is None:  # aborted meanwhile
+            return
+        stream.feed(delta)
+        if stream.ended:
+            self._forget(stream)
+        if delta.tokens or stream.ended:
+            self._end_trial(stream)
+
+    # --- requests in flight ---
+
+    def _try_next(self) -> None:
+        """Resume the survivors of a crash one by one, each when the one before it got a token.
+
+        So a request that kills cores is alone under suspicion, and its neighbours are spared.
+        """
+        self._on_trial = None
+        while self._suspects and self._on_trial is None:
+            stream = self._suspects.popleft()
+            if not stream.ended and self._submit(stream, None):
+                self._on_trial = stream
+                asyncio.get_running_loop().call_later(TRIAL_S, self._end_trial, stream)
+
+    def _end_trial(self, stream: DeltaStream) -> None:
+        if stream is self._on_trial:
+            self._try_next()
+
+    def _submit(self, stream: DeltaStream, lead: DeltaStream | None) -> bool:
+        request = stream.submission(time.monotonic(), lead.wire_id if lead else None)
+        if request is None or self._core is None:
+            self._forget(stream)
+            stream.end("timeout")
+            return False
+        self._core.send(request)
+        return True
+
+    def _close_stream(self, stream: DeltaStream) -> None:
+        self._forget(stream)
+        if stream.running and self._core is not None:
+            self._core.send(Abort([stream.wire_id]))
+        self._end_trial(stream)
+
+    def _forget(self, stream: DeltaStream) -> None:
+        self._streams.pop(stream.wire_id, None)
+        if self._latest.get(stream.id) is stream:
+            del self._latest[stream.id]
+
+    def _end_all(self, message: str) -> None:
+        for stream in list(self._streams.values()):
+            self._forget(stream)
+            stream.end("error", message)
+
+    def _unavailable(self) -> ApiError:
+        retry_s: float | None = 1.0
+        match self._state:
+            case "starting" | "restarting":
+                message = f"the engine is {self._state}; try again shortly"
+            case "stopped":
+                message = "the server is stopping; ask another replica"
+            case _:
+                message = f"the engine has failed ({self._failure}); start the server again"
+                retry_s = None
+        return ApiError(503, "engine_unavailable", message, retry_after_s=retry_s)
+
+
+def _describe_exit(status: int) -> str:
+    if status >= 0:
+        return f"the core exited with status {status}"
+    name = signal.Signals(-status).name
+    hint = "; the machine may be out of memory" if name == "SIGKILL" else ""
+    return f"the core was ended by {name}{hint}"

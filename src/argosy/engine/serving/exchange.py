@@ -1,0 +1,177 @@
+"""One HTTP request and its answer over ASGI: body in under limits, answer or stream out, a cut if it stalls."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from typing import Any
+
+from argosy.engine.serving.options import ServerConfig
+from argosy.protocol import SSE_CONTENT_TYPE, ApiError
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Headers = Iterable[tuple[bytes, bytes]]
+
+JSON = b"application/json"
+CUT = "argosy.cut"
+"""Key of the scope's state: a function that drops the connection at once, whatever waits to be sent."""
+
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class DisconnectedError(Exception):
+    """The client has gone; nobody waits for an answer."""
+
+
+class SlowReaderError(Exception):
+    """The client takes nothing; its connection has been cut."""
+
+
+class Exchange:
+    """One request and its answer. Every answer carries `x-request-id` and `openai-processing-ms`."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, config: ServerConfig) -> None:
+        self._receive = receive
+        self._send = send
+        self._config = config
+        self._cut: Callable[[], None] = scope["state"][CUT]
+        self.arrived = time.monotonic()
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.request_id = self._find_request_id()
+        self.status: int | None = None
+        """The status that was sent, once it was."""
+        self.complete = False
+        """Whether the whole answer was sent."""
+        self.failure: str | None = None
+        """Code of the error that it ended with."""
+
+    def _find_request_id(self) -> str:
+        given = self.header(b"x-request-id")
+        return given if _REQUEST_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
+
+    def header(self, name: bytes) -> str:
+        """A header's value; empty when it was not sent."""
+        return self.headers.get(name, b"").decode("latin-1")
+
+    def rename(self, request_id: str) -> None:
+        """Take the id that the body gives, unless a header gave one or it cannot be a header."""
+        if b"x-request-id" not in self.headers and _REQUEST_ID.fullmatch(request_id):
+            self.request_id = request_id
+
+    async def body(self) -> bytes:
+        """The whole body. Raises ApiError 413 before reading too much, 408 when it does not come."""
+        limit = self._config.body_limit_bytes
+        self._refuse_length(limit)
+        chunks: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(self._config.body_timeout_s):
+                while True:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect":
+                        raise DisconnectedError
+                    chunks.append(message.get("body", b""))
+                    size += len(chunks[-1])
+                    if size > limit:
+                        raise _too_large(limit)
+                    if not message.get("more_body", False):
+                        return b"".join(chunks)
+        except TimeoutError as error:
+            seconds = self._config.body_timeout_s
+            message_text = f"The body was not complete after {seconds:g} s. Send it faster."
+            raise ApiError(408, "request_timeout", message_text) from error
+
+    def _refuse_length(self, limit: int) -> None:
+        length = self.headers.get(b"content-length", b"")
+        if length.isdigit() and int(length[:20]) > limit:
+            raise _too_large(limit)
+        encoding = self.headers.get(b"content-encoding", b"identity").lower()
+        if encoding not in {b"identity", b""}:
+            message = "Compressed bodies are not read. Send the JSON as it is."
+            raise ApiError(415, "unsupported_encoding", message)
+
+    def on_disconnect(self, gone: Callable[[], None]) -> asyncio.Task[None]:
+        """Call `gone` when the client goes away; call after `body`. Cancel the task when done."""
+
+        async def watch() -> None:
+            while (await self._receive())["type"] != "http.disconnect":
+                pass
+            gone()
+
+        return asyncio.create_task(watch())
+
+    async def answer(
+        self, status: int, body: bytes, content_type: bytes = JSON, extra: Headers = ()
+    ) -> None:
+        """Send a whole answer."""
+        length = str(len(body)).encode()
+        headers = [(b"content-type", content_type), (b"content-length", length), *extra]
+        await self._start(status, headers)
+        await self._write({"type": "http.response.body", "body": body})
+        self.complete = True
+
+    async def refuse(self, error: ApiError, extra: Headers = ()) -> None:
+        """Send an error body, with the headers that tell clients when to try again."""
+        headers = list(extra)
+        if error.retry_after_s is not None:
+            seconds = str(max(1, round(error.retry_after_s))).encode()
+            milliseconds = str(round(error.retry_after_s * 1000)).encode()
+            headers += [(b"retry-after", seconds), (b"retry-after-ms", milliseconds)]
+        await self.answer(error.status, error.body(self.request_id), JSON, headers)
+
+    async def start_stream(self) -> None:
+        """Begin an event stream."""
+        headers = [
+            (b"content-type", SSE_CONTENT_TYPE),
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),
+        ]
+        await self._start(200, headers)
+
+    async def write(self, data: bytes) -> None:
+        """Send a part of a stream, waiting while the client is behind."""
+        await self._write({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end_stream(self) -> None:
+        """End it."""
+        await self._write({"type": "http.response.body", "body": b""})
+        self.complete = True
+
+    async def drop(self) -> None:
+        """Cut the connection at once, whatever waits to be sent."""
+        self._cut()
+        await asyncio.sleep(0)  # the server learns of it before we return
+
+    def age_ms(self) -> float:
+        """Milliseconds since the request came."""
+        return round((time.monotonic() - self.arrived) * 1000, 1)
+
+    async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        spent_ms = str(round((time.monotonic() - self.arrived) * 1000)).encode()
+        headers += [
+            (b"x-request-id", self.request_id.encode("latin-1")),
+            (b"openai-processing-ms", spent_ms),
+        ]
+        self.status = status
+        await self._write({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def _write(self, message: MutableMapping[str, Any]) -> None:
+        """Send; raises SlowReaderError, the connection cut, when the client takes nothing."""
+        try:
+            async with asyncio.timeout(self._config.slow_reader_timeout_s):
+                await self._send(message)
+        except TimeoutError as error:
+            await self.drop()
+            raise SlowReaderError from error
+
+
+def _too_large(limit: int) -> ApiError:
+    message = f"The body is larger than {limit} bytes. Send less in one request."
+    return ApiError(413, "request_too_large", message)

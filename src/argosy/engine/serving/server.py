@@ -1,0 +1,255 @@
+"""Runs one replica: listens, starts the engine, serves, and on SIGTERM drains and leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+import uvicorn
+import uvloop
+
+from argosy.engine.config import EngineConfig
+from argosy.engine.execution.checkpoint import locate
+from argosy.engine.serving.client import EngineClient, EngineFailedError, Progress
+from argosy.engine.serving.connection import Connection
+from argosy.engine.serving.options import ServerConfig
+from argosy.engine.serving.replica import Engine, Replica
+from argosy.engine.serving.routes import App
+from argosy.engine.serving.template import ChatTemplate
+from argosy.engine.serving.tokenizer import Tokenizer
+from argosy.engine.serving.validate import Door
+from argosy.telemetry import configure_logs
+
+KEEP_ALIVE_S = 75
+"""An idle connection is closed after this long; longer than clients keep theirs."""
+GOODBYE_S = 5
+"""How long connections may take to close once everything has been answered."""
+WATCH_S = 0.5
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.server")
+
+
+@dataclass(frozen=True, slots=True)
+class TextTools:
+    """How this model reads and writes text."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate
+
+    @classmethod
+    def load(cls, path: Path, template: str | None) -> TextTools:
+        """From the checkpoint directory `path`; `template` is a file that replaces its chat template."""
+        override = Path(template) if template is not None else None
+        return cls(Tokenizer.load(path), ChatTemplate.load(path, override))
+
+
+class _Listener(uvicorn.Server):
+    """uvicorn without its signal handlers: what a signal means is decided here."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave the signals alone."""
+        yield
+
+
+class ReplicaServer:
+    """One replica from start to end.
+
+    It listens at once, so that `/health` and `/ready` answer while the model loads. `on_ready` is called
+    with the base URL (for a Unix domain socket, `unix:` and its path) when requests are taken.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        engine_config: EngineConfig,
+        *,
+        engine: Engine,
+        load_text: Callable[[], TextTools],
+        on_ready: Callable[[str], None],
+    ) -> None:
+        self._config = config
+        self._engine_config = engine_config
+        self._engine = engine
+        self._load_text = load_text
+        self._on_ready = on_ready
+        names = config.served_model_names or (_model_name(engine_config.model),)
+        self.replica = Replica(config, names, engine)
+        self._listener = _Listener(self._uvicorn_config())
+        self._leave = asyncio.Event()
+        self._at_once = asyncio.Event()
+
+    def stop(self) -> None:
+        """Drain, then leave; called again, leave at once. Call it on the event loop's thread."""
+        if self._leave.is_set():
+            self.replica.end_all()
+            self._at_once.set()
+        self._leave.set()
+
+    async def run(self) -> None:
+        """Serve until told to stop. Raises EngineFailedError when the engine cannot (go on to) serve."""
+        self._install_signals()
+        sockets = self._bind()
+        listening = asyncio.create_task(self._listener.serve(sockets=sockets))
+        serving = asyncio.create_task(self._serve(self._url(sockets)))
+        leaving = asyncio.create_task(self._leave.wait())
+        try:
+            await asyncio.wait({listening, serving, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            await self._drain()
+        finally:
+            leaving.cancel()
+            serving.cancel()
+            await self._engine.close()
+            self._listener.should_exit = True
+            self._listener.force_exit = self._at_once.is_set()
+            await listening
+            with contextlib.suppress(asyncio.CancelledError):
+                await serving
+            self._unlink()
+            self._restore_signals()
+
+    async def _serve(self, url: str) -> None:
+        """Load, announce, and watch the engine; ends only by an error."""
+        loading = asyncio.create_task(asyncio.to_thread(self._load_text))
+        try:
+            ready = await self._engine.start()
+            text = await loading
+        finally:
+            loading.cancel()
+        door = Door(text.tokenizer, text.template, ready, self._engine_config)
+        self.replica.open(door, text.tokenizer, ready)
+        log.info("ready", url=url, model=self.replica.names[0], backend=ready.backend)
+        self._on_ready(url)
+        while self._engine.state != "failed":  # noqa: ASYNC110 - the engine's state is all it shows
+            await asyncio.sleep(WATCH_S)
+        raise EngineFailedError("the engine failed too often; see the log, then start it again")
+
+    async def _drain(self) -> None:
+        deadline_s = self._config.drain_deadline_s
+        log.info("draining", deadline_s=deadline_s, in_flight=self.replica.in_flight)
+        self.replica.drain(deadline_s)
+        if self._engine.state in {"failed", "starting"}:
+            self.replica.end_all()
+        drained = asyncio.create_task(self.replica.drained())
+        at_once = asyncio.create_task(self._at_once.wait())
+        await asyncio.wait(
+            {drained, at_once},
+            timeout=deadline_s + GOODBYE_S,
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        drained.cancel()
+        at_once.cancel()
+
+    # --- the socket ------------------------------------------------------------------------------
+
+    def _uvicorn_config(self) -> uvicorn.Config:
+        return uvicorn.Config(
+            App(self.replica),
+            http=Connection,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=GOODBYE_S,
+        )
+
+    def _bind(self) -> list[socket.socket]:
+        """A listening socket. Raises OSError (with the remedy) when the address is taken."""
+        if self._config.uds is not None:
+            return [_bind_unix(Path(self._config.uds))]
+        host, port = self._config.host, self._config.port
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            return [socket.create_server((host, port), family=family, backlog=2048)]
+        except OSError as error:
+            message = f"cannot listen on {host}:{port} ({error.strerror}); choose another --port"
+            raise OSError(error.errno, message) from error
+
+    def _unlink(self) -> None:
+        if self._config.uds is not None:
+            Path(self._config.uds).unlink(missing_ok=True)
+
+    def _url(self, sockets: list[socket.socket]) -> str:
+        if self._config.uds is not None:
+            return f"unix:{self._config.uds}"
+        host, port = sockets[0].getsockname()[:2]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    def _install_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in SIGNALS:
+            # Outside the main thread (tests, embedders) there are no signals to handle.
+            with contextlib.suppress(ValueError, RuntimeError):
+                loop.add_signal_handler(number, self.stop)
+
+    def _restore_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in SIGNALS:
+            with contextlib.suppress(ValueError, RuntimeError):
+                loop.remove_signal_handler(number)
+
+
+def serve_replica(
+    config: ServerConfig,
+    engine_config: EngineConfig,
+    *,
+    on_ready: Callable[[str], None] | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Serve one model until SIGTERM or SIGINT; returns when everything is closed.
+
+    Raises EngineFailedError, ValueError or OSError, each saying what to change, when it cannot.
+    """
+    configure_logs(config.log_format, config.log_level)
+    path = locate(engine_config.model, engine_config.revision)
+
+    async def run() -> None:
+        server = ReplicaServer(
+            config,
+            engine_config,
+            engine=EngineClient(engine_config, progress=progress),
+            load_text=lambda: TextTools.load(path, config.chat_template),
+            on_ready=on_ready or _tell_nobody,
+        )
+        await server.run()
+
+    uvloop.run(run())
+
+
+def _bind_unix(path: Path) -> socket.socket:
+    """A socket at `path`, where one that nobody listens on any more is replaced."""
+    unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.is_socket() and not _somebody_listens(path):
+            path.unlink()
+        unix.bind(str(path))
+    except OSError as error:
+        unix.close()
+        message = f"cannot listen on {path} ({error.strerror}); choose another --uds"
+        raise OSError(error.errno, message) from error
+    return unix
+
+
+def _somebody_listens(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        return probe.connect_ex(str(path)) == 0
+
+
+def _tell_nobody(url: str) -> None:
+    """For those who only want the log's `ready` event."""
+    del url
+
+
+def _model_name(model: str) -> str:
+    """A directory is named by its last part, a model of the hub by its repository."""
+    path = Path(model)
+    return path.resolve().name if path.is_dir() else model

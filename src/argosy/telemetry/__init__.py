@@ -1,0 +1,15 @@
+"""The instruments: metrics and logs."""
+
+from argosy.telemetry.logs import LogFormat, configure_logs, get_log, request_context
+from argosy.telemetry.metrics import CONTENT_TYPE, EngineStats, Metrics, SequenceTimes
+
+__all__ = [
+    "CONTENT_TYPE",
+    "EngineStats",
+    "LogFormat",
+    "Metrics",
+    "SequenceTimes",
+    "configure_logs",
+    "get_log",
+    "request_context",
+]

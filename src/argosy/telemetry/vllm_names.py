@@ -1,0 +1,84 @@
+"""vLLM 0.33's metric names over our own observations, for the tools that know only those.
+
+Renaming is all that happens: types, units and buckets are chosen the same, with finer buckets where a fast
+engine needs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import Metric
+from prometheus_client.samples import Sample
+
+_NAMES = {
+    "argosy_requests_running": "num_requests_running",
+    "argosy_requests_waiting": "num_requests_waiting",
+    "argosy_kv_usage_ratio": "kv_cache_usage_perc",
+    "argosy_kv_config_info": "cache_config_info",
+    "argosy_prefix_query_tokens": "prefix_cache_queries",
+    "argosy_prefix_hit_tokens": "prefix_cache_hits",
+    "argosy_preemptions": "num_preemptions",
+    "argosy_prompt_tokens": "prompt_tokens",
+    "argosy_generation_tokens": "generation_tokens",
+    "argosy_requests": "request_success",
+    "argosy_time_to_first_token_seconds": "time_to_first_token_seconds",
+    "argosy_inter_token_latency_seconds": "inter_token_latency_seconds",
+    "argosy_time_per_output_token_seconds": "request_time_per_output_token_seconds",
+    "argosy_request_duration_seconds": "e2e_request_latency_seconds",
+    "argosy_request_queue_seconds": "request_queue_time_seconds",
+    "argosy_request_inference_seconds": "request_inference_time_seconds",
+    "argosy_request_prefill_seconds": "request_prefill_time_seconds",
+    "argosy_request_decode_seconds": "request_decode_time_seconds",
+    "argosy_request_prompt_tokens": "request_prompt_tokens",
+    "argosy_request_generation_tokens": "request_generation_tokens",
+    "argosy_request_max_tokens": "request_params_max_tokens",
+    "argosy_request_choices": "request_params_n",
+    "argosy_step_tokens": "iteration_tokens_total",
+}
+_LABELS = {
+    "model": "model_name",
+    "finish_reason": "finished_reason",
+    "num_blocks": "num_gpu_blocks",
+}
+_REASONS = {"cancelled": "abort"}
+
+
+class VllmNames(CollectorRegistry):
+    """A registry that shows another one's metrics under vLLM's names, with label `engine="0"`."""
+
+    def __init__(self, source: CollectorRegistry, model: str) -> None:
+        super().__init__()
+        self._source = source
+        self._model = model
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics that vLLM has too, renamed."""
+        for family in self._source.collect():
+            if family.name in _NAMES:
+                yield _renamed(family, "vllm:" + _NAMES[family.name])
+
+
+def _renamed(family: Metric, name: str) -> Metric:
+    shown = Metric(name, family.documentation, family.type)
+    shown.samples = [
+        Sample(
+            name + sample.name.removeprefix(family.name),
+            _labels(sample.labels),
+            sample.value,
+            sample.timestamp,
+            sample.exemplar,
+        )
+        for sample in family.samples
+        if not sample.name.endswith("_created")
+    ]
+    return shown
+
+
+def _labels(labels: dict[str, str]) -> dict[str, str]:
+    shown = {_LABELS.get(label, label): value for label, value in labels.items()}
+    if "finished_reason" in shown:
+        reason = shown["finished_reason"]
+        shown["finished_reason"] = _REASONS.get(reason, reason)
+    return shown | {"engine": "0"}

@@ -1,0 +1,37 @@
+"""Cores that fail on command, and clients in front of them."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+
+import pytest
+from tests.chaos.scripted import CORE
+
+from argosy.engine.config import EngineConfig
+from argosy.engine.serving.client import EngineClient
+from argosy.engine.serving.watch import RestartPolicy
+
+ROOT = Path(__file__).parents[2]
+QUICK = RestartPolicy(backoff_s=0.01)
+
+Serve = Callable[..., AbstractAsyncContextManager[EngineClient]]
+
+
+@pytest.fixture
+def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Serve:
+    """What starts clients, as an asynchronous context manager."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+    @asynccontextmanager
+    async def started(
+        stall_timeout_s: float = 60.0, restarts: RestartPolicy = QUICK
+    ) -> AsyncIterator[EngineClient]:
+        config = EngineConfig(model=str(tmp_path), stall_timeout_s=stall_timeout_s)
+        client = EngineClient(config, core=CORE, restarts=restarts)
+        try:
+            await client.start()
+            yield client
+        finally:
+            await client.close()
+
+    return started

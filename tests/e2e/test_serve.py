@@ -1,0 +1,182 @@
+"""`argosy serve` as a person starts it: the bundled model, the OpenAI SDK, `argosy chat`, Ctrl-C."""
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+
+import httpx2
+import openai
+import psutil
+import pytest
+from openai.types.chat import ChatCompletionUserMessageParam
+
+pytestmark = pytest.mark.timeout(300)
+
+ARGOSY = str(Path(sys.executable).with_name("argosy"))
+CORE = "argosy.engine.serving.process"
+URL = re.compile(r"http://127\.0\.0\.1:\d+")
+HELLO: ChatCompletionUserMessageParam = {"role": "user", "content": "Hello! How are you?"}
+
+
+@dataclass(frozen=True)
+class Server:
+    url: str
+    process: psutil.Process
+
+    def processes(self) -> list[psutil.Process]:
+        return [self.process, *self.process.children(recursive=True)]
+
+    def core(self) -> psutil.Process:
+        """The engine core's process, as soon as there is one that serves."""
+        while httpx2.get(f"{self.url}/ready").status_code != 200:
+            time.sleep(0.05)
+        (core,) = [p for p in self.process.children() if CORE in p.cmdline()]
+        return core
+
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+
+
+@contextmanager
+def serving() -> Iterator[Server]:
+    """A server from its start to its end; killed if it is still there at the end of the test."""
+    command = [ARGOSY, "serve", "--port", "0", "--threads", "1", "--kv-memory", "64MiB"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        try:
+            for line in process.stderr:
+                found = URL.search(line)
+                if found:
+                    break
+            else:
+                pytest.fail("the server ended before it was ready")
+            yield Server(found.group(), psutil.Process(process.pid))
+        finally:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving() as server:
+        yield server
+
+
+def argosy(*arguments: str, typed: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [ARGOSY, *arguments], input=typed, capture_output=True, text=True, check=False
+    )
+
+
+def story(server: Server, pieces: SimpleQueue[str]) -> str:
+    """A long sampled answer; its pieces appear in `pieces` as they come."""
+    text = ""
+    with (
+        server.client() as client,
+        client.chat.completions.create(
+            model=client.models.list().data[0].id,
+            messages=[HELLO],
+            stream=True,
+            seed=11,
+            max_tokens=300,
+            extra_body={"ignore_eos": True},
+        ) as stream,
+    ):
+        for chunk in stream:
+            piece = chunk.choices[0].delta.content or ""
+            text += piece
+            pieces.put(piece)
+    return text
+
+
+def test_openai_sdk_chats_and_streams(server: Server) -> None:
+    with server.client() as client:
+        model = client.models.list().data[0].id
+        whole = client.chat.completions.create(
+            model=model, messages=[HELLO], temperature=0, max_tokens=40
+        )
+        stream = client.chat.completions.create(
+            model=model, messages=[HELLO], temperature=0, max_tokens=40, stream=True
+        )
+        streamed = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+    assert whole.choices[0].message.content == streamed
+    assert streamed
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens > 0
+
+
+def test_argosy_chat_answers_one_question(server: Server) -> None:
+    arguments = ("chat", "--url", server.url, "--temperature", "0")
+    done = argosy(*arguments, "--max-tokens", "30", "Hello! How are you?")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+    assert argosy(*arguments, "--max-tokens", "30", "Hello! How are you?").stdout == done.stdout
+
+
+def test_argosy_chat_converses(server: Server) -> None:
+    typed = "Hello!\n/what\n/clear\nHello!\n/quit\n"
+    done = argosy("chat", "--url", server.url, "--temperature", "0", typed=typed)
+    assert done.returncode == 0, done.stderr
+    answers = [line for line in done.stdout.replace("> ", "").splitlines() if line]
+    assert len(answers) == 2
+    assert answers[0] == answers[1]  # the second was asked with no memory of the first
+    assert "/quit leaves" in done.stderr
+
+
+def test_argosy_chat_reports_a_refusal(server: Server) -> None:
+    done = argosy("chat", "--url", server.url, "--model", "no-such-model", "Hello")
+    assert done.returncode == 2
+    assert "no-such-model" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_port_in_use_is_one_sentence(server: Server) -> None:
+    done = argosy("serve", "--port", server.url.rsplit(":", 1)[1])
+    assert done.returncode == 2
+    assert "choose another --port" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_killed_core_is_only_a_pause_for_the_client(server: Server) -> None:
+    undisturbed = story(server, SimpleQueue())
+    pieces: SimpleQueue[str] = SimpleQueue()
+    first = server.core()
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(story, server, pieces)
+        for _ in range(20):
+            pieces.get()
+        first.kill()
+        assert answer.result() == undisturbed
+    assert server.core().pid != first.pid
+
+
+def test_interrupt_drains_and_leaves_nothing() -> None:
+    with serving() as server:
+        story_before = story(server, SimpleQueue())
+        processes = server.processes()
+        assert len(processes) == 2
+        with ThreadPoolExecutor(1) as pool:
+            pieces: SimpleQueue[str] = SimpleQueue()
+            answer = pool.submit(story, server, pieces)
+            pieces.get()
+            server.process.send_signal(signal.SIGINT)
+            assert answer.result() == story_before  # it was allowed to finish
+        _, alive = psutil.wait_procs(processes, timeout=60)
+        assert not alive
+        with pytest.raises(httpx2.ConnectError):
+            httpx2.get(f"{server.url}/health")
+
+
+def test_killed_server_leaves_no_core_behind() -> None:
+    with serving() as server:
+        processes = server.processes()
+        server.process.kill()
+        _, alive = psutil.wait_procs(processes, timeout=60)
+        assert not alive

@@ -1,0 +1,201 @@
+"""A scripted engine with the face of `EngineClient`: real tokens, no model, every step under control."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from argosy.engine.serving.client import EngineFailedError
+from argosy.engine.serving.tokenizer import Tokenizer
+from argosy.engine.serving.wire import (
+    Delta,
+    EngineRequest,
+    FinishReason,
+    Ready,
+    Stats,
+    TokenLogprob,
+)
+
+State = Literal["starting", "ready", "restarting", "failed", "stopped"]
+
+
+@dataclass(slots=True)
+class Script:
+    """What the engine does with one request."""
+
+    tokens: list[int]
+    """The whole output, a resumed part included; cut at `max_tokens`."""
+    finish: FinishReason = "stop"
+    error: str | None = None
+    stop_token: int | None = None
+    pause_after: int | None = None
+    """Wait for `FakeEngine.go_on` after this many tokens."""
+    crash: Exception | None = None
+    """Raised instead of a delta after the tokens."""
+
+
+def _set() -> asyncio.Event:
+    event = asyncio.Event()
+    event.set()
+    return event
+
+
+@dataclass(slots=True)
+class FakeEngine:
+    """Answers each request as `script` says, one token a step."""
+
+    tokenizer: Tokenizer
+    script: Callable[[EngineRequest], Script]
+    state: State = "starting"
+    max_model_len: int = 512
+    requests: list[EngineRequest] = field(default_factory=list)
+    live: set[str] = field(default_factory=set)
+    aborted: list[str] = field(default_factory=list)
+    asked: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when a request has come."""
+    paused: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when a request waits."""
+    go_on: asyncio.Event = field(default_factory=asyncio.Event)
+    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+    """Notified when a request ends."""
+    stats: Stats = field(default_factory=Stats)
+    may_start: asyncio.Event = field(default_factory=_set)
+    refusal: Exception | None = None
+    """Raised by `generate`."""
+
+    @property
+    def info(self) -> Ready:
+        return Ready(
+            max_model_len=self.max_model_len,
+            vocab_size=self.tokenizer.vocab_size,
+            eos_token_ids=self.tokenizer.eos_token_ids,
+            block_size=16,
+            num_blocks=1024,
+            max_seqs=8,
+            kv_bytes_per_token=1,
+            parameters=1,
+            load_s=0.0,
+            backend="fake",
+        )
+
+    async def start(self) -> Ready:
+        await self.may_start.wait()
+        if self.state == "failed":
+            raise EngineFailedError("the model is broken; get another one")
+        self.state = "ready"
+        return self.info
+
+    async def close(self) -> None:
+        self.state = "stopped"
+
+    def generate(self, request: EngineRequest) -> FakeDeltas:
+        if self.refusal is not None:
+            raise self.refusal
+        self.requests.append(request)
+        self.live.add(request.id)
+        self.asked.set()
+        return FakeDeltas(self, request, self.script(request))
+
+    async def nothing_runs(self) -> None:
+        """Wait until every request has ended."""
+        async with self.changed:
+            await self.changed.wait_for(lambda: not self.live)
+
+
+class FakeDeltas:
+    """The deltas of one request."""
+
+    def __init__(self, engine: FakeEngine, request: EngineRequest, script: Script) -> None:
+        self._engine = engine
+        self._request = request
+        self._script = script
+        self._at = len(request.output)
+        self._given = 0
+        self._over = False
+
+    def __aiter__(self) -> FakeDeltas:
+        return self
+
+    async def __anext__(self) -> Delta:
+        if self._over:
+            raise StopAsyncIteration
+        engine, request, script = self._engine, self._request, self._script
+        if script.pause_after == self._given:
+            engine.paused.set()
+            await engine.go_on.wait()
+        await asyncio.sleep(0)
+        output = script.tokens[: request.params.max_tokens]
+        if script.crash is not None and self._at >= len(output):
+            raise script.crash
+        first = self._given == 0
+        tokens = output[self._at : self._at + 1]
+        self._at += 1
+        self._given += 1
+        finish: FinishReason | None = None
+        if self._at >= len(output) and script.crash is None:
+            cut = len(output) < len(script.tokens)
+            finish = "length" if cut else script.finish
+        stats = engine.stats
+        engine.stats = Stats(
+            step=stats.step + 1,
+            running=len(engine.live),
+            blocks_total=1024,
+            blocks_used=len(engine.live),
+            step_tokens=1,
+            generated_tokens_total=stats.generated_tokens_total + 1,
+        )
+        if finish is not None:
+            await self._end()
+        return Delta(
+            id=request.id,
+            tokens=tokens,
+            logprobs=self._logprobs(tokens, request.params.logprobs),
+            prompt_logprobs=self._logprobs(request.prompt[1:], request.params.prompt_logprobs)
+            if first
+            else [],
+            finish=finish,
+            stop_token=script.stop_token if finish == "stop" else None,
+            error=script.error,
+            cached_tokens=3 if first else None,
+            queue_s=0.001 if first else None,
+        )
+
+    async def aclose(self) -> None:
+        if not self._over:
+            self._engine.aborted.append(self._request.id)
+            await self._end()
+
+    async def _end(self) -> None:
+        self._over = True
+        self._engine.live.discard(self._request.id)
+        async with self._engine.changed:
+            self._engine.changed.notify_all()
+
+    def _logprobs(self, tokens: list[int], most: int | None) -> list[TokenLogprob]:
+        if most is None:
+            return []
+        return [
+            TokenLogprob(
+                token,
+                -0.5,
+                1,
+                [
+                    (other % self._engine.tokenizer.vocab_size, -0.5 - step)
+                    for step, other in enumerate(range(token, token + most))
+                ],
+            )
+            for token in tokens
+        ]
+
+
+def says(tokenizer: Tokenizer, text: str) -> Script:
+    """The script of an answer that is `text` and ends by itself."""
+    eos = tokenizer.eos_token_ids[0]
+    return Script([*tokenizer.encode(text, add_special_tokens=False), eos], stop_token=eos)
+
+
+def always(script: Script) -> Callable[[EngineRequest], Script]:
+    """The same script for every request."""
+    return lambda _: script

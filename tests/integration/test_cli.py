@@ -1,0 +1,102 @@
+"""The command line without a server: what it says when something is missing, and `argosy models`."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from argosy.cli.app import app
+from argosy.cli.sizes import show_count, show_size
+from argosy.models import BUNDLED
+
+runner = CliRunner()
+
+
+def test_version() -> None:
+    result = runner.invoke(app, ["version"])
+    assert result.exit_code == 0
+    assert result.output.startswith("argosy 0.")
+
+
+def test_importing_argosy_and_its_command_stays_cheap() -> None:
+    code = "import sys, argosy, argosy.cli; print(sorted(sys.modules))"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
+    for heavy in ("torch", "typer", "rich", "msgspec", "zmq", "numpy", "huggingface_hub"):
+        assert f"'{heavy}'" not in loaded
+
+
+@pytest.mark.parametrize("command", ["serve", "replica"])
+def test_missing_model_is_one_sentence(command: str) -> None:
+    result = runner.invoke(app, [command, "/no/such/model", "--port", "0"])
+    assert result.exit_code == 2
+    assert "there is no directory /no/such/model" in result.output
+    assert result.output.count("\n") <= 2
+
+
+def test_missing_torch_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    result = runner.invoke(app, ["serve"])
+    assert result.exit_code == 2
+    assert "pip install 'argosy[engine]'" in result.output
+
+
+def test_setting_that_the_model_cannot_meet(tmp_path: Path) -> None:
+    result = runner.invoke(app, ["serve", "--port", "0", "--max-model-len", "1000000"])
+    assert result.exit_code == 2
+    assert "1000000 exceeds the model's" in result.output
+    assert "Traceback" not in result.output
+
+
+def test_chat_without_a_server_says_how_to_start_one() -> None:
+    result = runner.invoke(app, ["chat", "--url", "http://127.0.0.1:9", "Hello"])
+    assert result.exit_code == 2
+    assert "argosy serve" in result.output
+
+
+def test_models_inspects_the_bundled_model() -> None:
+    table = runner.invoke(app, ["models"])
+    assert table.exit_code == 0
+    assert "LlamaForCausalLM" in table.output
+    result = runner.invoke(app, ["models", "inspect", str(BUNDLED), "--output", "json"])
+    fit = json.loads(result.stdout)
+    config = json.loads((BUNDLED / "config.json").read_text())
+    assert fit["vocab_size"] == config["vocab_size"]
+    assert fit["kv_bytes_per_token"] == (
+        2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * 2
+    )
+    assert fit["weight_bytes"] == 2 * fit["parameters"]
+
+
+def test_models_plans_for_other_memory() -> None:
+    arguments = ["models", "inspect", "--output", "json", "--memory"]
+    small = json.loads(runner.invoke(app, [*arguments, "1GiB"]).stdout)
+    large = json.loads(runner.invoke(app, [*arguments, "64GiB"]).stdout)
+    none = json.loads(runner.invoke(app, [*arguments, "1MB"]).stdout)
+    assert small["kv_tokens"] * small["kv_bytes_per_token"] <= 2**30 - small["weight_bytes"]
+    assert large["kv_tokens"] > 60 * small["kv_tokens"]
+    assert (none["kv_tokens"], none["full_sequences"]) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [("1024", 1024), ("1KiB", 1024), ("1.5GB", 1_500_000_000), ("2g", 2 * 10**9)],
+)
+def test_sizes_are_read(given: str, expected: int) -> None:
+    result = runner.invoke(app, ["models", "inspect", "--memory", given, "--output", "json"])
+    assert json.loads(result.stdout)["free_bytes"] == expected
+
+
+def test_a_bad_size_is_refused() -> None:
+    result = runner.invoke(app, ["models", "inspect", "--memory", "lots"])
+    assert result.exit_code == 2
+    assert "8GiB" in result.output
+
+
+def test_sizes_are_shown() -> None:
+    assert [show_size(n) for n in (512, 4096, 3 * 2**30)] == ["512 B", "4 KiB", "3 GiB"]
+    assert [show_count(n) for n in (12, 8_130_000, 7e9)] == ["12", "8.13 M", "7 B"]

@@ -1,0 +1,120 @@
+"""The replica's way from starting to stopped, and what it answers on it; also on a Unix domain socket."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx2
+import msgspec
+import pytest
+from tests.integration.conftest import REPLY
+from tests.integration.fake_engine import FakeEngine
+from tests.integration.serving import BUNDLED, CONFIG, MODEL, chat, serve, text_tools
+
+from argosy.engine.config import EngineConfig
+from argosy.engine.serving.client import EngineFailedError
+from argosy.engine.serving.options import ServerConfig
+from argosy.engine.serving.server import ReplicaServer
+
+
+def server(engine: FakeEngine, config: ServerConfig, ready: list[str]) -> ReplicaServer:
+    return ReplicaServer(
+        config,
+        EngineConfig(model=str(BUNDLED)),
+        engine=engine,
+        load_text=text_tools,
+        on_ready=ready.append,
+    )
+
+
+@pytest.fixture
+def uds(tmp_path: Path) -> ServerConfig:
+    return msgspec.structs.replace(CONFIG, uds=str(tmp_path / "replica.sock"))
+
+
+@pytest.fixture
+async def client(uds: ServerConfig) -> AsyncIterator[httpx2.AsyncClient]:
+    transport = httpx2.AsyncHTTPTransport(uds=uds.uds, retries=5)
+    async with httpx2.AsyncClient(transport=transport, base_url="http://replica") as client:
+        yield client
+
+
+async def test_from_starting_to_stopped(
+    engine: FakeEngine, uds: ServerConfig, client: httpx2.AsyncClient
+) -> None:
+    engine.may_start.clear()
+    ready: list[str] = []
+    replica = server(engine, uds, ready)
+    running = asyncio.create_task(replica.run())
+    assert (await client.get("/health")).status_code == 200
+    starting = await client.get("/ready")
+    assert starting.status_code == 503
+    assert starting.headers["retry-after"] == "1"
+    refused = await client.post("/v1/chat/completions", json=chat())
+    assert refused.json()["error"]["code"] == "engine_unavailable"
+    assert (await client.get("/load")).json()["state"] == "starting"
+    assert (await client.get("/v1/models")).status_code == 503
+    assert not ready
+    engine.may_start.set()
+    while (await client.get("/ready")).status_code != 200:
+        pass
+    assert ready == [f"unix:{uds.uds}"]
+    answer = await client.post("/v1/chat/completions", json=chat())
+    assert answer.json()["choices"][0]["message"]["content"] == REPLY
+    replica.stop()
+    await running
+    assert engine.state == "stopped"
+    with pytest.raises(httpx2.ConnectError):
+        await client.get("/health")
+
+
+async def test_engine_that_cannot_start_ends_the_server(
+    engine: FakeEngine, uds: ServerConfig
+) -> None:
+    engine.state = "failed"
+    with pytest.raises(EngineFailedError, match="the model is broken"):
+        await server(engine, uds, []).run()
+
+
+async def test_engine_that_fails_for_good_ends_the_server(
+    engine: FakeEngine, uds: ServerConfig, client: httpx2.AsyncClient
+) -> None:
+    running = asyncio.create_task(server(engine, uds, []).run())
+    while (await client.get("/ready")).status_code != 200:
+        pass
+    engine.state = "failed"
+    with pytest.raises(EngineFailedError):
+        await running
+
+
+async def test_an_address_in_use_is_refused_with_a_remedy(
+    engine: FakeEngine, uds: ServerConfig, client: httpx2.AsyncClient
+) -> None:
+    first = server(engine, uds, [])
+    running = asyncio.create_task(first.run())
+    assert (await client.get("/health")).status_code == 200
+    with pytest.raises(OSError, match="choose another --uds"):
+        await server(engine, uds, []).run()
+    first.stop()
+    await running
+    async with serve(engine) as served:
+        port = int(served.url.rsplit(":", 1)[1])
+        with pytest.raises(OSError, match="choose another --port"):
+            await server(engine, ServerConfig(port=port), []).run()
+
+
+async def test_the_model_is_named_by_its_directory(engine: FakeEngine) -> None:
+    async with serve(engine, ServerConfig(port=0)) as served:
+        listed = (await served.client.get("/v1/models")).json()
+        assert [card["id"] for card in listed["data"]] == [BUNDLED.name]
+
+
+async def test_several_names(engine: FakeEngine) -> None:
+    config = msgspec.structs.replace(CONFIG, served_model_names=("first", MODEL))
+    async with serve(engine, config) as served:
+        listed = (await served.client.get("/v1/models")).json()
+        assert [card["id"] for card in listed["data"]] == ["first", MODEL]
+        answer = await served.client.post("/v1/chat/completions", json=chat())
+        assert answer.json()["model"] == MODEL

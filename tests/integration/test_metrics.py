@@ -1,0 +1,119 @@
+"""`/metrics` after real requests: what promtool says, what was counted, and vLLM's names."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import subprocess
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from tests.integration.fake_engine import FakeEngine, Script, always
+from tests.integration.serving import CONFIG, MODEL, Served, chat, completion, serve
+
+
+def samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            yield sample.name, sample.labels, sample.value
+
+
+def value(text: str, name: str, **labels: str) -> float:
+    """The sum of the samples that have these labels."""
+    found = [v for n, have, v in samples(text) if n == name and labels.items() <= have.items()]
+    assert found, f"{name} {labels} is not shown"
+    return sum(found)
+
+
+async def some_traffic(served: Served) -> None:
+    for body in (chat(), chat(stream=True), chat(n=2, max_tokens=3)):
+        answer = await served.client.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 200
+    refused = await served.client.post("/v1/completions", json=completion(temperature=-1))
+    assert refused.status_code == 400
+
+
+async def test_counts(served: Served) -> None:
+    await some_traffic(served)
+    text = (await served.client.get("/metrics")).text
+    assert value(text, "argosy_requests_total", finish_reason="stop", model=MODEL) == 2
+    assert value(text, "argosy_requests_total", finish_reason="length") == 2
+    assert value(text, "argosy_requests_rejected_total", status="400") == 1
+    assert value(text, "argosy_time_to_first_token_seconds_count") == 4
+    assert value(text, "argosy_request_queue_seconds_count") == 4
+    assert value(text, "argosy_request_duration_seconds_count") == 4
+    assert value(text, "argosy_request_generation_tokens_sum") > 6
+    assert value(text, "argosy_inter_token_latency_seconds_count") > 4
+    chats = value(text, "argosy_http_requests_total", route="/v1/chat/completions", status="200")
+    assert chats == 3
+    assert value(text, "argosy_ready") == 1
+    assert value(text, "argosy_kv_blocks", state="free") > 0
+
+
+async def test_labels_are_bounded(served: Served) -> None:
+    for path in ("/v1/models/a", "/v1/models/b", "/nowhere/1", "/nowhere/2"):
+        await served.client.get(path)
+    text = (await served.client.get("/metrics")).text
+    routes = {
+        labels["route"] for n, labels, _ in samples(text) if n == "argosy_http_requests_total"
+    }
+    assert routes == {"/v1/models/{model}", "other"}
+
+
+async def test_counters_survive_a_restart_of_the_core(served: Served, engine: FakeEngine) -> None:
+    engine.stats = msgspec.structs.replace(engine.stats, generated_tokens_total=10)
+    await served.client.get("/metrics")
+    engine.stats = msgspec.structs.replace(engine.stats, generated_tokens_total=4)
+    text = (await served.client.get("/metrics")).text
+    assert value(text, "argosy_generation_tokens_total") == 14
+
+
+async def test_aborts_are_counted_by_reason(served: Served, engine: FakeEngine) -> None:
+    engine.script = always(Script([100, 101, 102], pause_after=2))
+    request = asyncio.create_task(served.client.post("/v1/chat/completions", json=chat()))
+    await engine.paused.wait()
+    request.cancel()
+    await served.replica.drained()
+    text = (await served.client.get("/metrics")).text
+    assert value(text, "argosy_requests_aborted_total", reason="client_closed_request") == 1
+    assert value(text, "argosy_requests_total", finish_reason="cancelled") == 1
+
+
+async def test_promtool_is_content(served: Served) -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not installed (Debian package prometheus)")
+    await some_traffic(served)
+    shown = (await served.client.get("/metrics")).content
+    done = await asyncio.to_thread(
+        subprocess.run,
+        [promtool, "check", "metrics"],
+        input=shown,
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    assert not done.stderr.strip(), done.stderr.decode()
+
+
+async def test_vllm_names_only_when_asked_for(served: Served, engine: FakeEngine) -> None:
+    assert "vllm:" not in (await served.client.get("/metrics")).text
+    async with serve(engine, msgspec.structs.replace(CONFIG, vllm_metrics=True)) as other:
+        await some_traffic(other)
+        text = (await other.client.get("/metrics")).text
+    labels = {"model_name": MODEL, "engine": "0"}
+    assert value(text, "vllm:request_success_total", finished_reason="stop", **labels) == 2
+    assert value(text, "vllm:time_to_first_token_seconds_count", **labels) == 4
+    assert value(text, "vllm:e2e_request_latency_seconds_count", **labels) == 4
+    assert value(text, "vllm:iteration_tokens_total_count", **labels) > 0
+    assert value(text, "vllm:num_requests_running", **labels) >= 0
+    assert value(text, "vllm:kv_cache_usage_perc", **labels) >= 0
+    config = {"block_size": "16", "num_gpu_blocks": "1024"}
+    assert value(text, "vllm:cache_config_info", **config) == 1
+    types = {f.name: f.type for f in text_string_to_metric_families(text)}
+    assert types["vllm:prompt_tokens"] == "counter"
+    assert types["vllm:e2e_request_latency_seconds"] == "histogram"
+    own = value(text, "argosy_generation_tokens_total")
+    assert value(text, "vllm:generation_tokens_total", **labels) == own

@@ -1,0 +1,187 @@
+"""The engine core's process and its client while nothing goes wrong: order, ends, clean-up."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from pathlib import Path
+
+import psutil
+import pytest
+from tests.chaos.scripted import CORE, Command, expected, prompt, until
+
+from argosy.engine.config import EngineConfig
+from argosy.engine.serving.client import EngineClient, EngineFailedError
+from argosy.engine.serving.wire import Delta, EngineRequest
+from argosy.protocol import ApiError, SamplingParams
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+async def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[EngineClient]:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    client = EngineClient(EngineConfig(model=str(tmp_path)), core=CORE)
+    await client.start()
+    yield client
+    await client.close()
+
+
+def request(
+    tokens: list[int], *, name: str = "r", max_tokens: int = 30, prompt_logprobs: int | None = None
+) -> EngineRequest:
+    params = SamplingParams(max_tokens=max_tokens, prompt_logprobs=prompt_logprobs)
+    return EngineRequest(id=name, prompt=tokens, params=params)
+
+
+async def collect(client: EngineClient, wanted: EngineRequest) -> list[Delta]:
+    return [delta async for delta in client.generate(wanted)]
+
+
+def tokens_of(deltas: list[Delta]) -> list[int]:
+    return [token for delta in deltas for token in delta.tokens]
+
+
+def gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+async def test_many_requests_at_once_each_get_their_own_tokens(client: EngineClient) -> None:
+    wanted = [request(prompt(salt=i), name=f"r{i}", max_tokens=5 + i) for i in range(30)]
+    answers = await asyncio.gather(*(collect(client, r) for r in wanted))
+    for r, deltas in zip(wanted, answers, strict=True):
+        assert {delta.id for delta in deltas} == {r.id}
+        assert tokens_of(deltas) == expected(r.prompt, r.params.max_tokens)
+        assert [d.finish for d in deltas if d.finish] == ["length"]
+        assert deltas[-1].finish == "length"
+    assert client.in_flight == 0
+
+
+async def test_same_id_twice_at_once(client: EngineClient) -> None:
+    first, second = await asyncio.gather(
+        collect(client, request(prompt(salt=1))), collect(client, request(prompt(salt=2)))
+    )
+    assert tokens_of(first) == expected(prompt(salt=1), 30)
+    assert tokens_of(second) == expected(prompt(salt=2), 30)
+
+
+async def test_slow_reader_gets_one_merged_delta(client: EngineClient) -> None:
+    slow = client.generate(request(prompt(salt=1), max_tokens=200, prompt_logprobs=0))
+    await until(lambda: slow.ended)
+    deltas = [delta async for delta in slow]
+    assert len(deltas) == 1
+    assert deltas[0].tokens == expected(prompt(salt=1), 200)
+    assert [entry.token for entry in deltas[0].prompt_logprobs] == prompt(salt=1)[1:]
+    assert (deltas[0].queue_s, deltas[0].cached_tokens) == (0.5, 3)
+
+
+async def test_closing_the_stream_aborts(client: EngineClient, tmp_path: Path) -> None:
+    async with aclosing(client.generate(request(prompt(Command.GATE, at=2)))) as stream:
+        await anext(stream)
+    assert client.in_flight == 0
+    await until((tmp_path / "aborted").exists)
+    assert tokens_of(await collect(client, request(prompt()))) == expected(prompt(), 30)
+
+
+async def test_prompt_logprobs_are_not_repeated_after_a_crash(client: EngineClient) -> None:
+    crashing = prompt(Command.KILL, at=1)
+    deltas = await collect(client, request(crashing, prompt_logprobs=0))
+    assert client.restarts_total == 1
+    told = [entry.token for delta in deltas for entry in delta.prompt_logprobs]
+    assert told == crashing[1:]
+    assert tokens_of(deltas) == expected(crashing, 30)
+    assert [d.queue_s for d in deltas if d.queue_s is not None] == [0.5]
+
+
+async def test_sockets_are_private_and_leave_nothing_behind(
+    client: EngineClient, tmp_path: Path
+) -> None:
+    await collect(client, request(prompt()))
+    # Gone once the first heartbeat has come as well.
+    await until(lambda: not list(tmp_path.glob("argosy-*")))
+    assert tokens_of(await collect(client, request(prompt()))) == expected(prompt(), 30)
+
+
+async def test_core_ignores_interrupts(client: EngineClient) -> None:
+    pid = client.core_pid
+    assert pid is not None
+    os.kill(pid, signal.SIGINT)
+    await collect(client, request(prompt()))
+    assert client.core_pid == pid
+
+
+async def test_close_ends_the_process_and_what_was_running(client: EngineClient) -> None:
+    stream = client.generate(request(prompt(Command.GATE, at=3)))
+    pid = client.core_pid
+    assert pid is not None
+    await client.close()
+    await client.close()
+    assert not psutil.pid_exists(pid)
+    assert [delta.finish async for delta in stream][-1] == "error"
+    assert client.state == "stopped"
+    with pytest.raises(ApiError, match="stopping"):
+        client.generate(request(prompt()))
+
+
+async def test_close_while_starting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    client = EngineClient(EngineConfig(model=str(tmp_path)), core=CORE)
+    start = asyncio.create_task(client.start())
+    await asyncio.sleep(0)
+    with pytest.raises(RuntimeError, match="not ready"):
+        client.info  # noqa: B018 - that reading it raises is the point
+    await client.close()
+    with pytest.raises(EngineFailedError):
+        await start
+
+
+async def test_progress_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    heard: list[tuple[str, float]] = []
+    client = EngineClient(
+        EngineConfig(model=str(tmp_path)),
+        core=CORE,
+        progress=lambda what, done: heard.append((what, done)),
+    )
+    ready = await client.start()
+    await client.close()
+    assert ready.backend.startswith("scripted")
+    assert heard == [("weights", 0.5), ("weights", 1.0)]
+
+
+PARENT = """
+import asyncio, sys
+from argosy.engine.config import EngineConfig
+from argosy.engine.serving.client import EngineClient
+
+async def main():
+    client = EngineClient(EngineConfig(model=sys.argv[1]), core=sys.argv[2])
+    await client.start()
+    print(client.core_pid, flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+async def test_core_does_not_outlive_a_killed_parent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    command = [sys.executable, "-c", textwrap.dedent(PARENT), str(tmp_path), CORE]
+    with subprocess.Popen(  # noqa: ASYNC220 - reading is what blocks, and that is in a thread
+        command, stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        line = ""
+        while not line.strip().isdigit():  # log lines may come first
+            line = await asyncio.to_thread(parent.stdout.readline)
+            assert line
+        pid = int(line)
+        parent.kill()
+    await until(lambda: gone(pid))

@@ -1,0 +1,105 @@
+"""A choice: however its deltas are grouped and taken, text, tokens and counts are the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import argosy
+from argosy.engine.serving.choice import Choice, Prompt, ScoredPrompt
+from argosy.engine.serving.tokenizer import Tokenizer
+from argosy.engine.serving.wire import Delta, EngineRequest, TokenLogprob
+from argosy.protocol import ApiError, SamplingParams
+
+TOKENIZER = Tokenizer.load(Path(argosy.__file__).parent / "models" / "bundled")
+EOS = TOKENIZER.eos_token_ids[0]
+
+
+def new_choice(params: SamplingParams, output: list[int] | None = None) -> Choice:
+    request = EngineRequest(id="r", prompt=[1], output=output or [], params=params)
+    return Choice(0, request, Prompt(token_ids=[1], echo=None), TOKENIZER)
+
+
+def run(choice: Choice, tokens: list[int], cuts: list[int]) -> tuple[str, list[int], list[int]]:
+    """Text, tokens and tokens with a log-probability, pushed in pieces that end at `cuts`."""
+    text, told, scored = "", list[int](), list[int]()
+    places = sorted({0, len(tokens), *(cut % (len(tokens) + 1) for cut in cuts)})
+    for start, end in zip(places, [*places[1:], len(tokens)], strict=True):
+        part = tokens[start:end]
+        last = end == len(tokens)
+        choice.push(
+            Delta(
+                id="r",
+                tokens=part,
+                logprobs=[TokenLogprob(token, -1.0, 1) for token in part],
+                finish="length" if last else None,
+            )
+        )
+        piece = choice.take()
+        text += piece.text
+        told += piece.tokens
+        scored += [record.token for record in piece.logprobs]
+        if choice.finish is not None:
+            break
+    return text, told, scored
+
+
+@given(
+    st.lists(st.integers(0, TOKENIZER.vocab_size - 1), min_size=1, max_size=30),
+    st.lists(st.integers(0, 100), max_size=5),
+    st.sampled_from([(), ("e",), ("the", "an")]),
+)
+def test_grouping_changes_nothing(
+    tokens: list[int], cuts: list[int], stop: tuple[str, ...]
+) -> None:
+    params = SamplingParams(stop=stop, max_tokens=100)
+    whole = new_choice(params)
+    pieces = new_choice(params)
+    expected = run(whole, tokens, [])
+    assert run(pieces, tokens, cuts) == expected
+    assert pieces.finish == whole.finish
+    assert pieces.stop_reason == whole.stop_reason
+    assert pieces.generated == whole.generated == len(expected[1]) == len(expected[2])
+    for one in stop:
+        assert one not in expected[0]
+
+
+def test_usage_counts_resumed_tokens() -> None:
+    choice = new_choice(SamplingParams(max_tokens=100), output=[300, 301])
+    choice.push(Delta(id="r", tokens=[302], finish="length"))
+    assert choice.output_tokens == 3
+    assert choice.take().tokens == [302]
+
+
+@pytest.mark.parametrize(("token", "reason"), [(EOS, None), (300, 300)])
+def test_stop_reason_is_the_stop_token_but_not_the_models_own(
+    token: int, reason: int | None
+) -> None:
+    choice = new_choice(SamplingParams(stop_token_ids=(300,)))
+    choice.push(Delta(id="r", tokens=[301, token], finish="stop", stop_token=token))
+    piece = choice.take()
+    assert (piece.finish, piece.stop_reason) == ("stop", reason)
+    assert piece.text == TOKENIZER.decode([301])
+
+
+@pytest.mark.parametrize(("finish", "status"), [("error", 500), ("cancelled", 499)])
+def test_failures_are_raised(finish: str, status: int) -> None:
+    choice = new_choice(SamplingParams())
+    with pytest.raises(ApiError) as caught:
+        choice.push(Delta(id="r", finish="error" if finish == "error" else "cancelled"))
+    assert caught.value.status == status
+
+
+def test_scoring_leaves_the_sampled_token_out() -> None:
+    request = EngineRequest(id="r", prompt=[1, 2], params=SamplingParams(max_tokens=1))
+    prompt = Prompt(token_ids=[1, 2], echo="x")
+    choice = ScoredPrompt(0, request, prompt, TOKENIZER)
+    record = TokenLogprob(2, -1.0, 1)
+    choice.push(Delta(id="r", tokens=[EOS], prompt_logprobs=[record], finish="stop"))
+    piece = choice.take()
+    assert (piece.text, piece.tokens, piece.finish) == ("", [], "length")
+    assert prompt.logprobs == [record]
+    assert choice.output_tokens == 0
