@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
+import zmq
 from tests.chaos.conftest import Serve
 from tests.chaos.scripted import (
     Command,
@@ -95,6 +96,21 @@ async def test_killed_from_outside_while_many_run(serve: Serve, tmp_path: Path) 
             assert head + tail == expected(tokens, LENGTH)
             assert last.finish == "length"
         assert client.in_flight == 0
+
+
+async def test_a_request_between_death_and_its_discovery(serve: Serve) -> None:
+    """The channel to a dead core takes nothing; the request belongs to the next core."""
+    async with serve() as client:
+        handle = client._core  # noqa: SLF001 - the window is inside
+        assert handle is not None
+        os.kill(handle.pid, signal.SIGKILL)
+        channel = handle._channel  # noqa: SLF001 - as above
+        while channel.poll(0, zmq.POLLOUT):
+            pass  # the event loop must not get to hear of the death
+        stream = client.generate(request(prompt()))
+        tokens, last = await read(stream)
+        assert tokens == expected(prompt(), LENGTH)
+        assert last.finish == "length"
 
 
 async def test_hanging_step_is_noticed(serve: Serve) -> None:

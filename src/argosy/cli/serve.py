@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, Self
 
 from argosy.cli import options
@@ -165,12 +164,11 @@ def _run(server: ServerConfig, engine: EngineConfig, shown: Display) -> None:
     from argosy.engine import EngineFailedError, serve_replica
 
     served = False
-    names = server.served_model_names or (Path(engine.model).name,)
 
     def ready(url: str) -> None:
         nonlocal served
         served = True
-        shown.ready(url, names[0])
+        shown.ready(url, server.names_of(engine.model)[0])
 
     try:
         with shown:

@@ -10,6 +10,12 @@ Batching = Literal["continuous", "dynamic", "static"]
 DType = Literal["auto", "bfloat16", "float32", "float16"]
 
 
+COMPUTE_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive"}
+"""Set where torch computes, before it loads, unless the environment says otherwise. Threads that spin
+at OpenMP's barriers cost a step many times its time as soon as anything else, such as our own HTTP
+server, needs a core (docs/decisions/0004-passive-threads.md)."""
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a person may set; None and "auto" are filled in by `resolve`."""
 

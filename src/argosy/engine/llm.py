@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from argosy.engine.config import DType, EngineConfig
+from argosy.engine.config import COMPUTE_ENVIRONMENT, DType, EngineConfig
 from argosy.engine.desk import (
     Conversation,
     Desk,
@@ -60,6 +61,8 @@ class LLM:
             host_kv_bytes=host_kv_bytes,
         )
         log_quietly()
+        for name, value in COMPUTE_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
         from argosy.engine.serving.core import EngineCore  # brings torch
 
         self._progress = progress

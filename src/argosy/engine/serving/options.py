@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -34,3 +35,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """`/metrics` also shows vLLM's metric names."""
     log_format: Literal["json", "console"] = "console"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    def names_of(self, model: str) -> tuple[str, ...]:
+        """Names for `model`: those set, or its own (a directory's last part, a hub repository's name)."""
+        path = Path(model)
+        own = path.resolve().name if path.is_dir() else model
+        return self.served_model_names or (own,)

@@ -80,8 +80,7 @@ class ReplicaServer:
         self._engine = engine
         self._load_text = load_text
         self._on_ready = on_ready
-        names = config.served_model_names or (_model_name(engine_config.model),)
-        self.replica = Replica(config, names, engine)
+        self.replica = Replica(config, config.names_of(engine_config.model), engine)
         self._listener = _Listener(self._uvicorn_config())
         self._leave = asyncio.Event()
         self._at_once = asyncio.Event()
@@ -216,7 +215,12 @@ def serve_replica(
         server = ReplicaServer(
             config,
             engine_config,
-            engine=EngineClient(engine_config, progress=progress),
+            engine=EngineClient(
+                engine_config,
+                progress=progress,
+                log_format=config.log_format,
+                log_level=config.log_level,
+            ),
             load_text=lambda: TextTools.load(path, config.chat_template),
             on_ready=on_ready or _tell_nobody,
         )
@@ -247,9 +251,3 @@ def _somebody_listens(path: Path) -> bool:
 def _tell_nobody(url: str) -> None:
     """For those who only want the log's `ready` event."""
     del url
-
-
-def _model_name(model: str) -> str:
-    """A directory is named by its last part, a model of the hub by its repository."""
-    path = Path(model)
-    return path.resolve().name if path.is_dir() else model

@@ -17,18 +17,13 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from argosy.engine.config import EngineConfig
+from argosy.engine.config import COMPUTE_ENVIRONMENT, EngineConfig
 from argosy.engine.serving.process import Launch
 from argosy.engine.serving.wire import FromCore, ToCore
 from argosy.telemetry import LogFormat
 
 LAST_WORDS_S = 0.1
 """How long after its end what a process has written may still be on its way to us."""
-
-ENVIRONMENT = {"OMP_WAIT_POLICY": "passive"}
-"""Set for the core unless the environment says otherwise. Threads that spin at OpenMP's barriers
-cost a step 30 times its time as soon as anything else, such as our own HTTP server, needs a core
-(measured: 165 ms instead of 5 ms for a token of the bundled model)."""
 
 Hear = Callable[[FromCore], None]
 
@@ -84,10 +79,11 @@ class CoreHandle:
         return self._process.pid
 
     def send(self, message: ToCore) -> None:
-        """Queue a message; never blocks. Nothing happens when the process has ended."""
+        """Queue a message; never blocks. Nothing happens when the process has ended, known or not."""
         if self._channel.closed:
             return
-        self._channel.send(self._encode(message), zmq.NOBLOCK)
+        with contextlib.suppress(zmq.Again):  # nobody is at the other end: `gone` will follow
+            self._channel.send(self._encode(message), zmq.NOBLOCK)
         # Sending may swallow the file descriptor's edge for what has arrived meanwhile.
         self._loop.call_soon(self._drain, self._channel)
 
@@ -116,7 +112,7 @@ class CoreHandle:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "argosy.engine.serving.process"],
             stdin=subprocess.PIPE,
-            env=ENVIRONMENT | os.environ,
+            env=COMPUTE_ENVIRONMENT | os.environ,
             start_new_session=True,  # signals from the terminal are the parent's affair
         )
         assert process.stdin is not None  # noqa: S101 - asked for above

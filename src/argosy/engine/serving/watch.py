@@ -16,12 +16,12 @@ LOADING_SILENCE_S = 600.0
 class RestartPolicy:
     """How often, and how soon, a core that dies is started again. Times are in seconds."""
 
-    limit: int = 5
+    limit: int = 20
     """Restarts in a row without a healthy time between them."""
     backoff_s: float = 0.25
     """Wait before the first restart; doubled for each in a row."""
     longest_s: float = 15.0
-    healthy_s: float = 300.0
+    healthy_s: float = 30.0
     """A core that served this long is forgiven what went before."""
 
     def wait_s(self, restarts: int) -> float | None:

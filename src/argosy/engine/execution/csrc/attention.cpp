@@ -9,8 +9,6 @@
 // the threads. Online softmax: Milakov & Gimelshein 2018; tiling as in FlashAttention (Dao et al. 2022).
 
 #include <algorithm>
-#include <cmath>
-#include <cstdint>
 #include <vector>
 
 #include "amx.h"
@@ -145,13 +143,9 @@ struct MatrixUnit {
 
     static void score(const uint32_t *q, int64_t rows, int64_t words, const Tile &tile, float *scores) {
         for (int64_t r = 0; r < rows; r += 16) {
-            AMX_ZERO(0);
-            AMX_ZERO(1);
-            AMX_ZERO(2);
-            AMX_ZERO(3);
+            AMX_ZERO(0); AMX_ZERO(1); AMX_ZERO(2); AMX_ZERO(3);
             for (int64_t word = 0; word < words; word += 16) {
-                AMX_LOAD(4, q + r * words + word, words * 4);
-                AMX_LOAD(5, tile.keys[0] + word * LANES, 64);
+                AMX_LOAD(4, q + r * words + word, words * 4); AMX_LOAD(5, tile.keys[0] + word * LANES, 64);
                 AMX_MADD(0, 4, 5);
                 AMX_LOAD(5, tile.keys[1] + word * LANES, 64);
                 AMX_MADD(1, 4, 5);
@@ -160,10 +154,9 @@ struct MatrixUnit {
                 AMX_LOAD(5, tile.keys[3] + word * LANES, 64);
                 AMX_MADD(3, 4, 5);
             }
-            AMX_STORE(0, scores + r * TILE, TILE * 4);
-            AMX_STORE(1, scores + r * TILE + LANES, TILE * 4);
-            AMX_STORE(2, scores + r * TILE + 2 * LANES, TILE * 4);
-            AMX_STORE(3, scores + r * TILE + 3 * LANES, TILE * 4);
+            float *sum = scores + r * TILE;
+            AMX_STORE(0, sum, TILE * 4); AMX_STORE(1, sum + LANES, TILE * 4);
+            AMX_STORE(2, sum + 2 * LANES, TILE * 4); AMX_STORE(3, sum + 3 * LANES, TILE * 4);
         }
     }
 
@@ -177,8 +170,7 @@ struct MatrixUnit {
         for (int64_t r = 0; r < rows; r += 16)
             for (int64_t c = 0; c < width; c += 2 * LANES) {  // the width is a multiple of 32
                 float *sum = out + r * width + c;
-                AMX_LOAD(0, sum, width * 4);
-                AMX_LOAD(1, sum + LANES, width * 4);
+                AMX_LOAD(0, sum, width * 4); AMX_LOAD(1, sum + LANES, width * 4);
                 for (int p = 0; p < PANELS; p++) {
                     AMX_LOAD(6, weights + r * WORDS + p * LANES / 2, WORDS * 4);
                     AMX_LOAD(7, tile.values[p] + c, width * 4);
@@ -186,8 +178,7 @@ struct MatrixUnit {
                     AMX_LOAD(7, tile.values[p] + c + LANES, width * 4);
                     AMX_MADD(1, 6, 7);
                 }
-                AMX_STORE(0, sum, width * 4);
-                AMX_STORE(1, sum + LANES, width * 4);
+                AMX_STORE(0, sum, width * 4); AMX_STORE(1, sum + LANES, width * 4);
             }
     }
 };
