@@ -104,6 +104,8 @@ class ScriptedCore:
                     "scripted load"
                 )
         progress("weights", 1.0)
+        weights = self._directory / "weights"
+        self._fingerprint = weights.read_text() if weights.exists() else ""
         self._jobs: dict[str, Job] = {}
         self._aborted: list[str] = []
         self._step = 0
@@ -121,6 +123,7 @@ class ScriptedCore:
             parameters=0,
             load_s=0.0,
             backend=f"scripted {os.getpid()}",
+            fingerprint=self._fingerprint,
         )
 
     @property

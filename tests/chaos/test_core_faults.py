@@ -113,6 +113,29 @@ async def test_a_request_between_death_and_its_discovery(serve: Serve) -> None:
         assert last.finish == "length"
 
 
+async def test_a_core_that_finishes_requests_is_restarted_for_ever(serve: Serve) -> None:
+    async with serve(restarts=RestartPolicy(limit=2, backoff_s=0.01)) as client:
+        for salt in range(6):
+            crash = prompt(Command.KILL, at=5, salt=salt)
+            tokens, _ = await read(client.generate(request(crash)))
+            assert tokens == expected(crash, LENGTH)
+        assert client.restarts_total == 6
+
+
+async def test_a_request_never_goes_on_with_other_weights(serve: Serve, tmp_path: Path) -> None:
+    async with serve() as client:
+        stream = client.generate(request(prompt(Command.GATE, at=5)))
+        await read_some(stream, 5)
+        (tmp_path / "weights").write_text("others")
+        assert client.core_pid is not None
+        os.kill(client.core_pid, signal.SIGKILL)
+        _, last = await read(stream)
+        assert last.finish == "error"
+        assert "replaced" in (last.error or "")
+        fresh, _ = await read(client.generate(request(prompt())))
+        assert fresh == expected(prompt(), LENGTH)
+
+
 async def test_hanging_step_is_noticed(serve: Serve) -> None:
     async with serve(stall_timeout_s=0.4) as client:
         tokens, _ = await read(client.generate(request(prompt(Command.HANG, 7))))

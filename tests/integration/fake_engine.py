@@ -78,6 +78,7 @@ class FakeEngine:
             parameters=1,
             load_s=0.0,
             backend="fake",
+            fingerprint="",
         )
 
     async def start(self) -> Ready:

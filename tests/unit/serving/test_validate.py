@@ -59,6 +59,7 @@ def make_door(tokenizer: Tokenizer = TOKENIZER, **overrides: int) -> Door:
         parameters=1,
         load_s=0.0,
         backend="test",
+        fingerprint="",
     )
     template = ChatTemplate(TEMPLATE, {})
     return Door(tokenizer, template, ready, EngineConfig(model="m", request_timeout_s=60))
@@ -646,6 +647,7 @@ def test_the_bundled_model_takes_chats_and_prompts() -> None:
         max_model_len=512, vocab_size=tokenizer.vocab_size, eos_token_ids=tokenizer.eos_token_ids,
         block_size=16, num_blocks=64, max_seqs=4, kv_bytes_per_token=1, parameters=1, load_s=0.0,
         backend="test",
+        fingerprint="",
     )  # fmt: skip
     door = Door(tokenizer, ChatTemplate.load(BUNDLED), ready, EngineConfig(model="m"))
     prompt = chat(door).requests[0].prompt

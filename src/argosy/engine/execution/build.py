@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from argosy.engine.config import EngineConfig, EngineLimits, resolve
-from argosy.engine.execution.checkpoint import locate
+from argosy.engine.execution.checkpoint import fingerprint, locate
 from argosy.engine.execution.device import Device, cpu_device
 from argosy.engine.execution.executor import Executor, TorchExecutor
 from argosy.engine.execution.families import ModelSpec, read_spec
@@ -29,6 +29,7 @@ class Built:
     kv_bytes_per_token: int
     load_s: float
     backend: str
+    fingerprint: str
 
 
 def build(config: EngineConfig, progress: Callable[[str, float], None]) -> Built:
@@ -37,6 +38,7 @@ def build(config: EngineConfig, progress: Callable[[str, float], None]) -> Built
 
     begin = time.monotonic()
     path = locate(config.model, config.revision)
+    state = fingerprint(path)
     spec = _within(read_spec(path), config)
     device = _device(config)
     dtype = device.default_dtype if config.dtype == "auto" else getattr(torch, config.dtype)
@@ -67,6 +69,7 @@ def build(config: EngineConfig, progress: Callable[[str, float], None]) -> Built
         limits=limits,
         kv_bytes_per_token=kv_bytes_per_token,
         load_s=time.monotonic() - begin,
+        fingerprint=state,
         backend=f"{device.name} {str(dtype).removeprefix('torch.')} {attention.name}",
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -67,6 +68,13 @@ def _fetch(model: str, revision: str | None) -> Path:
         remedy = "give a local directory, or allow access to the hub (HF_HUB_OFFLINE, network)"
         raise ValueError(f"cannot fetch {model} ({error}): {remedy}") from error
     return Path(folder)
+
+
+def fingerprint(path: Path) -> str:
+    """Tells one state of a checkpoint's files from another, by their names, sizes and times."""
+    files = sorted(file for pattern in ("*.json", "*.safetensors") for file in path.glob(pattern))
+    states = [f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files]
+    return hashlib.sha256("\n".join(states).encode()).hexdigest()
 
 
 def tensor_files(path: Path) -> dict[str, Path]:

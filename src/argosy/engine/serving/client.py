@@ -302,6 +302,9 @@ class EngineClient:
                 self._last_words = message.message
 
     def _welcome(self, ready: Ready, now: float) -> None:
+        if self._info is not None and self._info.fingerprint != ready.fingerprint:
+            log.error("model_changed", in_flight=len(self._streams))
+            self._end_all("the model's files were replaced while it ran; send the request again")
         self._info = ready
         self._ready_at = now
         if self._closing.is_set():
@@ -319,6 +322,7 @@ class EngineClient:
         stream.feed(delta)
         if stream.ended:
             self._forget(stream)
+            self._restarts_in_a_row = 0  # this core does its work
         if delta.tokens or stream.ended:
             self._end_trial(stream)
 

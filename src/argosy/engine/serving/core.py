@@ -66,6 +66,7 @@ class EngineCore:
             parameters=built.spec.parameters,
             load_s=built.load_s,
             backend=built.backend,
+            fingerprint=built.fingerprint,
         )
         self._eos = frozenset(built.spec.eos_token_ids)
         self._fresh: set[str] = set()

@@ -16,8 +16,8 @@ LOADING_SILENCE_S = 600.0
 class RestartPolicy:
     """How often, and how soon, a core that dies is started again. Times are in seconds."""
 
-    limit: int = 20
-    """Restarts in a row without a healthy time between them."""
+    limit: int = 5
+    """Restarts in a row of cores that finished no request and had no healthy time."""
     backoff_s: float = 0.25
     """Wait before the first restart; doubled for each in a row."""
     longest_s: float = 15.0

@@ -113,7 +113,9 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="rea
     parameters: int
     load_s: float
     backend: str
-    """Which compute path is in use, e.g. "cpu bf16 native-avx512"."""
+    """Which compute path is in use, for people, e.g. "cpu (AVX512, 2 threads) bfloat16 native"."""
+    fingerprint: str
+    """Which state of the model's files was loaded. Requests never go on with another one."""
 
 
 class Outputs(msgspec.Struct, frozen=True, array_like=True, tag="outputs"):
