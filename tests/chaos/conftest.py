@@ -8,8 +8,8 @@ import pytest
 from tests.chaos.scripted import CORE
 
 from argosy.engine.config import EngineConfig
-from argosy.engine.serving.client import EngineClient
-from argosy.engine.serving.watch import RestartPolicy
+from argosy.engine.serving.core.client import EngineClient
+from argosy.engine.serving.core.watch import RestartPolicy
 
 ROOT = Path(__file__).parents[2]
 QUICK = RestartPolicy(backoff_s=0.01)

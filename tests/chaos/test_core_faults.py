@@ -19,9 +19,9 @@ from tests.chaos.scripted import (
     until,
 )
 
-from argosy.engine.serving.client import EngineClient, EngineFailedError
-from argosy.engine.serving.delta_stream import CRASHES, DeltaStream
-from argosy.engine.serving.watch import RestartPolicy
+from argosy.engine.serving.core.client import EngineClient, EngineFailedError
+from argosy.engine.serving.core.delta_stream import CRASHES, DeltaStream
+from argosy.engine.serving.core.watch import RestartPolicy
 from argosy.engine.serving.wire import Delta, EngineRequest
 from argosy.protocol import ApiError, SamplingParams
 

@@ -21,7 +21,7 @@ from openai.types.chat import ChatCompletionUserMessageParam
 pytestmark = pytest.mark.timeout(300)
 
 ARGOSY = str(Path(sys.executable).with_name("argosy"))
-CORE = "argosy.engine.serving.process"
+CORE = "argosy.engine.serving.core.process"
 URL = re.compile(r"http://127\.0\.0\.1:\d+")
 HELLO: ChatCompletionUserMessageParam = {"role": "user", "content": "Hello! How are you?"}
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from argosy.engine.config import EngineConfig
-from argosy.engine.serving.core import EngineCore
+from argosy.engine.serving.core.loop import EngineCore
 from argosy.engine.serving.wire import Delta, EngineRequest, TokenLogprob
 
 if TYPE_CHECKING:

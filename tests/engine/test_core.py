@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from argosy.engine.scheduling import Plan, StepResult
-from argosy.engine.serving.core import MAX_FAILED_STEPS, EngineCore
+from argosy.engine.serving.core.loop import MAX_FAILED_STEPS, EngineCore
 from argosy.engine.serving.wire import EngineRequest
 from argosy.models import BUNDLED
 from argosy.protocol import SamplingParams

@@ -15,7 +15,7 @@ from argosy.protocol import SamplingParams
 from tests.engine.driver import Answer, core_of, run
 
 if TYPE_CHECKING:
-    from argosy.engine.serving.core import EngineCore
+    from argosy.engine.serving.core.loop import EngineCore
 
 VARIETY = [
     SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2),

@@ -8,7 +8,7 @@ import pytest
 from tests.integration.fake_engine import FakeEngine, always, says
 from tests.integration.serving import BUNDLED, Served, serve
 
-from argosy.engine.serving.tokenizer import Tokenizer
+from argosy.engine.serving.text.tokenizer import Tokenizer
 
 REPLY = "Hello there. How can I help you today?"
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from argosy.engine.serving.client import EngineFailedError
-from argosy.engine.serving.tokenizer import Tokenizer
+from argosy.engine.serving.core.client import EngineFailedError
+from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.engine.serving.wire import (
     Delta,
     EngineRequest,

@@ -16,8 +16,8 @@ from tests.integration.fake_engine import FakeEngine, Script, says
 from tests.integration.serving import BUNDLED, text_tools
 
 from argosy.engine.config import EngineConfig
-from argosy.engine.serving.options import ServerConfig
-from argosy.engine.serving.server import ReplicaServer
+from argosy.engine.serving.http.options import ServerConfig
+from argosy.engine.serving.http.server import ReplicaServer
 from argosy.engine.serving.wire import EngineRequest
 from argosy.telemetry import configure_logs
 

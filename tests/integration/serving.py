@@ -16,11 +16,11 @@ import msgspec
 
 import argosy
 from argosy.engine.config import EngineConfig
-from argosy.engine.serving.options import ServerConfig
-from argosy.engine.serving.replica import Engine, Replica
-from argosy.engine.serving.server import ReplicaServer, TextTools
-from argosy.engine.serving.template import ChatTemplate
-from argosy.engine.serving.tokenizer import Tokenizer
+from argosy.engine.serving.http.options import ServerConfig
+from argosy.engine.serving.http.replica import Engine, Replica
+from argosy.engine.serving.http.server import ReplicaServer, TextTools
+from argosy.engine.serving.text.template import ChatTemplate
+from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.protocol import EventParser
 
 BUNDLED = Path(argosy.__file__).parent / "models" / "bundled"

@@ -23,7 +23,7 @@ from tests.integration.serving import (
     serve,
 )
 
-from argosy.engine.serving.tokenizer import Tokenizer
+from argosy.engine.serving.text.tokenizer import Tokenizer
 
 CHAT = "/v1/chat/completions"
 COMPLETION = "/v1/completions"

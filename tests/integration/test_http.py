@@ -13,7 +13,7 @@ from tests.integration.conftest import REPLY
 from tests.integration.fake_engine import FakeEngine, Script, always, says
 from tests.integration.serving import CONFIG, MODEL, Served, chat, completion, events, serve
 
-from argosy.engine.serving.tokenizer import Tokenizer
+from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.engine.serving.wire import EngineRequest
 from argosy.protocol import ApiError
 

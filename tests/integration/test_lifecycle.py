@@ -14,9 +14,9 @@ from tests.integration.fake_engine import FakeEngine
 from tests.integration.serving import BUNDLED, CONFIG, MODEL, chat, serve, text_tools
 
 from argosy.engine.config import EngineConfig
-from argosy.engine.serving.client import EngineFailedError
-from argosy.engine.serving.options import ServerConfig
-from argosy.engine.serving.server import ReplicaServer
+from argosy.engine.serving.core.client import EngineFailedError
+from argosy.engine.serving.http.options import ServerConfig
+from argosy.engine.serving.http.server import ReplicaServer
 
 
 def server(engine: FakeEngine, config: ServerConfig, ready: list[str]) -> ReplicaServer:

@@ -15,7 +15,7 @@ import pytest
 from tests.chaos.scripted import CORE, Command, expected, prompt, until
 
 from argosy.engine.config import EngineConfig
-from argosy.engine.serving.client import EngineClient, EngineFailedError
+from argosy.engine.serving.core.client import EngineClient, EngineFailedError
 from argosy.engine.serving.wire import Delta, EngineRequest
 from argosy.protocol import ApiError, SamplingParams
 
@@ -157,7 +157,7 @@ async def test_progress_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 PARENT = """
 import asyncio, sys
 from argosy.engine.config import EngineConfig
-from argosy.engine.serving.client import EngineClient
+from argosy.engine.serving.core.client import EngineClient
 
 async def main():
     client = EngineClient(EngineConfig(model=sys.argv[1]), core=sys.argv[2])

@@ -13,7 +13,7 @@ import pytest_asyncio
 from tests.integration.serving import BUNDLED, MODEL, Served, chat, completion, events, serve
 
 from argosy.engine import EngineConfig
-from argosy.engine.serving.client import EngineClient
+from argosy.engine.serving.core.client import EngineClient
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

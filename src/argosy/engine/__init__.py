@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from argosy.engine.execution.spec import Description, ModelSpec
     from argosy.engine.llm import LLM
     from argosy.engine.outputs import CompletionOutput, RequestOutput
-    from argosy.engine.serving.client import EngineFailedError
-    from argosy.engine.serving.options import ServerConfig
-    from argosy.engine.serving.server import serve_replica
+    from argosy.engine.serving.core.client import EngineFailedError
+    from argosy.engine.serving.http.options import ServerConfig
+    from argosy.engine.serving.http.server import serve_replica
 
 __all__ = [
     "KV_SHARE_OF_FREE",
@@ -41,14 +41,14 @@ _HOMES = {
     "CompletionOutput": "outputs",
     "Description": "execution.spec",
     "EngineConfig": "config",
-    "EngineFailedError": "serving.client",
+    "EngineFailedError": "serving.core.client",
     "ModelSpec": "execution.spec",
     "RequestOutput": "outputs",
-    "ServerConfig": "serving.options",
+    "ServerConfig": "serving.http.options",
     "describe": "execution.families",
     "locate": "execution.checkpoint",
     "read_spec": "execution.families",
-    "serve_replica": "serving.server",
+    "serve_replica": "serving.http.server",
 }
 
 

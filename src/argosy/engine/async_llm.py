@@ -11,8 +11,8 @@ from typing import Self, TypeVar
 from argosy.engine.config import DType, EngineConfig
 from argosy.engine.desk import Conversation, Desk, TextOrTokens, engine_config, log_quietly
 from argosy.engine.outputs import Collector, RequestOutput
-from argosy.engine.serving.client import EngineClient
-from argosy.engine.serving.delta_stream import DeltaStream
+from argosy.engine.serving.core.client import EngineClient
+from argosy.engine.serving.core.delta_stream import DeltaStream
 from argosy.protocol import SamplingParams
 
 T = TypeVar("T")

@@ -15,9 +15,9 @@ import structlog
 from argosy.engine.config import DType, EngineConfig
 from argosy.engine.execution.checkpoint import locate
 from argosy.engine.outputs import Collector
-from argosy.engine.serving.template import ChatTemplate
-from argosy.engine.serving.tokenizer import Tokenizer
-from argosy.engine.serving.validate import Context, Door
+from argosy.engine.serving.door.validate import Context, Door
+from argosy.engine.serving.text.template import ChatTemplate
+from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.engine.serving.wire import Ready
 from argosy.models import BUNDLED
 from argosy.protocol import ApiError, ChatCompletionRequest, CompletionRequest, SamplingParams

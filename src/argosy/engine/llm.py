@@ -63,7 +63,7 @@ class LLM:
         log_quietly()
         for name, value in COMPUTE_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        from argosy.engine.serving.core import EngineCore  # brings torch
+        from argosy.engine.serving.core.loop import EngineCore  # brings torch
 
         self._progress = progress
         self._core = EngineCore(config, time.monotonic, lambda _what, _done: None)

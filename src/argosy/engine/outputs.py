@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from argosy.engine.serving.choice import Choice
-from argosy.engine.serving.choice import Prompt as PromptState
-from argosy.engine.serving.tokenizer import Tokenizer
-from argosy.engine.serving.validate import Job
+from argosy.engine.serving.door.validate import Job
+from argosy.engine.serving.text.choice import Choice
+from argosy.engine.serving.text.choice import Prompt as PromptState
+from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.engine.serving.wire import Delta, EngineRequest, TokenLogprob
 from argosy.protocol import ApiError, FinishReason
 

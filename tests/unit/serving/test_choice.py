@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import argosy
-from argosy.engine.serving.choice import Choice, Prompt, ScoredPrompt
-from argosy.engine.serving.tokenizer import Tokenizer
+from argosy.engine.serving.text.choice import Choice, Prompt, ScoredPrompt
+from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.engine.serving.wire import Delta, EngineRequest, TokenLogprob
 from argosy.protocol import ApiError, SamplingParams
 

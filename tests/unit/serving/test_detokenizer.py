@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.serving.vocabularies import byte_level, sentencepiece
 
-from argosy.engine.serving.detokenizer import TextStream
-from argosy.engine.serving.stop_strings import StopStrings
-from argosy.engine.serving.tokenizer import Tokenizer
+from argosy.engine.serving.text.detokenizer import TextStream
+from argosy.engine.serving.text.stop_strings import StopStrings
+from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.protocol import SamplingParams
 
 KINDS = [byte_level(), sentencepiece()]

@@ -19,7 +19,7 @@ from tests.unit.serving.vocabularies import (
 )
 from tokenizers import decoders, models
 
-from argosy.engine.serving.tokenizer import Tokenizer, special_tokens
+from argosy.engine.serving.text.tokenizer import Tokenizer, special_tokens
 
 KINDS = {"byte_level": byte_level(), "sentencepiece": sentencepiece()}
 BACKENDS = {"byte_level": byte_level_backend(), "sentencepiece": sentencepiece_backend()}

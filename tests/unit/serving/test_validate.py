@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from tests.unit.serving.vocabularies import TEMPLATE, byte_level, byte_level_backend, sentencepiece
 
 from argosy.engine.config import EngineConfig
-from argosy.engine.serving.lower import choice_seed
-from argosy.engine.serving.rules import ACCEPTED_AS_METADATA, RANGES, REFUSED
-from argosy.engine.serving.template import ChatTemplate
-from argosy.engine.serving.tokenizer import Tokenizer
-from argosy.engine.serving.validate import Context, Door, Job
+from argosy.engine.serving.door.lower import choice_seed
+from argosy.engine.serving.door.rules import ACCEPTED_AS_METADATA, RANGES, REFUSED
+from argosy.engine.serving.door.validate import Context, Door, Job
+from argosy.engine.serving.text.template import ChatTemplate
+from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.engine.serving.wire import EngineRequest, Ready
 from argosy.protocol import (
     ApiError,

@@ -1,6 +1,6 @@
 """A core that hangs is told from one that loads, thinks or idles; restarts back off and end."""
 
-from argosy.engine.serving.watch import (
+from argosy.engine.serving.core.watch import (
     LOADING_SILENCE_S,
     MISSED_BEATS,
     RestartPolicy,

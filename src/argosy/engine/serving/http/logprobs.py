@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
-from argosy.engine.serving.tokenizer import Tokenizer
+from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.engine.serving.wire import TokenLogprob
 from argosy.protocol import (
     ChatLogprob,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 
-from argosy.engine.serving import rules
+from argosy.engine.serving.door import rules
 from argosy.protocol import (
     ChatCompletionRequest,
     CompletionRequest,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from msgspec import UNSET
 
-from argosy.engine.serving.choice import Choice
-from argosy.engine.serving.frame import Frame
+from argosy.engine.serving.http.frame import Frame
+from argosy.engine.serving.text.choice import Choice
 from argosy.protocol import (
     ApiError,
     ChatChoice,

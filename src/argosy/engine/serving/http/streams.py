@@ -6,8 +6,8 @@ from typing import Protocol
 
 import msgspec
 
-from argosy.engine.serving.choice import Choice
-from argosy.engine.serving.frame import Frame
+from argosy.engine.serving.http.frame import Frame
+from argosy.engine.serving.text.choice import Choice
 from argosy.engine.serving.wire import TokenLogprob
 from argosy.protocol import ChatLogprobs, event
 

@@ -18,7 +18,7 @@ import msgspec
 import zmq
 
 from argosy.engine.config import COMPUTE_ENVIRONMENT, EngineConfig
-from argosy.engine.serving.process import Launch
+from argosy.engine.serving.core.process import Launch
 from argosy.engine.serving.wire import FromCore, ToCore
 from argosy.telemetry import LogFormat
 
@@ -110,7 +110,7 @@ class CoreHandle:
 
     def _spawn(self, launch: Launch) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "argosy.engine.serving.process"],
+            [sys.executable, "-P", "-m", "argosy.engine.serving.core.process"],
             stdin=subprocess.PIPE,
             env=COMPUTE_ENVIRONMENT | os.environ,
             start_new_session=True,  # signals from the terminal are the parent's affair

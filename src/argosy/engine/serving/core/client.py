@@ -19,10 +19,10 @@ from typing import Any, Literal
 import structlog
 
 from argosy.engine.config import EngineConfig
-from argosy.engine.serving.delta_stream import DeltaStream
-from argosy.engine.serving.process import EXIT_REFUSED
-from argosy.engine.serving.spawn import CoreHandle
-from argosy.engine.serving.watch import RestartPolicy, Vigil
+from argosy.engine.serving.core.delta_stream import DeltaStream
+from argosy.engine.serving.core.process import EXIT_REFUSED
+from argosy.engine.serving.core.spawn import CoreHandle
+from argosy.engine.serving.core.watch import RestartPolicy, Vigil
 from argosy.engine.serving.wire import (
     Abort,
     Beat,
@@ -43,7 +43,7 @@ State = Literal["starting", "ready", "restarting", "failed", "stopped"]
 Progress = Callable[[str, float], None]
 """Called with what is being loaded and how much of it is done (0 to 1)."""
 
-CORE = "argosy.engine.serving.core:EngineCore"
+CORE = "argosy.engine.serving.core.loop:EngineCore"
 BEAT_S = 1.0
 TRIAL_S = 2.0
 """How long the next survivor of a crash waits for the one before it to get a token."""

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from argosy.engine.serving.generation import Generation, Generator
-from argosy.engine.serving.options import ServerConfig
-from argosy.engine.serving.tokenizer import Tokenizer
-from argosy.engine.serving.validate import Door
+from argosy.engine.serving.door.validate import Door
+from argosy.engine.serving.http.generation import Generation, Generator
+from argosy.engine.serving.http.options import ServerConfig
+from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.engine.serving.wire import Ready, Stats
 from argosy.protocol import ApiError, Load
 from argosy.telemetry import Metrics

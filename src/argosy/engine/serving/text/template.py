@@ -14,7 +14,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from argosy.engine.serving.tokenizer import read_json, special_tokens
+from argosy.engine.serving.text.tokenizer import read_json, special_tokens
 from argosy.protocol import ApiError, invalid
 
 _CONTINUE_HERE = "ARGOSY_CONTINUES_HERE "

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
-from argosy.engine.serving.options import ServerConfig
+from argosy.engine.serving.http.options import ServerConfig
 from argosy.protocol import SSE_CONTENT_TYPE, ApiError
 
 Scope = MutableMapping[str, Any]

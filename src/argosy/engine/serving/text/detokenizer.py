@@ -6,8 +6,8 @@ import codecs
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from argosy.engine.serving.stop_strings import stop_strings
-from argosy.engine.serving.tokenizer import Tokenizer
+from argosy.engine.serving.text.stop_strings import stop_strings
+from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.protocol import SamplingParams
 
 _utf8 = codecs.getincrementaldecoder("utf-8")

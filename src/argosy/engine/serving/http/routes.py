@@ -10,9 +10,9 @@ from importlib.metadata import version
 import msgspec
 import structlog
 
-from argosy.engine.serving import openapi
-from argosy.engine.serving.answering import Answering
-from argosy.engine.serving.exchange import (
+from argosy.engine.serving.http import openapi
+from argosy.engine.serving.http.answering import Answering
+from argosy.engine.serving.http.exchange import (
     DisconnectedError,
     Exchange,
     Receive,
@@ -20,7 +20,7 @@ from argosy.engine.serving.exchange import (
     Send,
     SlowReaderError,
 )
-from argosy.engine.serving.replica import Replica, Service
+from argosy.engine.serving.http.replica import Replica, Service
 from argosy.protocol import (
     ApiError,
     DetokenizeRequest,

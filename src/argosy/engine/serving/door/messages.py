@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from argosy.engine.serving.rules import unsupported
+from argosy.engine.serving.door.rules import unsupported
 from argosy.protocol import ContentPart, Message, invalid
 
 _NOT_YET = ("tool_calls", "tool_call_id", "function_call", "audio")

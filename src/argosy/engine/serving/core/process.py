@@ -1,6 +1,6 @@
 """The engine core as a process of its own: loads the model, then steps until told to stop.
 
-Started by `spawn.CoreHandle` as `python -m argosy.engine.serving.process`, a `Launch` as JSON on
+Started by `spawn.CoreHandle` as `python -m argosy.engine.serving.core.process`, a `Launch` as JSON on
 stdin. Two ZeroMQ sockets connect it to its parent: one carries `ToCore` in and `FromCore` out
 (msgpack), the other its heartbeat, which tells a core that hangs from one that thinks.
 """

@@ -9,7 +9,7 @@ from typing import Protocol, Self
 
 import structlog
 
-from argosy.engine.serving.choice import Choice
+from argosy.engine.serving.text.choice import Choice
 from argosy.engine.serving.wire import Delta, EngineRequest
 from argosy.protocol import ApiError
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from argosy.engine.serving import messages, rules
-from argosy.engine.serving.template import ChatTemplate
-from argosy.engine.serving.tokenizer import Tokenizer
+from argosy.engine.serving.door import messages, rules
+from argosy.engine.serving.text.template import ChatTemplate
+from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.engine.serving.wire import Ready
 from argosy.protocol import (
     ApiError,

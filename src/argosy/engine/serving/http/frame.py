@@ -7,10 +7,10 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from argosy.engine.serving.choice import Choice, Prompt, ScoredPrompt
-from argosy.engine.serving.logprobs import LogprobWriter
-from argosy.engine.serving.tokenizer import Tokenizer
-from argosy.engine.serving.validate import Job
+from argosy.engine.serving.door.validate import Job
+from argosy.engine.serving.http.logprobs import LogprobWriter
+from argosy.engine.serving.text.choice import Choice, Prompt, ScoredPrompt
+from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.protocol import (
     CachedTokens,
     GenerationRequest,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from argosy.engine.serving.choice import Choice
-from argosy.engine.serving.replica import Replica
+from argosy.engine.serving.http.replica import Replica
+from argosy.engine.serving.text.choice import Choice
 from argosy.engine.serving.wire import Delta
 from argosy.protocol import ApiError
 from argosy.telemetry import SequenceTimes

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from argosy.engine.serving.detokenizer import TextStream
-from argosy.engine.serving.tokenizer import Tokenizer
+from argosy.engine.serving.text.detokenizer import TextStream
+from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.engine.serving.wire import Delta, EngineRequest, TokenLogprob
 from argosy.protocol import ApiError, FinishReason
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import msgspec
 
 from argosy.engine.config import EngineConfig
-from argosy.engine.serving import lower, rules
-from argosy.engine.serving.detokenizer import TextStream
-from argosy.engine.serving.prompts import Prompt, Prompts
-from argosy.engine.serving.template import ChatTemplate
-from argosy.engine.serving.tokenizer import Tokenizer
+from argosy.engine.serving.door import lower, rules
+from argosy.engine.serving.door.prompts import Prompt, Prompts
+from argosy.engine.serving.text.detokenizer import TextStream
+from argosy.engine.serving.text.template import ChatTemplate
+from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.engine.serving.wire import EngineRequest, Ready
 from argosy.protocol import (
     ChatCompletionRequest,

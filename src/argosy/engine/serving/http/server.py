@@ -16,14 +16,14 @@ import uvloop
 
 from argosy.engine.config import EngineConfig
 from argosy.engine.execution.checkpoint import locate
-from argosy.engine.serving.client import EngineClient, EngineFailedError, Progress
-from argosy.engine.serving.connection import Connection
-from argosy.engine.serving.options import ServerConfig
-from argosy.engine.serving.replica import Engine, Replica
-from argosy.engine.serving.routes import App
-from argosy.engine.serving.template import ChatTemplate
-from argosy.engine.serving.tokenizer import Tokenizer
-from argosy.engine.serving.validate import Door
+from argosy.engine.serving.core.client import EngineClient, EngineFailedError, Progress
+from argosy.engine.serving.door.validate import Door
+from argosy.engine.serving.http.connection import Connection
+from argosy.engine.serving.http.options import ServerConfig
+from argosy.engine.serving.http.replica import Engine, Replica
+from argosy.engine.serving.http.routes import App
+from argosy.engine.serving.text.template import ChatTemplate
+from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.telemetry import configure_logs
 
 KEEP_ALIVE_S = 75

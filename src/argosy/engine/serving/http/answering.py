@@ -11,14 +11,14 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from argosy.engine.serving.exchange import Exchange, SlowReaderError
-from argosy.engine.serving.frame import Frame, new_id
-from argosy.engine.serving.generation import Generation
-from argosy.engine.serving.recorder import Recorder, reason_of
-from argosy.engine.serving.replica import Replica, Service
-from argosy.engine.serving.responses import chat_completion, completion
-from argosy.engine.serving.streams import ChatEvents, CompletionEvents, EventWriter
-from argosy.engine.serving.validate import Context, Door, Job
+from argosy.engine.serving.door.validate import Context, Door, Job
+from argosy.engine.serving.http.exchange import Exchange, SlowReaderError
+from argosy.engine.serving.http.frame import Frame, new_id
+from argosy.engine.serving.http.generation import Generation
+from argosy.engine.serving.http.recorder import Recorder, reason_of
+from argosy.engine.serving.http.replica import Replica, Service
+from argosy.engine.serving.http.responses import chat_completion, completion
+from argosy.engine.serving.http.streams import ChatEvents, CompletionEvents, EventWriter
 from argosy.protocol import (
     SSE_DONE,
     ApiError,

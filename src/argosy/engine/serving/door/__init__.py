@@ -1,0 +1,1 @@
+"""What can be refused is refused here; what passes becomes engine requests."""

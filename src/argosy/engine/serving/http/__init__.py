@@ -1,0 +1,1 @@
+"""The replica as an HTTP server: routes, streams, drain."""
