@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from argosy.engine.scheduling import Limits, Scheduler, Sequence
+from argosy.engine.scheduling import Limits, Scheduler, Sequence, StepResult
 from argosy.engine.scheduling.admission import Dynamic, Static
 from argosy.protocol.sampling import SamplingParams
 from tests.unit.scheduling.fake_executor import FakeExecutor, reference
@@ -256,7 +256,7 @@ def test_a_step_mixes_several_partial_prefills_and_keeps_decodes_going() -> None
     before = len(rig.outputs["decode"])
     plan = rig.scheduler.schedule(rig.now)
     assert plan.counts[0] == 1
-    assert plan.tokens <= 1 + 8, "prefills take at most their share while decodes run"
+    assert plan.tokens <= 2 + 8, "prefills take at most their share while decodes run"
     rig.scheduler.commit(rig.executor.execute(plan))
     rig.step()
     assert len(rig.outputs["decode"]) == before + 1
@@ -336,6 +336,17 @@ def test_a_failed_step_costs_only_the_guilty() -> None:
     assert rig.ended["b"] == "error"
     for name in "ac":
         assert rig.outputs[name] == reference([ord(name)] * 5, 6)
+
+
+def test_a_chunk_without_valid_numbers_is_never_shared() -> None:
+    rig = Rig(limits())
+    rig.add("sick", [1] * 10, 3)
+    rig.executor.execute(rig.scheduler.schedule(rig.now))
+    (progress,) = rig.scheduler.commit(StepResult([-1], failed={0: "not finite"}))
+    assert progress.finish == "error"
+    again = rig.add("again", [1] * 10, 3)
+    rig.run()
+    assert again.hit_tokens == 0
 
 
 def test_steps_in_flight_overlap() -> None:

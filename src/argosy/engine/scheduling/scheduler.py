@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import heapq
 from bisect import insort
 from collections import deque
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from argosy.engine.scheduling.admission import Batching, Continuous, OutputEstim
 from argosy.engine.scheduling.memory import Memory
 from argosy.engine.scheduling.plan import Admission, Plan, StepResult
 from argosy.engine.scheduling.queue import FairQueue
+from argosy.engine.scheduling.register import Register
 from argosy.engine.scheduling.sequence import NEVER, Sequence
 from argosy.policy import TenantShares
 
@@ -75,12 +75,10 @@ class Scheduler:
         self.step_tokens = limits.max_step_tokens
         """The token budget in force; `shrink` lowers it."""
         self._batching = batching or Continuous()
-        self._held: dict[Sequence, list[Sequence]] = {}
-        """Lead -> siblings that wait for its prompt to be computed."""
-        self._by_id: dict[str, Sequence] = {}
+        self.requests = Register()
+        """All that have not ended: running, waiting, held."""
         self._rows = list(range(limits.max_seqs - 1, -1, -1))
         self._in_flight: deque[tuple[Plan, list[Sequence]]] = deque()
-        self._deadlines: list[tuple[float, str]] = []
         self._step = 0
         """The last step planned."""
         self._admissions = 0
@@ -115,47 +113,35 @@ class Scheduler:
             account=self.shares.enter(tenant, weight),
             arrival=now,
             deadline=now + timeout_s,
-            lead=self._by_id.get(lead) if lead is not None else None,
+            lead=self.requests.get(lead),
         )
-        self._by_id[id] = seq
-        self._watch(seq)
-        if seq.lead is not None and not seq.lead.prefilled:
-            self._held.setdefault(seq.lead, []).append(seq)
-        else:
+        if self.requests.enter(seq):
             self.queue.push(seq)
         return seq
 
     def cancel(self, request_id: str) -> Sequence | None:
         """End a request wherever it is; None when it has ended already."""
-        seq = self._by_id.get(request_id)
+        seq = self.requests.get(request_id)
         if seq is not None:
             self._end(seq)
         return seq
 
     def expire(self, now: float) -> list[Sequence]:
         """End the requests whose deadline has passed."""
-        expired = []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, request_id = heapq.heappop(self._deadlines)
-            seq = self._by_id.get(request_id)
-            if seq is not None and seq.deadline <= now:
-                self._end(seq)
-                expired.append(seq)
+        expired = self.requests.expired(now)
+        for seq in expired:
+            self._end(seq)
         return expired
-
-    def knows(self, request_id: str) -> bool:
-        """Whether a request of this id has not ended."""
-        return request_id in self._by_id
 
     @property
     def has_work(self) -> bool:
         """Whether any request has not ended."""
-        return bool(self._by_id)
+        return len(self.requests) > 0
 
     @property
     def waiting(self) -> int:
         """Requests that have not ended and do not run."""
-        return len(self._by_id) - len(self.running)
+        return len(self.requests) - len(self.running)
 
     # -- the step ---------------------------------------------------------------------------
 
@@ -186,7 +172,7 @@ class Scheduler:
         plan.samples.extend([True] * decodes)
         budget = self.step_tokens - decodes
         if decodes:
-            budget = min(budget, int(self.step_tokens * self.limits.prefill_share))
+            budget = min(budget, 1 + int(self.step_tokens * self.limits.prefill_share))
         prefills = [seq for seq in prefills if seq.row >= 0 and seq.length > seq.computed]
         backlog = sum(seq.length - seq.computed for seq in prefills)
         while backlog < budget or len(prefills) < self._batching.partial_prefills:
@@ -212,13 +198,13 @@ class Scheduler:
         for chunk, seq in enumerate(seqs):
             if step <= seq.void:
                 continue
-            end = starts[chunk] + plan.counts[chunk]
-            if end >= seq.publish_at:
-                self.memory.publish(seq, end)
             if chunk in result.failed:
                 self._end(seq)
                 progress.append(Progress(seq, chunk, -1, "error"))
                 continue
+            end = starts[chunk] + plan.counts[chunk]
+            if end >= seq.publish_at:
+                self.memory.publish(seq, end)
             token = tokens[chunk]
             finish: Finish | None = None
             if samples[chunk]:
@@ -267,24 +253,16 @@ class Scheduler:
         self.memory.check(holders)
         rows = [seq.row for seq in holders]
         assert sorted(rows + self._rows) == list(range(self.limits.max_seqs)), "a row leaked"
-        held = [seq for siblings in self._held.values() for seq in siblings]
-        everyone = [*holders, *self.queue, *held]
-        assert len(everyone) == len(self._by_id), "a request is in two places or in none"
-        assert {seq.id for seq in everyone} == set(self._by_id), "a request was lost"
+        at_rest = [*self.queue, *self.requests.held]
+        everyone = [*holders, *at_rest]
+        assert len(everyone) == len(self.requests), "a request is in two places or in none"
+        assert set(everyone) == set(self.requests), "a request was lost"
         assert holders == sorted(holders, key=_BY_ORDER), "running sequences are out of order"
         for seq in holders:
             assert 0 <= seq.computed <= seq.capacity, "computed tokens without a block"
-        assert all(not seq.blocks and seq.row < 0 for seq in [*self.queue, *held]), "blocks at rest"
+        assert all(not seq.blocks and seq.row < 0 for seq in at_rest), "blocks at rest"
 
     # -- joining and leaving the batch ------------------------------------------------------
-
-    def _watch(self, seq: Sequence) -> None:
-        """Remember its deadline; entries of ended requests are dropped before they pile up."""
-        if seq.deadline < float("inf"):
-            heapq.heappush(self._deadlines, (seq.deadline, seq.id))
-        if len(self._deadlines) > 1000 + 4 * len(self._by_id):
-            self._deadlines = [entry for entry in self._deadlines if entry[1] in self._by_id]
-            heapq.heapify(self._deadlines)
 
     def _prefill(self, seq: Sequence, budget: int, plan: Plan, seqs: list[Sequence]) -> int:
         """Give `seq` up to `budget` of its remaining tokens; returns how many."""
@@ -321,11 +299,11 @@ class Scheduler:
     def _displace(self, now: float) -> None:
         """Make room for the head of the queue at the cost of lower tiers, if that is what it takes."""
         head = self.queue.head()
-        if head is None or not self._may_join(head, now):
+        if head is None or not self.running or self.running[-1].tier <= head.tier:
             return
         lower = [seq for seq in self.running if seq.tier > head.tier]
         gain = sum(len(seq.blocks) for seq in lower)
-        if not lower or self.memory.cost(head) > self.memory.available + gain:
+        if not self._may_join(head, now) or self.memory.cost(head) > self.memory.available + gain:
             return
         while lower and not (self._rows and self._fits(head)):
             self._preempt(lower.pop())
@@ -372,7 +350,7 @@ class Scheduler:
         """Its first token since it joined: siblings may fork, and it is no suspect any more."""
         seq.prefilled = True
         seq.suspect = False
-        for sibling in self._held.pop(seq, ()):
+        for sibling in self.requests.release(seq):
             self.queue.push(sibling)
 
     def _preempt(self, seq: Sequence) -> None:
@@ -395,14 +373,12 @@ class Scheduler:
         """The request is over, wherever it was."""
         if seq.row >= 0:
             self._leave(seq)
-        elif seq.lead is not None and seq in self._held.get(seq.lead, ()):
-            self._held[seq.lead].remove(seq)
-        else:
+        elif not self.requests.holds(seq):
             self.queue.remove(seq)
         seq.void = NEVER
-        del self._by_id[seq.id]
+        self.requests.leave(seq)
         self.shares.leave(seq.account)
-        for sibling in self._held.pop(seq, ()):
+        for sibling in self.requests.release(seq):
             self.queue.push(sibling)
 
 

@@ -139,7 +139,7 @@ class EngineCore:
     def _problem(self, request: EngineRequest) -> str | None:
         """Why a request cannot be run at all."""
         total = len(request.prompt) + max(request.params.max_tokens, len(request.output))
-        if request.id in self._fresh or self.scheduler.knows(request.id):
+        if request.id in self._fresh or request.id in self.scheduler.requests:
             return "the request id is in use"
         if not request.prompt:
             return "the prompt has no tokens"

@@ -1,0 +1,80 @@
+"""Every request that has not ended: found by id, by deadline, and by the lead that it waits for."""
+
+from __future__ import annotations
+
+import heapq
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from argosy.engine.scheduling.sequence import Sequence
+
+
+class Register:
+    """Requests from their arrival to their end, whatever happens to them between.
+
+    A sibling is held until its lead's prompt is computed, so that it can take it over.
+    """
+
+    def __init__(self) -> None:
+        self._by_id: dict[str, Sequence] = {}
+        self._held: dict[Sequence, list[Sequence]] = {}
+        """Lead -> siblings that wait for it."""
+        self._deadlines: list[tuple[float, str]] = []
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._by_id
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._by_id.values())
+
+    def get(self, request_id: str | None) -> Sequence | None:
+        """The request of this id, unless it has ended."""
+        return None if request_id is None else self._by_id.get(request_id)
+
+    def enter(self, seq: Sequence) -> bool:
+        """A new request; its id must not be in use. Returns whether it may queue up: it is not held."""
+        assert seq.id not in self._by_id, f"request id {seq.id} is in use"
+        self._by_id[seq.id] = seq
+        if seq.deadline < float("inf"):
+            heapq.heappush(self._deadlines, (seq.deadline, seq.id))
+        if len(self._deadlines) > 1000 + 4 * len(self._by_id):  # most of them have ended long ago
+            self._deadlines = [entry for entry in self._deadlines if entry[1] in self._by_id]
+            heapq.heapify(self._deadlines)
+        if seq.lead is None or seq.lead.prefilled:
+            return True
+        self._held.setdefault(seq.lead, []).append(seq)
+        return False
+
+    def holds(self, seq: Sequence) -> bool:
+        """Whether it waits for its lead."""
+        return seq.lead is not None and seq in self._held.get(seq.lead, ())
+
+    def release(self, lead: Sequence) -> list[Sequence]:
+        """The siblings that need not wait any longer: the lead's prompt is computed, or it has ended."""
+        return self._held.pop(lead, [])
+
+    def leave(self, seq: Sequence) -> None:
+        """The request has ended."""
+        del self._by_id[seq.id]
+        if self.holds(seq) and seq.lead is not None:
+            self._held[seq.lead].remove(seq)
+
+    def expired(self, now: float) -> list[Sequence]:
+        """The requests whose deadline has passed; each is told once."""
+        late = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, request_id = heapq.heappop(self._deadlines)
+            seq = self._by_id.get(request_id)
+            if seq is not None and seq.deadline <= now:
+                late.append(seq)
+        return late
+
+    @property
+    def held(self) -> list[Sequence]:
+        """All that wait for their leads."""
+        return [seq for siblings in self._held.values() for seq in siblings]
