@@ -1,78 +1,18 @@
 """`argosy serve` as a person starts it: the bundled model, the OpenAI SDK, `argosy chat`, Ctrl-C."""
 
-import re
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 from queue import SimpleQueue
 
 import httpx2
-import openai
 import psutil
 import pytest
 from openai.types.chat import ChatCompletionUserMessageParam
+from tests.e2e.server import Server, argosy, serving
 
 pytestmark = pytest.mark.timeout(300)
 
-ARGOSY = str(Path(sys.executable).with_name("argosy"))
-CORE = "argosy.engine.serving.core.process"
-URL = re.compile(r"http://127\.0\.0\.1:\d+")
 HELLO: ChatCompletionUserMessageParam = {"role": "user", "content": "Hello! How are you?"}
-
-
-@dataclass(frozen=True)
-class Server:
-    url: str
-    process: psutil.Process
-
-    def processes(self) -> list[psutil.Process]:
-        return [self.process, *self.process.children(recursive=True)]
-
-    def core(self) -> psutil.Process:
-        """The engine core's process, as soon as there is one that serves."""
-        while httpx2.get(f"{self.url}/ready").status_code != 200:
-            time.sleep(0.05)
-        (core,) = [p for p in self.process.children() if CORE in p.cmdline()]
-        return core
-
-    def client(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
-
-
-@contextmanager
-def serving() -> Iterator[Server]:
-    """A server from its start to its end; killed if it is still there at the end of the test."""
-    command = [ARGOSY, "serve", "--port", "0", "--threads", "1", "--kv-memory", "64MiB"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        try:
-            for line in process.stderr:
-                found = URL.search(line)
-                if found:
-                    break
-            else:
-                pytest.fail("the server ended before it was ready")
-            yield Server(found.group(), psutil.Process(process.pid))
-        finally:
-            process.kill()
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serving() as server:
-        yield server
-
-
-def argosy(*arguments: str, typed: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [ARGOSY, *arguments], input=typed, capture_output=True, text=True, check=False
-    )
 
 
 def story(server: Server, pieces: SimpleQueue[str]) -> str:

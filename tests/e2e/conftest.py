@@ -1,0 +1,12 @@
+"""One server for the tests that leave it as it was."""
+
+from collections.abc import Iterator
+
+import pytest
+from tests.e2e.server import Server, serving
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    with serving() as server:
+        yield server
