@@ -61,6 +61,7 @@ class FakeEngine:
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
     """Notified when a request ends."""
     stats: Stats = field(default_factory=Stats)
+    on_step: Callable[[Stats], None] | None = None
     may_start: asyncio.Event = field(default_factory=_set)
     refusal: Exception | None = None
     """Raised by `generate`."""
@@ -81,7 +82,8 @@ class FakeEngine:
             fingerprint="",
         )
 
-    async def start(self) -> Ready:
+    async def start(self, on_step: Callable[[Stats], None] | None = None) -> Ready:
+        self.on_step = on_step
         await self.may_start.wait()
         if self.state == "failed":
             raise EngineFailedError("the model is broken; get another one")
@@ -147,6 +149,8 @@ class FakeDeltas:
             step_tokens=1,
             generated_tokens_total=stats.generated_tokens_total + 1,
         )
+        if engine.on_step is not None:
+            engine.on_step(engine.stats)
         if finish is not None:
             await self._end()
         return Delta(

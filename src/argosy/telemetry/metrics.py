@@ -327,9 +327,10 @@ class Metrics:
             self._tpot.observe(decode_s / (output_tokens - 1))
 
     def step_seen(self, stats: EngineStats) -> None:
-        """A step ended; call once for each step that is known of."""
-        self._step_tokens.observe(stats.step_tokens)
-        self._batch.observe(stats.running)
+        """A step ended. One that had nothing to compute does not count."""
+        if stats.step_tokens:
+            self._step_tokens.observe(stats.step_tokens)
+            self._batch.observe(stats.running)
 
     def kv_layout(self, block_size: int, num_blocks: int) -> None:
         """The engine is up with this KV cache."""

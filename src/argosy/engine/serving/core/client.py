@@ -79,6 +79,7 @@ class EngineClient:
         self._config = config
         self._factory = core
         self._progress = progress
+        self._on_step: Callable[[Stats], None] | None = None
         self._policy = restarts
         self._log_format: LogFormat = log_format
         self._log_level = log_level
@@ -135,8 +136,12 @@ class EngineClient:
         """Process id of the core, when there is one."""
         return self._core.pid if self._core else None
 
-    async def start(self) -> Ready:
-        """Start the core and wait until it serves. Raises EngineFailedError when it cannot."""
+    async def start(self, on_step: Callable[[Stats], None] | None = None) -> Ready:
+        """Start the core and wait until it serves; `on_step` is told of each step from then on.
+
+        Raises EngineFailedError when it cannot serve.
+        """
+        self._on_step = on_step
         self._settled = asyncio.get_running_loop().create_future()
         self._supervisor = asyncio.create_task(self._supervise(), name="engine-supervisor")
         await self._settled
@@ -287,6 +292,8 @@ class EngineClient:
         match message:
             case Outputs():
                 self._stats = message.stats
+                if self._on_step is not None:
+                    self._on_step(message.stats)
                 for delta in message.deltas:
                     self._deliver(delta)
             case Beat():

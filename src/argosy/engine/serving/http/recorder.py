@@ -44,7 +44,6 @@ class Recorder:
             else:
                 metrics.next_tokens(now - line.last_token)
             line.last_token = now
-        self._replica.look_at_engine()
 
     def ended(self, reason: str | None) -> None:
         """The request is over; `reason` says why when it did not run to its end."""

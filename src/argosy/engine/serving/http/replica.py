@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -35,8 +35,8 @@ class Engine(Generator, Protocol):
     def stats(self) -> Stats:
         """The core's state after its last step."""
 
-    async def start(self) -> Ready:
-        """Start and wait until it serves; raises when it cannot."""
+    async def start(self, on_step: Callable[[Stats], None] | None = None) -> Ready:
+        """Start and wait until it serves, telling of each step; raises when it cannot."""
         ...
 
     async def close(self) -> None:
@@ -71,7 +71,6 @@ class Replica:
         self._idle = asyncio.Event()
         self._idle.set()
         self._deadline: asyncio.TimerHandle | None = None
-        self._step = -1
 
     # --- lifecycle -------------------------------------------------------------------------------
 
@@ -171,13 +170,6 @@ class Replica:
     def generation_ends(self, generation: Generation) -> None:
         """It has ended, in whatever way."""
         self._running.discard(generation)
-
-    def look_at_engine(self) -> None:
-        """Count the engine's latest step, once."""
-        stats = self.engine.stats
-        if stats.step != self._step:
-            self._step = stats.step
-            self.metrics.step_seen(stats)
 
     def load(self) -> Load:
         """What a router needs to know."""

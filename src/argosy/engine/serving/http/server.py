@@ -118,7 +118,7 @@ class ReplicaServer:
         """Load, announce, and watch the engine; ends only by an error."""
         loading = asyncio.create_task(asyncio.to_thread(self._load_text))
         try:
-            ready = await self._engine.start()
+            ready = await self._engine.start(self.replica.metrics.step_seen)
             text = await loading
         finally:
             loading.cancel()
