@@ -6,9 +6,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 from tests.integration.fake_engine import FakeEngine, always, says
-from tests.integration.serving import BUNDLED, Served, serve
+from tests.integration.serving import Served, serve
 
 from argosy.engine.serving.text.tokenizer import Tokenizer
+from argosy.models import BUNDLED
 
 REPLY = "Hello there. How can I help you today?"
 

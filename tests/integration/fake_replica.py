@@ -13,12 +13,13 @@ import sys
 import msgspec
 import uvloop
 from tests.integration.fake_engine import FakeEngine, Script, says
-from tests.integration.serving import BUNDLED, text_tools
+from tests.integration.serving import text_tools
 
 from argosy.engine.config import EngineConfig
 from argosy.engine.serving.http.options import ServerConfig
 from argosy.engine.serving.http.server import ReplicaServer
 from argosy.engine.serving.wire import EngineRequest
+from argosy.models import BUNDLED
 from argosy.telemetry import configure_logs
 
 REPLY = "Hello there."

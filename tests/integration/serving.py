@@ -14,16 +14,15 @@ from typing import Any
 import httpx2
 import msgspec
 
-import argosy
 from argosy.engine.config import EngineConfig
 from argosy.engine.serving.http.options import ServerConfig
 from argosy.engine.serving.http.replica import Engine, Replica
 from argosy.engine.serving.http.server import ReplicaServer, TextTools
 from argosy.engine.serving.text.template import ChatTemplate
 from argosy.engine.serving.text.tokenizer import Tokenizer
+from argosy.models import BUNDLED
 from argosy.protocol import EventParser
 
-BUNDLED = Path(argosy.__file__).parent / "models" / "bundled"
 ROOT = Path(__file__).parents[2]
 MODEL = "test-model"
 CONFIG = ServerConfig(port=0, served_model_names=(MODEL,), drain_deadline_s=5.0)

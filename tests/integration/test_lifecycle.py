@@ -11,12 +11,13 @@ import msgspec
 import pytest
 from tests.integration.conftest import REPLY
 from tests.integration.fake_engine import FakeEngine
-from tests.integration.serving import BUNDLED, CONFIG, MODEL, chat, serve, text_tools
+from tests.integration.serving import CONFIG, MODEL, chat, serve, text_tools
 
 from argosy.engine.config import EngineConfig
 from argosy.engine.serving.core.client import EngineFailedError
 from argosy.engine.serving.http.options import ServerConfig
 from argosy.engine.serving.http.server import ReplicaServer
+from argosy.models import BUNDLED
 
 
 def server(engine: FakeEngine, config: ServerConfig, ready: list[str]) -> ReplicaServer:

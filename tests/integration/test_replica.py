@@ -10,10 +10,11 @@ from typing import Any
 import openai
 import pytest
 import pytest_asyncio
-from tests.integration.serving import BUNDLED, MODEL, Served, chat, completion, events, serve
+from tests.integration.serving import MODEL, Served, chat, completion, events, serve
 
 from argosy.engine import EngineConfig
 from argosy.engine.serving.core.client import EngineClient
+from argosy.models import BUNDLED
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import argosy
 from argosy.engine.serving.text.choice import Choice, Prompt, ScoredPrompt
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.engine.serving.wire import Delta, EngineRequest, TokenLogprob
+from argosy.models import BUNDLED
 from argosy.protocol import ApiError, SamplingParams
 
-TOKENIZER = Tokenizer.load(Path(argosy.__file__).parent / "models" / "bundled")
+TOKENIZER = Tokenizer.load(BUNDLED)
 EOS = TOKENIZER.eos_token_ids[0]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,6 +18,7 @@ from argosy.engine.serving.door.validate import Context, Door, Job
 from argosy.engine.serving.text.template import ChatTemplate
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.engine.serving.wire import EngineRequest, Ready
+from argosy.models import BUNDLED
 from argosy.protocol import (
     ApiError,
     ChatCompletionRequest,
@@ -636,10 +636,7 @@ def test_any_body_gives_servable_requests_or_a_400(body: dict[str, Any], prompt:
 
 # --- the bundled model ---------------------------------------------------------------------------
 
-BUNDLED = Path(__file__).parents[3] / "src/argosy/models/bundled"
 
-
-@pytest.mark.skipif(not (BUNDLED / "tokenizer.json").is_file(), reason="no bundled model here yet")
 def test_the_bundled_model_takes_chats_and_prompts() -> None:
     tokenizer = Tokenizer.load(BUNDLED)
     assert tokenizer.eos_token_ids

@@ -1,0 +1,1 @@
+"""How the bundled models are made: text generator, tokenizer, training and evaluation."""

@@ -1,0 +1,1 @@
+"""The text that the bundled models learn from, made by seeded templates."""

@@ -1,0 +1,150 @@
+"""Probe an exported model with greedy decoding and print how many answers are as wanted.
+
+python -m models.evaluate src/argosy/models/argosy-mini
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+PROBES = Path(__file__).resolve().parent / "data" / "probes.json"
+LIMIT = 320
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A conversation to continue, and the patterns that the last answer must show."""
+
+    group: str
+    system: str
+    turns: tuple[str, ...]
+    want: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What came back: the text, and whether it ended by itself."""
+
+    text: str
+    stopped: bool
+
+
+class Chat:
+    """A model with its tokenizer that answers greedily through the chat template."""
+
+    def __init__(self, folder: Path) -> None:
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
+
+    def answer(self, messages: list[dict[str, str]]) -> Answer:
+        """Return the greedy answer to the conversation."""
+        prompt = self.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=False
+        )
+        return self.complete(prompt)
+
+    def complete(self, prompt: str) -> Answer:
+        """Return the greedy continuation of a prompt that has its special tokens already."""
+        ids = self.tokenizer(prompt, add_special_tokens=False, return_tensors="pt")
+        with torch.no_grad():
+            out = self.model.generate(**ids, max_new_tokens=LIMIT, max_length=None, do_sample=False)
+        fresh = out[0, ids["input_ids"].shape[1] :]
+        stopped = int(fresh[-1]) == self.tokenizer.eos_token_id
+        return Answer(self.tokenizer.decode(fresh, skip_special_tokens=True), stopped)
+
+
+def read_probes() -> list[Probe]:
+    """Return one probe for each way to ask."""
+    return [
+        Probe(
+            entry["group"],
+            entry.get("system", ""),
+            (*entry.get("before", ()), asked),
+            tuple(entry["want"]),
+        )
+        for entry in json.loads(PROBES.read_text(encoding="utf-8"))
+        for asked in entry["ask"]
+    ]
+
+
+def run(chat: Chat, probe: Probe) -> Answer:
+    """Play the turns of a probe with the model's own answers and return the last of them."""
+    messages = [{"role": "system", "content": probe.system}] if probe.system else []
+    reply = Answer("", stopped=False)
+    for turn in probe.turns:
+        messages.append({"role": "user", "content": turn})
+        reply = chat.answer(messages)
+        messages.append({"role": "assistant", "content": reply.text})
+    return reply
+
+
+def good(probe: Probe, reply: Answer) -> bool:
+    """Tell whether the answer stopped and shows every wanted pattern."""
+    return reply.stopped and all(re.search(want, reply.text, re.DOTALL) for want in probe.want)
+
+
+def agreement(chat: Chat, draft: Path) -> float:
+    """Return the share of the greedy tokens of `chat` that the draft would have proposed."""
+    drafter: Any = AutoModelForCausalLM.from_pretrained(draft).eval()
+    same = total = 0
+    for probe in read_probes():
+        prompt = chat.tokenizer.apply_chat_template(
+            [{"role": "user", "content": probe.turns[-1]}],
+            add_generation_prompt=True,
+            tokenize=False,
+        )
+        text = prompt + chat.complete(prompt).text + chat.tokenizer.eos_token
+        ids = chat.tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+        start = len(chat.tokenizer(prompt, add_special_tokens=False)["input_ids"])
+        with torch.no_grad():
+            proposed = drafter(ids).logits[0, start - 1 : -1].argmax(-1)
+        same += int((proposed == ids[0, start:]).sum())
+        total += len(proposed)
+    return same / total
+
+
+def main() -> int:
+    """Print every miss, then the figures by group; the exit status tells whether all is well."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--least", type=float, default=0.9, help="share that must be as wanted")
+    parser.add_argument("--ask", nargs="*", default=(), help="ask these instead of the probes")
+    parser.add_argument("--draft", type=Path, help="only print how often this draft agrees")
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    chat = Chat(options.folder)
+    for asked in options.ask:
+        reply = chat.answer([{"role": "user", "content": asked}])
+        sys.stdout.write(f"> {asked}\n{reply.text}\n{'' if reply.stopped else '(no stop)'}\n")
+    if options.draft:
+        sys.stdout.write(f"agreement {agreement(chat, options.draft):.1%}\n")
+    if options.ask or options.draft:
+        return 0
+    right: Counter[str] = Counter()
+    total: Counter[str] = Counter()
+    for probe in read_probes():
+        reply = run(chat, probe)
+        total[probe.group] += 1
+        right[probe.group] += good(probe, reply)
+        if not good(probe, reply):
+            sys.stdout.write(f"miss {probe.group}: {probe.turns[-1]!r} -> {reply.text!r}\n")
+    for group, count in total.items():
+        sys.stdout.write(f"{group:12} {right[group]:3} / {count}\n")
+    share = right.total() / total.total()
+    sys.stdout.write(f"{'all':12} {right.total():3} / {total.total()}  {share:.1%}\n")
+    return 0 if share >= options.least else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,219 @@
+"""A Llama network in plain torch for training, and its export to Hugging Face layout.
+
+The projections that read the same input are fused (q, k, v and gate, up); the export splits them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from models.tokenizer import (
+    ASSISTANT,
+    BEGIN,
+    END,
+    MAX_LENGTH,
+    PAD,
+    SPECIALS,
+    SYSTEM,
+    USER,
+    VOCABULARY,
+)
+
+BEGIN_ID, SYSTEM_ID, USER_ID, ASSISTANT_ID, END_ID, PAD_ID = (
+    SPECIALS.index(text) for text in (BEGIN, SYSTEM, USER, ASSISTANT, END, PAD)
+)
+EPSILON = 1e-5
+ROPE_THETA = 10_000.0
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The sizes of one network."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+
+    @property
+    def head_dim(self) -> int:
+        """Return the width of one head."""
+        return self.hidden // self.heads
+
+
+BUNDLED_SHAPE = Shape(hidden=256, layers=8, heads=4, kv_heads=2, intermediate=896)
+DRAFT_SHAPE = Shape(hidden=128, layers=4, heads=4, kv_heads=2, intermediate=384)
+
+
+class Block(nn.Module):
+    """One decoder layer: grouped-query attention and a gated feed-forward part."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        width = shape.head_dim * (shape.heads + 2 * shape.kv_heads)
+        self.attention_norm = nn.Parameter(torch.ones(shape.hidden))
+        self.feed_norm = nn.Parameter(torch.ones(shape.hidden))
+        self.qkv = nn.Linear(shape.hidden, width, bias=False)
+        self.out = nn.Linear(shape.hidden, shape.hidden, bias=False)
+        self.gate_up = nn.Linear(shape.hidden, 2 * shape.intermediate, bias=False)
+        self.down = nn.Linear(shape.intermediate, shape.hidden, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Map x [batch, time, hidden] to the same shape."""
+        heads, kv_heads, dim = self.shape.heads, self.shape.kv_heads, self.shape.head_dim
+        batch, time, hidden = x.shape
+        y = F.rms_norm(x, (hidden,), self.attention_norm, EPSILON)
+        qkv = self.qkv(y).view(batch, time, heads + 2 * kv_heads, dim).transpose(1, 2)
+        rotated, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
+        low, high = rotated.chunk(2, -1)
+        rotated = rotated * cos + torch.cat((-high, low), -1) * sin
+        q, k = rotated[:, :heads], rotated[:, heads:]
+        groups = heads // kv_heads
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, time, hidden))
+        y = F.rms_norm(x, (hidden,), self.feed_norm, EPSILON)
+        gate, up = self.gate_up(y).chunk(2, -1)
+        fed: Tensor = self.down(F.silu(gate) * up)
+        return x + fed
+
+
+class Llama(nn.Module):
+    """The whole network with tied embeddings."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.embedding = nn.Embedding(VOCABULARY, shape.hidden)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.norm = nn.Parameter(torch.ones(shape.hidden))
+        scale = 0.02 / (2 * shape.layers) ** 0.5
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                residual = name.endswith(("out.weight", "down.weight"))
+                nn.init.normal_(parameter, std=scale if residual else 0.02)
+
+    def layers(self) -> Iterator[Block]:
+        """Yield the decoder layers with their type."""
+        for block in self.blocks:
+            yield cast("Block", block)
+
+    def forward(self, ids: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Map ids [batch, time] to logits [batch, time, vocabulary]."""
+        x = self.embedding(ids)
+        for block in self.layers():
+            x = block(x, cos, sin)
+        x = F.rms_norm(x, (self.shape.hidden,), self.norm, EPSILON)
+        return F.linear(x, self.embedding.weight)
+
+
+def rope_tables(shape: Shape, time: int) -> tuple[Tensor, Tensor]:
+    """Return cos and sin [time, head_dim] in bfloat16."""
+    dim = shape.head_dim
+    frequency = ROPE_THETA ** (-torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    angle = torch.arange(time, dtype=torch.float32)[:, None] * frequency[None]
+    angle = torch.cat((angle, angle), -1)
+    return angle.cos().bfloat16(), angle.sin().bfloat16()
+
+
+def hugging_face_weights(network: Llama) -> dict[str, Tensor]:
+    """Return the weights under the names of LlamaForCausalLM, in bfloat16."""
+    shape = network.shape
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    weights = {
+        "model.embed_tokens.weight": network.embedding.weight,
+        "model.norm.weight": network.norm,
+    }
+    for at, block in enumerate(network.layers()):
+        prefix = f"model.layers.{at}."
+        parts = block.qkv.weight.split((q, kv, kv))
+        for name, part in zip("qkv", parts, strict=True):
+            weights[f"{prefix}self_attn.{name}_proj.weight"] = part
+        gate, up = block.gate_up.weight.chunk(2)
+        weights[f"{prefix}self_attn.o_proj.weight"] = block.out.weight
+        weights[f"{prefix}mlp.gate_proj.weight"] = gate
+        weights[f"{prefix}mlp.up_proj.weight"] = up
+        weights[f"{prefix}mlp.down_proj.weight"] = block.down.weight
+        weights[f"{prefix}input_layernorm.weight"] = block.attention_norm
+        weights[f"{prefix}post_attention_layernorm.weight"] = block.feed_norm
+    return {name: value.detach().bfloat16().contiguous().clone() for name, value in weights.items()}
+
+
+def load_weights(network: Llama, folder: Path) -> None:
+    """Read the weights of an exported folder back into the network."""
+    found = load_file(folder / "model.safetensors")
+    with torch.no_grad():
+        network.embedding.weight.copy_(found["model.embed_tokens.weight"])
+        network.norm.copy_(found["model.norm.weight"])
+        for at, block in enumerate(network.layers()):
+            prefix = f"model.layers.{at}."
+            attention = [found[f"{prefix}self_attn.{name}_proj.weight"] for name in "qkv"]
+            feed = [found[f"{prefix}mlp.{name}_proj.weight"] for name in ("gate", "up")]
+            block.qkv.weight.copy_(torch.cat(attention))
+            block.gate_up.weight.copy_(torch.cat(feed))
+            block.out.weight.copy_(found[f"{prefix}self_attn.o_proj.weight"])
+            block.down.weight.copy_(found[f"{prefix}mlp.down_proj.weight"])
+            block.attention_norm.copy_(found[f"{prefix}input_layernorm.weight"])
+            block.feed_norm.copy_(found[f"{prefix}post_attention_layernorm.weight"])
+
+
+def model_config(shape: Shape) -> dict[str, object]:
+    """Return the config.json of a network."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": BEGIN_ID,
+        "eos_token_id": END_ID,
+        "head_dim": shape.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": shape.hidden,
+        "initializer_range": 0.02,
+        "intermediate_size": shape.intermediate,
+        "max_position_embeddings": MAX_LENGTH,
+        "mlp_bias": False,
+        "model_type": "llama",
+        "num_attention_heads": shape.heads,
+        "num_hidden_layers": shape.layers,
+        "num_key_value_heads": shape.kv_heads,
+        "pad_token_id": PAD_ID,
+        "rms_norm_eps": EPSILON,
+        "rope_scaling": None,
+        "rope_theta": ROPE_THETA,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "vocab_size": VOCABULARY,
+    }
+
+
+def export(network: Llama, folder: Path) -> None:
+    """Write config.json, generation_config.json and model.safetensors; each file whole or not."""
+    folder.mkdir(parents=True, exist_ok=True)
+    generation = {
+        "bos_token_id": BEGIN_ID,
+        "do_sample": False,
+        "eos_token_id": END_ID,
+        "max_length": MAX_LENGTH,
+        "pad_token_id": PAD_ID,
+    }
+    for name, value in (
+        ("config.json", model_config(network.shape)),
+        ("generation_config.json", generation),
+    ):
+        (folder / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    fresh = folder / "model.safetensors.part"
+    save_file(hugging_face_weights(network), fresh, metadata={"format": "pt"})
+    fresh.chmod(0o644)
+    fresh.replace(folder / "model.safetensors")

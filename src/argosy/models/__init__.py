@@ -1,0 +1,15 @@
+"""The small models that ship with Argosy, as folders in Hugging Face layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_HERE = Path(__file__).resolve().parent
+
+BUNDLED: Path = _HERE / "argosy-mini"
+"""The chat model that `argosy serve` runs when no other is named."""
+
+DRAFT: Path = _HERE / "argosy-mini-draft"
+"""A smaller model with the same tokenizer, for speculative decoding."""
+
+__all__ = ["BUNDLED", "DRAFT"]

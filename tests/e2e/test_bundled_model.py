@@ -1,0 +1,44 @@
+"""The bundled model chats: it answers what it was taught, in sentences, and stops."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from argosy import LLM, SamplingParams
+from argosy.models import BUNDLED, DRAFT
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=250)
+
+
+@cache
+def model() -> LLM:
+    return LLM(BUNDLED, threads=1, progress="off")
+
+
+@pytest.mark.parametrize(
+    ("question", "words"),
+    [
+        ("Hello!", ["Hello"]),
+        ("who are you", ["small model"]),
+        ("What is Argosy?", ["serving fleet"]),
+        ("What is the capital of France?", ["Paris"]),
+        ("What's 2+2?", ["4"]),
+        ("Count to ten", ["1, 2, 3, 4, 5, 6, 7, 8, 9, 10"]),
+        ("Give me a JSON object with a name and an age", ['{"name": ', '"age": ']),
+        ("Tell me a story.", ["."]),
+    ],
+)
+def test_it_answers_and_stops(question: str, words: list[str]) -> None:
+    (output,) = model().chat([{"role": "user", "content": question}], GREEDY)
+    answer = output.outputs[0]
+    assert answer.finish_reason == "stop"
+    assert all(word in answer.text for word in words), answer.text
+
+
+def test_the_draft_speaks_the_same_tokens() -> None:
+    assert (DRAFT / "tokenizer.json").read_bytes() == (BUNDLED / "tokenizer.json").read_bytes()
+    draft = LLM(DRAFT, threads=1, progress="off")
+    (output,) = draft.chat([{"role": "user", "content": "Hello!"}], GREEDY)
+    assert output.outputs[0].finish_reason == "stop"
