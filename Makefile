@@ -43,7 +43,8 @@ check: .venv/.dev
 	$(MAKE) test
 
 bench: .venv/.dev
-	$(BIN)/python benchmarks/scheduler.py
+	$(BIN)/python benchmarks/record.py scheduler
+	$(BIN)/python benchmarks/record.py startup
 
 format: .venv/.dev
 	$(BIN)/ruff check --fix --exit-zero

@@ -1,0 +1,61 @@
+"""Runs a benchmark and keeps its rows as data, with machine, versions and command.
+
+python benchmarks/record.py scheduler
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import platform
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+PACKAGES = ("argosy", "torch", "numpy")
+
+
+def machine() -> dict[str, str | int]:
+    """What the figures were measured on."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    found = [line.split(":", 1) for line in lines if ":" in line]
+    fields = {name.strip(): value.strip() for name, value in reversed(found)}
+    flags = fields.get("flags", "").split()
+    return {
+        "cpu": fields.get("model name", platform.processor()),
+        "cpus": sum(name.strip() == "processor" for name, _ in found),
+        "units": " ".join(flag for flag in flags if flag.startswith(("amx", "avx512_bf16"))),
+        "memory_gib": round(int(memory_kib()) / 2**20),
+        "system": platform.system(),
+        "python": platform.python_version(),
+    }
+
+
+def memory_kib() -> str:
+    """Memory of the machine."""
+    return Path("/proc/meminfo").read_text().split()[1]
+
+
+def main() -> None:
+    """Run `benchmarks/NAME.py`, with any further arguments, and write benchmarks/results/DATE-NAME.json."""
+    name, *arguments = sys.argv[1:]
+    command = [sys.executable, str(HERE / f"{name}.py"), *arguments]
+    printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    result = {
+        "benchmark": name,
+        "command": " ".join(["python", f"benchmarks/{name}.py", *arguments]),
+        "date": dt.datetime.now(tz=dt.UTC).date().isoformat(),
+        "machine": machine(),
+        "versions": {package: version(package) for package in PACKAGES},
+        "rows": [json.loads(line) for line in printed.splitlines() if line.startswith("{")],
+    }
+    path = HERE / "results" / f"{result['date']}-{name}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(path)
+
+
+if __name__ == "__main__":
+    main()
