@@ -1,0 +1,1 @@
+"""What we measure; `record` keeps it as data."""

@@ -1,0 +1,108 @@
+"""Random-weight checkpoints of real shapes, made on the spot: speed does not depend on what weights say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+SHAPES: dict[str, dict[str, object]] = {
+    "qwen2-0.5b": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_size": 896,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "intermediate_size": 4864,
+        "vocab_size": 151936,
+        "max_position_embeddings": 4096,
+        "rope_theta": 1000000.0,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "hidden_act": "silu",
+        "torch_dtype": "bfloat16",
+        "eos_token_id": 0,
+        "bos_token_id": 0,
+        "use_sliding_window": False,
+    },
+    "llama-160m": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 768,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "intermediate_size": 2048,
+        "vocab_size": 32000,
+        "max_position_embeddings": 4096,
+        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        "torch_dtype": "bfloat16",
+        "eos_token_id": 0,
+        "bos_token_id": 0,
+    },
+}
+
+
+def make(shape: str, folder: Path) -> Path:
+    """The checkpoint of `shape` below `folder`, made (seed 0, bfloat16) unless it is there already."""
+    path = folder / shape
+    if (path / "model.safetensors").exists():
+        return path
+    path.mkdir(parents=True, exist_ok=True)
+    config = SHAPES[shape]
+    (path / "config.json").write_text(json.dumps(config))
+    (path / "tokenizer_config.json").write_text("{}")
+    vocabulary = {f"t{number}": number for number in range(int(str(config["vocab_size"])))}
+    Tokenizer(WordLevel(vocabulary)).save(str(path / "tokenizer.json"))
+    torch.manual_seed(0)
+    save_file(_tensors(config), path / "model.safetensors", {"format": "pt"})
+    return path
+
+
+def _tensors(config: dict[str, object]) -> dict[str, torch.Tensor]:
+    hidden, layers, heads, kv_heads, wide, vocabulary = (
+        int(str(config[name]))
+        for name in (
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "intermediate_size",
+            "vocab_size",
+        )
+    )
+    keys = kv_heads * hidden // heads
+    shapes = {"model.embed_tokens.weight": (vocabulary, hidden), "model.norm.weight": (hidden,)}
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (vocabulary, hidden)
+    for layer in range(layers):
+        prefix = f"model.layers.{layer}."
+        attention, mlp = prefix + "self_attn.", prefix + "mlp."
+        shapes |= {
+            attention + "q_proj.weight": (hidden, hidden),
+            attention + "k_proj.weight": (keys, hidden),
+            attention + "v_proj.weight": (keys, hidden),
+            attention + "o_proj.weight": (hidden, hidden),
+            mlp + "gate_proj.weight": (wide, hidden),
+            mlp + "up_proj.weight": (wide, hidden),
+            mlp + "down_proj.weight": (hidden, wide),
+            prefix + "input_layernorm.weight": (hidden,),
+            prefix + "post_attention_layernorm.weight": (hidden,),
+        }
+        if config["model_type"] == "qwen2":
+            biases = (("q_proj", hidden), ("k_proj", keys), ("v_proj", keys))
+            shapes |= {f"{attention}{name}.bias": (size,) for name, size in biases}
+    return {
+        name: torch.ones(shape, dtype=torch.bfloat16)
+        if len(shape) == 1 and name.endswith("norm.weight")
+        else (torch.randn(shape) * 0.02).to(torch.bfloat16)
+        for name, shape in shapes.items()
+    }
