@@ -43,8 +43,8 @@ check: .venv/.dev
 	$(MAKE) test
 
 bench: .venv/.dev
-	$(BIN)/python benchmarks/record.py scheduler
-	$(BIN)/python benchmarks/record.py startup
+	$(BIN)/python -m benchmarks.record scheduler
+	$(BIN)/python -m benchmarks.record startup
 
 format: .venv/.dev
 	$(BIN)/ruff check --fix --exit-zero

@@ -1,6 +1,6 @@
 """Runs a benchmark and keeps its rows as data, with machine, versions and command.
 
-python benchmarks/record.py scheduler
+python -m benchmarks.record scheduler
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ def memory_kib() -> str:
 
 
 def main() -> None:
-    """Run `benchmarks/NAME.py`, with any further arguments, and write benchmarks/results/DATE-NAME.json."""
+    """Run `benchmarks.NAME`, with any further arguments, and write benchmarks/results/DATE-NAME.json."""
     name, *arguments = sys.argv[1:]
-    command = [sys.executable, str(HERE / f"{name}.py"), *arguments]
+    command = [sys.executable, "-m", f"benchmarks.{name}", *arguments]
     printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     result = {
         "benchmark": name,
-        "command": " ".join(["python", f"benchmarks/{name}.py", *arguments]),
+        "command": " ".join(["python", "-m", f"benchmarks.{name}", *arguments]),
         "date": dt.datetime.now(tz=dt.UTC).date().isoformat(),
         "machine": machine(),
         "versions": {package: version(package) for package in PACKAGES},
