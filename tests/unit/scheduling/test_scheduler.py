@@ -187,6 +187,32 @@ def test_a_hit_never_covers_the_last_token() -> None:
     assert seq.hit_tokens == 12
 
 
+def test_simultaneous_requests_share_what_the_first_one_computes() -> None:
+    """They arrive together: the prefix is computed once, and strangers do not wait for it."""
+    rig = Rig(limits(max_step_tokens=64, num_blocks=64))
+    prefix = list(range(40))
+    same = [rig.add(f"same{i}", [*prefix, 50 + i], 3) for i in range(3)]
+    stranger = rig.add("stranger", [9] * 5, 3)
+    rig.step()
+    assert stranger.scheduled_at is not None
+    rig.run()
+    assert [seq.hit_tokens for seq in same] == [0, 40, 40]
+    for i in range(3):
+        assert rig.outputs[f"same{i}"] == reference([*prefix, 50 + i], 3)
+
+
+def test_who_waits_for_a_prefix_goes_on_when_it_will_not_come() -> None:
+    rig = Rig(limits(max_step_tokens=8, num_blocks=64))
+    prefix = list(range(40))
+    rig.add("first", [*prefix, 1], 3)
+    rig.add("second", [*prefix, 2], 3)
+    rig.step()
+    assert [seq.id for seq in rig.scheduler.running] == ["first"]
+    rig.cancel("first")
+    rig.run()
+    assert rig.outputs["second"] == reference([*prefix, 2], 3)
+
+
 def test_siblings_fork_from_the_lead() -> None:
     rig = Rig(limits(num_blocks=64))
     prompt = list(range(10))

@@ -8,9 +8,13 @@ from typing import TYPE_CHECKING
 from argosy.engine.scheduling.blocks import BlockPool, HostIndex
 from argosy.engine.scheduling.plan import Restore
 from argosy.engine.scheduling.sequence import NEVER, Sequence
+from argosy.engine.scheduling.underway import Underway
 
 if TYPE_CHECKING:
     from argosy.engine.scheduling.plan import Plan
+
+MOST_ANNOUNCED = 512
+"""Blocks of one prompt that others may wait for; the rest are hashed only when they are computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +38,7 @@ class Memory:
         self.host = HostIndex(host_blocks)
         self.block_size = block_size
         self.prefix_cache = prefix_cache
+        self.underway = Underway()
         self.query_tokens = 0
         self.hit_tokens = 0
         self.host_hit_tokens = 0
@@ -75,6 +80,7 @@ class Memory:
             hits = self._hits(seq)
             self._share_hits(seq, hits, plan)
             seq.computed = hits * size
+            self._announce(seq, hits)
         if seq.scheduled_at is not None and seq.preemptions == 0:
             self.query_tokens += seq.prompt_len
             self.hit_tokens += seq.computed
@@ -83,6 +89,18 @@ class Memory:
         while len(seq.blocks) * size < seq.length:
             self._append(seq, plan)
         seq.capacity = len(seq.blocks) * size
+
+    def awaited(self, seq: Sequence) -> bytes | None:
+        """The last of the blocks that it lacks and that running sequences are computing right now."""
+        if self._fork_source(seq) is not None or not self._may_hit(seq):
+            return None
+        last = None
+        for index in range(self._hits(seq), (seq.length - 1) // self.block_size):
+            key = seq.hash_of(index, self.block_size)
+            if key not in self.underway:
+                break
+            last = key
+        return last
 
     def take(self, plan: Plan) -> int:
         """A block for new content; what it evicts moves to the host tier when there is room."""
@@ -97,11 +115,14 @@ class Memory:
         """The sequence's tokens before `end` are computed: let others find the full blocks among them."""
         while seq.publish_at <= end:
             index = seq.publish_at // self.block_size - 1
-            self.pool.publish(seq.blocks[index], seq.hash_of(index, self.block_size))
+            key = seq.hash_of(index, self.block_size)
+            self.pool.publish(seq.blocks[index], key)
+            self.underway.settle(key)
             seq.publish_at += self.block_size
 
     def release(self, seq: Sequence) -> None:
         """Take all blocks back."""
+        self.underway.leave(seq)
         self.pool.release(seq.blocks)
         seq.blocks = []
         seq.capacity = 0
@@ -121,6 +142,7 @@ class Memory:
                 victims.append(item.seq)
             elif item.seq.void < step and item.seq not in victims:
                 self.pool.publish(item.block, item.key)
+                self.underway.settle(item.key)
         return victims
 
     def check(self, holders: list[Sequence]) -> None:
@@ -142,9 +164,20 @@ class Memory:
             return None
         return lead if lead.tokens[: lead.prompt_len] == seq.tokens[: seq.prompt_len] else None
 
+    def _may_hit(self, seq: Sequence) -> bool:
+        """Whether cached blocks are of use: log-probabilities of the prompt need all of it computed."""
+        return self.prefix_cache and seq.params.prompt_logprobs is None
+
+    def _announce(self, seq: Sequence, hits: int) -> None:
+        """Tell which blocks will come of it: those it computes, as far as is worth hashing ahead."""
+        if self.prefix_cache:
+            last = min(seq.length // self.block_size, hits + MOST_ANNOUNCED)
+            keys = [seq.hash_of(index, self.block_size) for index in range(hits, last)]
+            self.underway.begin(seq, keys)
+
     def _hits(self, seq: Sequence) -> int:
         """Leading full blocks found on the device or the host; one token at least stays to be computed."""
-        if not self.prefix_cache or seq.params.prompt_logprobs is not None:
+        if not self._may_hit(seq):
             return 0
         most = (seq.length - 1) // self.block_size
         for index in range(most):
@@ -169,6 +202,7 @@ class Memory:
         for index, key, slot in coming:
             block = seq.blocks[index] = self.take(plan)
             plan.restores.append(Restore(slot, block))
+            self.underway.begin(seq, [key])
             self._restoring.setdefault(plan.step, []).append(
                 _Restoring(seq, index, key, slot, block)
             )

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
+from operator import attrgetter
 from typing import TYPE_CHECKING
+
+from argosy.engine.scheduling.sequence import NEVER
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from argosy.engine.scheduling.sequence import Sequence
+
+_arrival = attrgetter("arrival")
 
 
 class FairQueue:
@@ -35,17 +41,16 @@ class FairQueue:
                 yield from line
 
     def push(self, seq: Sequence) -> None:
-        """Line up a new sequence."""
-        tenants = self._fresh.setdefault(seq.tier, {})
-        tenants.setdefault(seq.account.tenant, deque()).append(seq)
+        """Line up a sequence by its arrival, or where it was when it has run before (preempted)."""
         self._size += 1
-
-    def push_back(self, seq: Sequence) -> None:
-        """Give a preempted sequence its place again."""
-        returned = self._returned.setdefault(seq.tier, [])
-        returned.append(seq)
-        returned.sort(key=lambda s: s.order, reverse=True)
-        self._size += 1
+        if seq.order[1] != NEVER:
+            insort(self._returned.setdefault(seq.tier, []), seq, key=_seniority)
+            return
+        line = self._fresh.setdefault(seq.tier, {}).setdefault(seq.account.tenant, deque())
+        if line and line[-1].arrival > seq.arrival:  # it was held for a while
+            insort(line, seq, key=_arrival)
+        else:
+            line.append(seq)
 
     def head(self) -> Sequence | None:
         """The sequence whose turn it is; it stays in the queue."""
@@ -73,6 +78,11 @@ class FairQueue:
             if not tenants:
                 del self._fresh[seq.tier]
         self._size -= 1
+
+
+def _seniority(seq: Sequence) -> int:
+    """The first admitted comes last, where it is cheap to take."""
+    return -seq.order[1]
 
 
 def _claim(line: deque[Sequence]) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Every request that has not ended: found by id, by deadline, and by the lead that it waits for."""
+"""Every request that has not ended: found by id, by deadline, and by what it is held for."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ if TYPE_CHECKING:
 class Register:
     """Requests from their arrival to their end, whatever happens to them between.
 
-    A sibling is held until its lead's prompt is computed, so that it can take it over.
+    Readiness is a state: a sibling is held until its lead's prompt is computed, so that it can take it
+    over; a request whose prefix is being computed is held until it can be found.
     """
 
     def __init__(self) -> None:
         self._by_id: dict[str, Sequence] = {}
-        self._held: dict[Sequence, list[Sequence]] = {}
-        """Lead -> siblings that wait for it."""
+        self._held: dict[Sequence | bytes, list[Sequence]] = {}
+        """Lead, or key of a block -> those who wait for it."""
         self._deadlines: list[tuple[float, str]] = []
 
     def __len__(self) -> int:
@@ -47,22 +48,27 @@ class Register:
             heapq.heapify(self._deadlines)
         if seq.lead is None or seq.lead.prefilled:
             return True
-        self._held.setdefault(seq.lead, []).append(seq)
+        self.hold(seq, seq.lead)
         return False
 
-    def holds(self, seq: Sequence) -> bool:
-        """Whether it waits for its lead."""
-        return seq.lead is not None and seq in self._held.get(seq.lead, ())
+    def hold(self, seq: Sequence, what: Sequence | bytes) -> None:
+        """It waits for a lead or for a block."""
+        self._held.setdefault(what, []).append(seq)
+        seq.awaits = what
 
-    def release(self, lead: Sequence) -> list[Sequence]:
-        """The siblings that need not wait any longer: the lead's prompt is computed, or it has ended."""
-        return self._held.pop(lead, [])
+    def release(self, what: Sequence | bytes) -> list[Sequence]:
+        """Those who need not wait for it any longer: it is there, or will not come."""
+        released = self._held.pop(what, [])
+        for seq in released:
+            seq.awaits = None
+        return released
 
     def leave(self, seq: Sequence) -> None:
         """The request has ended."""
         del self._by_id[seq.id]
-        if self.holds(seq) and seq.lead is not None:
-            self._held[seq.lead].remove(seq)
+        if seq.awaits is not None:
+            self._held[seq.awaits].remove(seq)
+            seq.awaits = None
 
     def expired(self, now: float) -> list[Sequence]:
         """The requests whose deadline has passed; each is told once."""
@@ -76,5 +82,5 @@ class Register:
 
     @property
     def held(self) -> list[Sequence]:
-        """All that wait for their leads."""
-        return [seq for siblings in self._held.values() for seq in siblings]
+        """All that wait for a lead or a block."""
+        return [seq for waiting in self._held.values() for seq in waiting]

@@ -222,6 +222,7 @@ class Scheduler:
                     self.estimate.ended(seq.output_len, seq.params.max_tokens)
                     self._end(seq)
             progress.append(Progress(seq, chunk, token, finish))
+        self._wake()
         return progress
 
     def fail(self) -> list[Sequence]:
@@ -301,6 +302,8 @@ class Scheduler:
         head = self.queue.head()
         if head is None or not self.running or self.running[-1].tier <= head.tier:
             return
+        if self.memory.awaited(head) is not None:
+            return
         lower = [seq for seq in self.running if seq.tier > head.tier]
         gain = sum(len(seq.blocks) for seq in lower)
         if not self._may_join(head, now) or self.memory.cost(head) > self.memory.available + gain:
@@ -330,8 +333,15 @@ class Scheduler:
 
     def _admit(self, plan: Plan, now: float) -> Sequence | None:
         """Let the head of the queue join the batch; None when it cannot."""
-        seq = self.queue.head()
-        if seq is None or not self._rows or not self._may_join(seq, now) or not self._fits(seq):
+        while (seq := self.queue.head()) is not None:
+            if not self._rows or not self._may_join(seq, now):
+                return None
+            block = self.memory.awaited(seq)
+            if block is None:
+                break
+            self.queue.remove(seq)
+            self.requests.hold(seq, block)
+        if seq is None or not self._fits(seq):
             return None
         self.queue.remove(seq)
         seq.row = self._rows.pop()
@@ -353,6 +363,12 @@ class Scheduler:
         for sibling in self.requests.release(seq):
             self.queue.push(sibling)
 
+    def _wake(self) -> None:
+        """Those who waited for a block that is there now, or will not come, queue up again."""
+        for block in self.memory.underway.settled():
+            for seq in self.requests.release(block):
+                self.queue.push(seq)
+
     def _preempt(self, seq: Sequence) -> None:
         """Finish and resubmit: it keeps its tokens and its place, and gives back all else."""
         self._leave(seq)
@@ -360,7 +376,7 @@ class Scheduler:
         seq.void = self._step
         seq.preemptions += 1
         self.preemptions += 1
-        self.queue.push_back(seq)
+        self.queue.push(seq)
 
     def _leave(self, seq: Sequence) -> None:
         self.running.remove(seq)
@@ -368,12 +384,13 @@ class Scheduler:
         seq.row = -1
         seq.prefilled = False
         self.memory.release(seq)
+        self._wake()
 
     def _end(self, seq: Sequence) -> None:
         """The request is over, wherever it was."""
         if seq.row >= 0:
             self._leave(seq)
-        elif not self.requests.holds(seq):
+        elif seq.awaits is None:
             self.queue.remove(seq)
         seq.void = NEVER
         self.requests.leave(seq)

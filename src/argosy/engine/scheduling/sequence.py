@@ -26,6 +26,7 @@ class Sequence:
     __slots__ = (
         "account",
         "arrival",
+        "awaits",
         "blocks",
         "capacity",
         "computed",
@@ -104,6 +105,8 @@ class Sequence:
         self.preemptions = 0
         self.suspect = False
         """It was part of a step that failed: it runs alone until it has shown itself innocent."""
+        self.awaits: Sequence | bytes | None = None
+        """The lead, or the key of the block, that it is held for."""
         self.void = -1
         """Results of steps up to this one no longer concern it."""
 
