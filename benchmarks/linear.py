@@ -39,7 +39,7 @@ def machine(threads: int) -> dict[str, object]:
         "threads": threads,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "command": "python " + " ".join(sys.argv),
+        "command": " ".join(("python -m benchmarks." + Path(sys.argv[0]).stem, *sys.argv[1:])),
     }
 
 
