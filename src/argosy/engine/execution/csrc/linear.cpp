@@ -43,6 +43,7 @@ constexpr int64_t GROUP = 8;          // most blocks of a work item: its sums st
 constexpr int64_t DEPTH = 10;         // steps of a block that stay in the first-level cache for all rows of an item
 constexpr int64_t FEW_ROWS = 64;      // up to which an item takes all steps at once
 constexpr int64_t ALONE_ROWS = 32;    // up to which the caller packs x: a meeting of the threads costs more
+constexpr int64_t THREAD_WEIGHTS = 1 << 18;  // met by up to a hundred rows in the time that it takes to wake a thread
 constexpr int64_t AHEAD = 8192;       // bytes of weight asked for before they are used
 
 int64_t steps_of(int64_t cols) { return (cols + STEP - 1) / STEP; }
@@ -243,12 +244,13 @@ template <class Unit> void run(const ArgosyLinear &a) {
     const Layout at{a};
     uint8_t *const inputs = scratch<0>(at.tiles * at.tile_bytes);
     const int64_t blocks = blocks_of(a.outs), chunks = (a.rows + CHUNK_ROWS - 1) / CHUNK_ROWS;
-    const int64_t shares = a.threads * (a.rows <= FEW_ROWS ? 8 : 2);
+    const int64_t threads = std::clamp<int64_t>(a.outs * a.cols / THREAD_WEIGHTS * (100 + a.rows) / 100, 1, a.threads);
+    const int64_t shares = threads * (a.rows <= FEW_ROWS ? 8 : 2);
     const int64_t group = std::clamp<int64_t>(blocks * chunks / shares, 1, GROUP);
     const int64_t groups = (blocks + group - 1) / group;
     const bool alone = a.rows <= ALONE_ROWS;
     for (int64_t tile = 0; alone && tile < at.tiles; tile++) at.pack_tile(inputs, tile);
-#pragma omp parallel num_threads((int)a.threads)
+#pragma omp parallel num_threads((int)threads)
     {
         [[maybe_unused]] const Unit unit(at);
         float *const sums = (float *)scratch<1>(CHUNK_ROWS * GROUP * SIDE * sizeof(float));

@@ -39,7 +39,7 @@ namespace {
 
 using namespace argosy;
 
-constexpr int64_t SHARED = 1 << 15;  // elements from which on threads share: to wake one costs as much as these
+constexpr int64_t SHARED = 1 << 17;  // elements from which on threads share: to wake one costs tens of microseconds
 constexpr float LOG2E = 1.44269504088896341f;
 
 // Up to sixteen elements in float32 lanes; the lanes beyond are zero.
