@@ -6,9 +6,11 @@
 // so that one 16-lane multiply-add takes 16 keys (scores) or 16 dimensions (values), and both are operands of
 // vdpbf16ps and of the matrix unit as they lie. Every row (token, head) walks key tiles at absolute positions
 // in order, with arithmetic that no other row touches: its result does not depend on the batch, the chunking or
-// the threads. Online softmax: Milakov & Gimelshein 2018; tiling as in FlashAttention (Dao et al. 2022).
+// the threads. Every RANGE keys the sums begin anew and are merged in order, whoever made them, so that the threads
+// can share a long context. Online softmax: Milakov & Gimelshein 2018; tiling as in FlashAttention (Dao et al. 2022).
 
 #include <algorithm>
+#include <utility>
 #include <vector>
 
 #include "attention_units.h"
@@ -39,18 +41,27 @@ namespace {
 using namespace argosy;
 
 constexpr int ROWS = 32;  // rows of a work item, unless one token has more heads
+constexpr int64_t RANGE = 32 * TILE;  // keys whose sums are made together
 constexpr int64_t THREAD_WORK = 1 << 17;  // elements of keys met by 16 rows in the time that it takes to wake a thread
 constexpr float LOG2E = 1.44269504088896341f;
 constexpr float NONE = -INFINITY;
 
+// What the rows of an item have of some ranges of keys, one after the other.
+struct Sums {
+    std::vector<float> out, peak, total;
+
+    Sums(int64_t rows, int64_t width) : out(rows * width), peak(rows), total(rows * LANES) {}
+};
+
 // One thread's working memory: a row is one head of one token.
 struct Scratch {
     std::vector<uint32_t> q, weights, part;
-    std::vector<float> scores, out, peak, total, fade;
+    std::vector<float> scores, fade;
+    Sums range, whole;
 
     Scratch(int64_t rows, int64_t width)
-        : q(rows * width), weights(rows * TILE), part(LANES * width), scores(rows * TILE), out(rows * width),
-          peak(rows), total(rows * LANES), fade(rows, 1.0f) {}
+        : q(rows * width), weights(rows * TILE), part(LANES * width), scores(rows * TILE), fade(rows, 1.0f),
+          range(rows, width), whole(rows, width) {}
 };
 
 struct Item {
@@ -140,11 +151,11 @@ template <class Unit> class Kernel {
             }
             best = maximum(best, score[p]);
         }
-        const float before = s.peak[row], now = std::max(before, reduce_max(best));
+        const float before = s.range.peak[row], now = std::max(before, reduce_max(best));
         const float base = now == NONE ? 0.0f : now;
-        s.peak[row] = now;
+        s.range.peak[row] = now;
         s.fade[row] = now == before ? 1.0f : exp2_of(broadcast(before - base))[0];
-        f32x16 total = load<f32x16>(s.total.data() + row * LANES) * s.fade[row];
+        f32x16 total = load<f32x16>(s.range.total.data() + row * LANES) * s.fade[row];
         uint32_t *weights = s.weights.data() + row * WORDS;
         for (int p = 0; p < PANELS; p++) {
             const f32x16 weight = exp2_of(score[p] - base);
@@ -157,14 +168,32 @@ template <class Unit> class Kernel {
                 total += weight;
             }
         }
-        store(s.total.data() + row * LANES, total);
+        store(s.range.total.data() + row * LANES, total);
+    }
+
+    void clear(Sums &sums, int64_t rows) const {
+        std::fill_n(sums.out.begin(), rows * width, 0.0f);
+        std::fill_n(sums.total.begin(), rows * LANES, 0.0f);
+        std::fill_n(sums.peak.begin(), rows, NONE);
+    }
+
+    // Add what the next range gave. What saw nothing adds nothing, exactly.
+    void merge(Sums &sums, const Sums &next, int64_t rows) const {
+        for (int64_t row = 0; row < rows; row++) {
+            const float now = std::max(sums.peak[row], next.peak[row]), base = now == NONE ? 0.0f : now;
+            const float old_fade = exp2_of(broadcast(sums.peak[row] - base))[0];
+            const float new_fade = exp2_of(broadcast(next.peak[row] - base))[0];
+            sums.peak[row] = now;
+            float *total = sums.total.data() + row * LANES, *out = sums.out.data() + row * width;
+            store(total, load<f32x16>(total) * old_fade + load<f32x16>(next.total.data() + row * LANES) * new_fade);
+            for (int64_t d = 0; d < width; d += LANES)
+                store(out + d, load<f32x16>(out + d) * old_fade +
+                                   load<f32x16>(next.out.data() + row * width + d) * new_fade);
+        }
     }
 
     void load_queries(Scratch &s, const Item &item, int64_t head, int64_t rows) const {
         std::fill_n(s.q.begin(), rows * words, 0u);
-        std::fill_n(s.out.begin(), rows * width, 0.0f);
-        std::fill_n(s.total.begin(), rows * LANES, 0.0f);
-        std::fill_n(s.peak.begin(), rows, NONE);
         for (int64_t row = 0; row < rows; row++) {
             const int64_t t = item.first + row / group, h = head * group + row % group;
             std::memcpy(s.q.data() + row * words, (const Scalar *)a.q + t * a.q_stride + h * a.head_dim,
@@ -172,14 +201,14 @@ template <class Unit> class Kernel {
         }
     }
 
-    void store_rows(const Scratch &s, const Item &item, int64_t head, int64_t rows) const {
+    void store_rows(const Sums &sums, const Item &item, int64_t head, int64_t rows) const {
         for (int64_t row = 0; row < rows; row++) {
             const int64_t t = item.first + row / group, h = head * group + row % group;
             Scalar *out = (Scalar *)a.out + (t * a.heads + h) * a.head_dim;
-            const float total = reduce_sum(load<f32x16>(s.total.data() + row * LANES));
+            const float total = reduce_sum(load<f32x16>(sums.total.data() + row * LANES));
             for (int64_t d = 0; d < a.head_dim; d += LANES) {
                 // Adding zero turns -0, which depends on how many masked keys were summed, into 0.
-                const f32x16 x = load<f32x16>(s.out.data() + row * width + d) / total + 0.0f;
+                const f32x16 x = load<f32x16>(sums.out.data() + row * width + d) / total + 0.0f;
                 const size_t bytes = std::min<int64_t>(LANES, a.head_dim - d) * sizeof(Scalar);
                 if constexpr (N == 2) {
                     const u16x16 rounded = halves(to_bfloat16(x));
@@ -191,21 +220,72 @@ template <class Unit> class Kernel {
         }
     }
 
-    void attend(const Item &item, int64_t head, Scratch &s) const {
+    // The ranges that an item's rows see: from .first to .second, both included.
+    std::pair<int64_t, int64_t> ranges(const Item &item) const {
+        const int64_t oldest = a.window ? std::max<int64_t>(0, a.positions[item.first] - a.window + 1) : 0;
+        return {oldest / RANGE, a.positions[item.last - 1] / RANGE};
+    }
+
+    // One range of keys into s.range.
+    void attend(const Item &item, int64_t head, int64_t range, Scratch &s) const {
         const int64_t rows = (item.last - item.first) * group;
         const int64_t padded = (rows + Unit::ALIGN - 1) / Unit::ALIGN * Unit::ALIGN;
         const int64_t oldest = a.window ? std::max<int64_t>(0, a.positions[item.first] - a.window + 1) : 0;
-        const int64_t newest = a.positions[item.last - 1];
-        load_queries(s, item, head, rows);
-        for (int64_t index = oldest / TILE; index <= newest / TILE; index++) {
+        const int64_t newest = std::min(a.positions[item.last - 1], (range + 1) * RANGE - 1);
+        clear(s.range, rows);
+        for (int64_t index = std::max(oldest, range * RANGE) / TILE; index <= newest / TILE; index++) {
             Tile tile;
             locate(tile, item, head, index, s);
             Unit::score(s.q.data(), padded, words, tile, s.scores.data());
             for (int64_t row = 0; row < rows; row++)
                 soften(s, row, a.positions[item.first + row / group], index * TILE);
-            Unit::weigh(s.weights.data(), padded, tile, s.fade.data(), s.out.data(), width);
+            Unit::weigh(s.weights.data(), padded, tile, s.fade.data(), s.range.out.data(), width);
         }
-        store_rows(s, item, head, rows);
+    }
+
+    // All of an item's ranges by one thread.
+    void attend_alone(const Item &item, int64_t head, Scratch &s) const {
+        const int64_t rows = (item.last - item.first) * group;
+        const auto [first, last] = ranges(item);
+        load_queries(s, item, head, rows);
+        attend(item, head, first, s);
+        if (first == last) return store_rows(s.range, item, head, rows);
+        std::swap(s.whole, s.range);
+        for (int64_t range = first + 1; range <= last; range++) {
+            attend(item, head, range, s);
+            merge(s.whole, s.range, rows);
+        }
+        store_rows(s.whole, item, head, rows);
+    }
+
+    // The ranges of few items, shared by the threads, then merged.
+    void attend_together(const std::vector<Item> &items, Scratch &s, std::vector<std::vector<Sums>> &parts) const {
+        const int64_t rows_most = (int64_t)s.fade.size();
+#pragma omp single
+        for (const Item &item : items)
+            for (int64_t head = 0; head < a.kv_heads; head++) {
+                const auto [first, last] = ranges(item);
+                parts.emplace_back(last - first + 1, Sums(rows_most, width));
+            }
+        int64_t most = 0;
+        for (const std::vector<Sums> &each : parts) most = std::max<int64_t>(most, each.size());
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < most * (int64_t)parts.size(); i++) {
+            const int64_t pair = i % parts.size(), at = i / parts.size();
+            if (at >= (int64_t)parts[pair].size()) continue;
+            const Item &item = items[pair / a.kv_heads];
+            load_queries(s, item, pair % a.kv_heads, (item.last - item.first) * group);
+            attend(item, pair % a.kv_heads, ranges(item).first + at, s);
+            std::swap(parts[pair][at], s.range);
+        }
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t pair = 0; pair < (int64_t)parts.size(); pair++) {
+            const Item &item = items[pair / a.kv_heads];
+            const int64_t rows = (item.last - item.first) * group;
+            std::swap(s.whole, parts[pair].front());
+            for (size_t at = 1; at < parts[pair].size(); at++) merge(s.whole, parts[pair][at], rows);
+            store_rows(s.whole, item, pair % a.kv_heads, rows);
+        }
     }
 
     // How many threads are worth waking.
@@ -216,6 +296,19 @@ template <class Unit> class Kernel {
             cost += (a.window ? std::min(newest, a.window + rows) : newest) * ((rows + 15) / 16);
         }
         return std::clamp<int64_t>(cost * a.kv_heads * width / THREAD_WORK, 1, a.threads);
+    }
+
+    // Whether whole items would leave threads idle at the end.
+    bool uneven(const std::vector<Item> &items, int64_t threads) const {
+        const int64_t count = (int64_t)items.size() * a.kv_heads;
+        if (threads == 1 || count >= 4 * threads) return false;
+        int64_t longest = 0, all = 0;
+        for (const Item &item : items) {
+            const auto [first, last] = ranges(item);
+            longest = std::max(longest, last - first + 1);
+            all += (last - first + 1) * a.kv_heads;
+        }
+        return longest > 1 && (count % threads || longest * threads > all);
     }
 
     // Work items, costliest (longest context) first so that the threads end together.
@@ -236,14 +329,21 @@ template <class Unit> class Kernel {
         const std::vector<Item> items = plan();
         const int64_t count = (int64_t)items.size() * a.kv_heads;
         const int64_t rows = (tile_tokens * group + Unit::ALIGN - 1) / Unit::ALIGN * Unit::ALIGN;
-#pragma omp parallel num_threads((int)hands(items))
+        const int64_t threads = hands(items);
+        const bool together = uneven(items, threads);
+        std::vector<std::vector<Sums>> parts;
+#pragma omp parallel num_threads((int)threads)
         {
             [[maybe_unused]] const Unit unit{};
             Scratch scratch(rows, width);
 #pragma omp for schedule(static)
             for (int64_t t = 0; t < a.tokens; t++) store_token(t);
+            if (together) {
+                attend_together(items, scratch, parts);
+            } else {
 #pragma omp for schedule(dynamic, 1)
-            for (int64_t i = 0; i < count; i++) attend(items[i / a.kv_heads], i % a.kv_heads, scratch);
+                for (int64_t i = 0; i < count; i++) attend_alone(items[i / a.kv_heads], i % a.kv_heads, scratch);
+            }
         }
     }
 };
