@@ -205,10 +205,29 @@ def test_same_bits_however_cut(
 
 
 def test_same_bits_for_any_number_of_threads(path: PathName) -> None:
-    world = World([150, 33, 7, 90], head_dim=64, dtype="bfloat16")
+    world = World([600, 33, 7, 190], head_dim=64, dtype="bfloat16")
     one = world.run(path, world.whole(), threads=1)
     for threads in (2, 3, 5):
         assert_same_bits(world.run(path, world.whole(), threads), one)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_long_context_is_right(dtype: str) -> None:
+    """Longer than the range of keys whose sums the native kernel makes together."""
+    native_or_skip()
+    world = World([2300], heads=2, kv_heads=1, dtype=dtype)
+    assert_right(world, world.run("native", world.whole()))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("window", [None, 2500])
+def test_threads_share_a_long_context_without_a_trace(window: int | None, dtype: str) -> None:
+    native_or_skip()
+    world = World([4300], heads=3, kv_heads=1, head_dim=128, window=window, dtype=dtype)
+    whole = world.run("native", world.whole(), threads=1)
+    cut = [[(0, 0, 4099)], [(0, 4099, 190)], *([(0, at, 1)] for at in range(4289, 4300))]
+    for threads in (1, 2, 5):
+        assert_same_bits(world.run("native", cut, threads), whole)
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ import torch
 
 from argosy.engine.execution import device as device_module
 from argosy.engine.execution.device import Device, cpu_device
+from argosy.engine.execution.linear_cpu import NativeLinear
 from argosy.engine.execution.native import Kernels, NativeUnavailable, load_kernels
 
 if TYPE_CHECKING:
@@ -88,6 +90,38 @@ def test_threads_do_not_change_a_linear(dtype: torch.dtype) -> None:
     one, three = (cpu_device(n).linear(weight, None)(x) for n in (1, 3))
     torch.set_num_threads(before)
     assert torch.equal(one, three)
+
+
+@pytest.mark.parametrize("shape", [(896, 896), (100, 600), (4096, 320)], ids=str)
+def test_a_long_batch_has_the_bits_of_its_rows(shape: tuple[int, int]) -> None:
+    """Rows are worked on in chunks, blocks and steps: none of their edges may show."""
+    if native_kernels() is None:
+        pytest.skip("no compiler")
+    weight, bias, x = made(*shape, torch.bfloat16, 800)
+    before = torch.get_num_threads()
+    linears = [cpu_device(threads).linear(weight, bias) for threads in (1, 2, 5)]
+    torch.set_num_threads(before)
+    wholes = [linear(x) for linear in linears]
+    assert all(torch.equal(whole, wholes[0]) for whole in wholes)
+    for row in (0, 31, 255, 256, 300, 511, 512, 799):
+        assert torch.equal(linears[0](x[row : row + 1]), wholes[0][row : row + 1])
+
+
+@pytest.mark.parametrize("rows", [1, 9, 33, 300])
+def test_the_vector_unit_does_what_the_matrix_unit_does(rows: int) -> None:
+    kernels = native_kernels()
+    if kernels is None:
+        pytest.skip("no compiler")
+    weight, bias, x = made(100, 600, torch.bfloat16, 300)
+    linear = NativeLinear(kernels, weight, bias, 2)
+    whole = linear(x)
+    others = Kernels(kernels.path)
+    vector = ctypes.CDLL(str(kernels.path)).argosy_linear_vector
+    vector.argtypes = (ctypes.c_void_p,)
+    others.linear = vector
+    by_vector = NativeLinear(others, weight, bias, 2)
+    torch.testing.assert_close(by_vector(x), whole, atol=2e-2, rtol=2e-2)
+    assert torch.equal(by_vector(x[:rows]), by_vector(x)[:rows])
 
 
 def test_a_linear_of_no_rows_is_empty(device: Device) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from argosy.engine.execution.attention_cpu import cpu_attention
 from argosy.engine.execution.linear_cpu import cpu_linear
+from argosy.engine.execution.rows_cpu import RowOps, cpu_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,6 +58,11 @@ class Device(Protocol):
         """Pack weight [N, K] and bias [N] once; the result maps [T, K] to [T, N] in their dtype."""
         ...
 
+    @property
+    def rows(self) -> RowOps:
+        """Norms, gates and rotation."""
+        ...
+
     def attention(
         self,
         *,
@@ -93,6 +99,7 @@ class _Cpu:
 
     threads: int
     default_dtype: torch.dtype
+    rows: RowOps
 
     @property
     def name(self) -> str:
@@ -148,7 +155,7 @@ def cpu_device(threads: int | None) -> Device:
         raise ValueError(f"threads is {threads}; set it to 1 or more, or leave it out")
     count = threads or _usable_cpus()
     torch.set_num_threads(count)
-    return _Cpu(threads=count, default_dtype=_native_dtype())
+    return _Cpu(threads=count, default_dtype=_native_dtype(), rows=cpu_rows(count))
 
 
 def _usable_cpus() -> int:

@@ -1,21 +1,16 @@
 """The parts of a decoder layer: projections, norms, gated MLP and attention, over flat tokens.
 
-Every result depends on its own token's row only, bit for bit, whatever else is in the batch. Fused
-activations of torch compute the last elements of an array with other instructions than the rest, so
-the gates here are made of operations that do not.
+Every result depends on its own token's row only, bit for bit, whatever else is in the batch.
 """
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from argosy.engine.execution.batch import AttentionSpec
-from argosy.engine.execution.rope import rotate_
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,10 +19,8 @@ if TYPE_CHECKING:
 
     from argosy.engine.execution.batch import Attention, Batch
     from argosy.engine.execution.device import Device
+    from argosy.engine.execution.rows_cpu import Norm, RowOps
     from argosy.engine.execution.spec import Activation, LayerSpec, ModelSpec, NormKind, NormPlace
-
-GATE_ROWS = 32
-"""Rows that a gate handles at a time, so that its float32 intermediates stay in the cache."""
 
 
 class Part(nn.Module):
@@ -61,64 +54,47 @@ class Projection(Part):
         return self._packed(x)
 
 
-class NarrowNorm(Part):
-    """RMS norm (Zhang & Sennrich 2019) in float32, rounded, then multiplied by the weight."""
+class RmsNorm(Part):
+    """RMS norm over the last dimension, of the kind that the family has."""
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, kind: NormKind, eps: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(size))
-        self._shape = (size,)
+        self.weight: nn.Parameter | None = nn.Parameter(torch.empty(size))
+        self._kind = kind
         self._eps = eps
+        self._norm: Norm
+
+    def settle(self, device: Device) -> None:
+        """Hand the weight to the device."""
+        if self.weight is None:
+            raise RuntimeError("settle was called twice")
+        self._norm = device.rows.norm(self._kind, self.weight, self._eps)
+        self.weight = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Norm over the last dimension, which has `size` elements."""
-        return F.rms_norm(x, self._shape, None, self._eps).mul_(self.weight)
+        return self._norm(x)
+
+    def after_adding(self, x: Tensor, mixed: Tensor) -> Tensor:
+        """Add mixed to x [T, size], in place, and norm that."""
+        return self._norm.after_adding(x, mixed)
 
 
-class WideNorm(NarrowNorm):
-    """The same, multiplied by the weight in float32 and then rounded."""
+class Gate(Part):
+    """activation(first half) * second half of each row."""
+
+    def __init__(self, activation: Activation) -> None:
+        super().__init__()
+        self._activation = activation
+        self._compute: Callable[[Tensor], Tensor]
 
     def settle(self, device: Device) -> None:
-        """Hold the weight in float32."""
-        del device
-        self.weight = nn.Parameter(self.weight.float(), requires_grad=False)
+        """Take the device's."""
+        self._compute = device.rows.gate(self._activation)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Norm over the last dimension, which has `size` elements."""
-        return F.rms_norm(x.float(), self._shape, None, self._eps).mul_(self.weight).to(x.dtype)
-
-
-class OffsetNorm(WideNorm):
-    """As WideNorm, with weights stored as their distance from 1."""
-
-    def settle(self, device: Device) -> None:
-        """Hold 1 + weight in float32."""
-        del device
-        self.weight = nn.Parameter(self.weight.float() + 1.0, requires_grad=False)
-
-
-NORMS: dict[NormKind, type[NarrowNorm]] = {
-    "narrow": NarrowNorm,
-    "wide": WideNorm,
-    "offset": OffsetNorm,
-}
-
-
-def _silu_(x: Tensor) -> Tensor:
-    """SiLU, x * sigmoid(x) (Elfwing et al. 2017), float32, in place."""
-    return x.div_(x.neg().exp_().add_(1.0))
-
-
-def _gelu_tanh(x: Tensor) -> Tensor:
-    """GELU in its tanh approximation (Hendrycks & Gimpel 2016), float32."""
-    inner = (x * x).mul_(0.044715).add_(1.0).mul_(x).mul_(math.sqrt(2 / math.pi))
-    return inner.tanh_().add_(1.0).mul_(x).mul_(0.5)
-
-
-ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
-    "silu": _silu_,
-    "gelu_tanh": _gelu_tanh,
-}
+        """[T, 2 * size] to [T, size]."""
+        return self._compute(x)
 
 
 class Mlp(nn.Module):
@@ -134,19 +110,11 @@ class Mlp(nn.Module):
         super().__init__()
         self.gate_up = Projection(hidden, 2 * intermediate, bias)
         self.down = Projection(intermediate, hidden, bias)
-        self._activation = ACTIVATIONS[activation]
+        self.gate = Gate(activation)
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, hidden] to [T, hidden]."""
-        gates, ups = self.gate_up.forward(x).chunk(2, -1)
-        if len(x) <= GATE_ROWS:
-            return self.down.forward(self._gate(gates, ups))
-        parts = zip(gates.split(GATE_ROWS), ups.split(GATE_ROWS), strict=True)
-        return self.down.forward(torch.cat([self._gate(gate, up) for gate, up in parts]))
-
-    def _gate(self, gate: Tensor, up: Tensor) -> Tensor:
-        """activation(gate) * up; what gate held is used up."""
-        return self._activation(gate.float()).mul_(up).to(up.dtype)
+        return self.down.forward(self.gate.forward(self.gate_up.forward(x)))
 
 
 class QkPlain(Part):
@@ -166,8 +134,8 @@ class QkHeadNorm(QkPlain):
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__(spec)
-        self.q_norm = NORMS[spec.norm](spec.head_dim, spec.norm_eps)
-        self.k_norm = NORMS[spec.norm](spec.head_dim, spec.norm_eps)
+        self.q_norm = RmsNorm(spec.head_dim, spec.norm, spec.norm_eps)
+        self.k_norm = RmsNorm(spec.head_dim, spec.norm, spec.norm_eps)
         self._heads = spec.heads
 
     def forward(self, heads: Tensor) -> Tensor:
@@ -182,8 +150,8 @@ class QkFullNorm(QkPlain):
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__(spec)
-        self.q_norm = NORMS[spec.norm](spec.heads * spec.head_dim, spec.norm_eps)
-        self.k_norm = NORMS[spec.norm](spec.kv_heads * spec.head_dim, spec.norm_eps)
+        self.q_norm = RmsNorm(spec.heads * spec.head_dim, spec.norm, spec.norm_eps)
+        self.k_norm = RmsNorm(spec.kv_heads * spec.head_dim, spec.norm, spec.norm_eps)
         self._heads = spec.heads
 
     def forward(self, heads: Tensor) -> Tensor:
@@ -203,8 +171,12 @@ class Skip(Part):
         """Give x back."""
         return x
 
+    def after_adding(self, x: Tensor, mixed: Tensor) -> Tensor:
+        """Add mixed to x, in place."""
+        return x.add_(mixed)
 
-class Layer(nn.Module):
+
+class Layer(Part):
     """One decoder layer: attention and MLP, each between the norms that the family has."""
 
     def __init__(self, spec: ModelSpec, layer: LayerSpec, index: int, mlp: nn.Module) -> None:
@@ -229,14 +201,19 @@ class Layer(nn.Module):
             window=layer.window,
             softcap=spec.attention_softcap,
         )
+        self._ops: RowOps
+
+    def settle(self, device: Device) -> None:
+        """Take the device's operations."""
+        self._ops = device.rows
 
     def forward(
         self, x: Tensor, rows: tuple[Tensor, Tensor], batch: Batch, attention: Attention
     ) -> Tensor:
         """Add the layer to the residual stream x [T, hidden], in place; returns x."""
         mixed = self._attend(self.attention_in.forward(x), rows, batch, attention)
-        x.add_(self.attention_out.forward(mixed))
-        mixed = self.mlp.forward(self.mlp_in.forward(x))
+        normed = self.mlp_in.after_adding(x, self.attention_out.forward(mixed))
+        mixed = self.mlp.forward(normed)
         return x.add_(self.mlp_out.forward(mixed))
 
     def _attend(
@@ -244,11 +221,11 @@ class Layer(nn.Module):
     ) -> Tensor:
         heads = self.qkv.forward(x).view(len(x), -1, self._head_dim)
         turned = self.qk.forward(heads)
-        rotate_(turned, rows)
+        self._ops.rotate(turned, rows)
         q, k = turned[:, : self._heads], turned[:, self._heads :]
         mixed = attention(q, k, heads[:, self._rotated :], batch, self._attention)
         return self.o.forward(mixed.flatten(1))
 
 
-def _norm(spec: ModelSpec, place: NormPlace) -> NarrowNorm | Skip:
-    return NORMS[spec.norm](spec.hidden, spec.norm_eps) if place in spec.norms else Skip()
+def _norm(spec: ModelSpec, place: NormPlace) -> RmsNorm | Skip:
+    return RmsNorm(spec.hidden, spec.norm, spec.norm_eps) if place in spec.norms else Skip()

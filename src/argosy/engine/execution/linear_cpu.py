@@ -24,16 +24,19 @@ def cpu_linear(weight: Tensor, bias: Tensor | None, threads: int) -> Callable[[T
     """
     if weight.dtype == torch.bfloat16:
         try:
-            return _NativeLinear(load_kernels(), weight, bias, threads)
+            return NativeLinear(load_kernels(), weight, bias, threads)
         except NativeUnavailable:
             pass  # the attention's log line says why
     if torch.backends.mkldnn.is_available() and weight.dtype in (torch.float32, torch.bfloat16):
-        return _PackedLinear(weight, bias)
+        return PackedLinear(weight, bias)
     return _DenseLinear(weight, bias)
 
 
-class _NativeLinear:
+class NativeLinear:
     """csrc/linear.cpp: bfloat16 in and out, float32 sums in one order for every batch size."""
+
+    BLOCK = 32
+    """Outputs computed together: the bias is padded to a multiple of it."""
 
     def __init__(self, kernels: Kernels, weight: Tensor, bias: Tensor | None, threads: int) -> None:
         self._outs, self._cols = weight.shape
@@ -42,9 +45,11 @@ class _NativeLinear:
         dense = weight.detach().contiguous()
         self._packed = torch.empty(kernels.linear_bytes(self._outs, self._cols), dtype=torch.uint8)
         kernels.linear_pack(dense.data_ptr(), self._outs, self._cols, self._packed.data_ptr())
-        self._bias = None if bias is None else bias.detach().float().contiguous()
+        padding = (0, -self._outs % self.BLOCK)
+        self._bias = None if bias is None else F.pad(bias.detach().float(), padding)
 
     def __call__(self, x: Tensor) -> Tensor:
+        """[T, K] to [T, N]."""
         rows = x.shape[0]
         if x.stride(1) != 1:
             x = x.contiguous()
@@ -64,7 +69,7 @@ class _NativeLinear:
         return out
 
 
-class _PackedLinear:
+class PackedLinear:
     """x @ weight.T + bias, with the weight in oneDNN's own blocked layout."""
 
     ROWS_HINT = 64
@@ -80,6 +85,7 @@ class _PackedLinear:
         self._long = weight.shape[1] > self.SHORT
 
     def __call__(self, x: Tensor) -> Tensor:
+        """[T, K] to [T, N]."""
         if self._long and len(x) == 1:
             return self(x.expand(2, -1).contiguous())[:1]
         out: Tensor = torch.ops.mkldnn._linear_pointwise(  # noqa: SLF001 - the only entry

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from argosy.engine.execution.layers import NORMS, Layer, Mlp, Part, Projection
+from argosy.engine.execution.layers import Layer, Mlp, Part, Projection, RmsNorm
 from argosy.engine.execution.moe import Mixture
 from argosy.engine.execution.rope import rope_rows, rope_table
 
@@ -54,7 +54,7 @@ class Decoder(nn.Module):
                 Layer(spec, layer, index, _mlp(spec, layer))
                 for index, layer in enumerate(spec.layer_specs)
             )
-            self.norm = NORMS[spec.norm](spec.hidden, spec.norm_eps)
+            self.norm = RmsNorm(spec.hidden, spec.norm, spec.norm_eps)
             self.head = Projection(spec.hidden, spec.vocab_size, bias=False)
         self._ropes = [
             rope_table(rope, spec.max_model_len).to(device.torch_device) for rope in spec.ropes

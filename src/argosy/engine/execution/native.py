@@ -13,8 +13,12 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from argosy.engine.execution.spec import Activation
 
 SOURCES = Path(__file__).parent / "csrc"
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-Wno-psabi")
@@ -48,10 +52,42 @@ class LinearCall(ctypes.Structure):
     )
 
 
+class NormCall(ctypes.Structure):
+    """`ArgosyNorm` of rows.cpp, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "add", "weight", "out")),
+        *((name, ctypes.c_int64) for name in ("outer", "inner", "size", "x_stride")),
+        *((name, ctypes.c_int64) for name in ("narrow", "threads")),
+        ("eps", ctypes.c_float),
+    )
+
+
+class GateCall(ctypes.Structure):
+    """`ArgosyGate` of rows.cpp, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "out")),
+        *((name, ctypes.c_int64) for name in ("rows", "size", "threads")),
+    )
+
+
+class RotationCall(ctypes.Structure):
+    """`ArgosyRotation` of rows.cpp, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "cos", "sin")),
+        *((name, ctypes.c_int64) for name in ("tokens", "heads", "head_dim", "x_stride")),
+        *((name, ctypes.c_int64) for name in ("turning", "threads")),
+    )
+
+
 class Kernels:
     """The loaded library. Its functions trust their arguments and run without the GIL.
 
     attention_*, linear: take the address of an AttentionCall or LinearCall.
+    norm, rotate: by dtype, take the address of a NormCall or RotationCall.
+    gate: by activation, then dtype; take the address of a GateCall.
     linear_bytes: (outs, cols) to the size of a packed weight.
     linear_pack: (weight's address, outs, cols, address of that many bytes).
     """
@@ -63,6 +99,12 @@ class Kernels:
         self.attention_float32 = _function(library, "argosy_attention_float32", None, pointer)
         self.attention_bfloat16 = _function(library, "argosy_attention_bfloat16", None, pointer)
         self.linear = _function(library, "argosy_linear", None, pointer)
+        self.norm = _by_dtype(library, "norm")
+        self.rotate = _by_dtype(library, "rotate")
+        self.gate: dict[Activation, dict[torch.dtype, Callable[..., int]]] = {
+            "silu": _by_dtype(library, "silu"),
+            "gelu_tanh": _by_dtype(library, "gelu_tanh"),
+        }
         self.linear_bytes = _function(library, "argosy_linear_bytes", size, size, size)
         self.linear_pack = _function(
             library, "argosy_linear_pack", None, pointer, size, size, pointer
@@ -77,6 +119,14 @@ def _function(
     function.restype = result
     function.argtypes = arguments
     return function
+
+
+def _by_dtype(library: ctypes.CDLL, name: str) -> dict[torch.dtype, Callable[..., int]]:
+    """The variants of a function that takes the address of its call."""
+    return {
+        dtype: _function(library, f"argosy_{name}_{suffix}", None, ctypes.c_void_p)
+        for dtype, suffix in ((torch.float32, "float32"), (torch.bfloat16, "bfloat16"))
+    }
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Rotary position embedding: frequencies by kind, tables made once, one rotation for q and k."""
+"""Rotary position embedding: frequencies by kind, tables made once."""
 
 from __future__ import annotations
 
@@ -21,25 +21,13 @@ def rope_table(spec: RopeSpec, max_len: int) -> Tensor:
 
 
 def rope_rows(table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """What `rotate_` wants for tokens at positions [T]: two float32 tensors [T, 1, rotary_dim].
+    """What `RowOps.rotate` wants for tokens at positions [T]: two float32 tensors [T, 1, rotary_dim].
 
     They are (cos, cos) and (-sin, sin): a rotation is x * first + swap(x) * second, with swap
     exchanging the halves of x.
     """
     cos, sin = table.index_select(0, positions).unsqueeze(2).unbind(1)
     return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
-
-
-def rotate_(x: Tensor, rows: tuple[Tensor, Tensor]) -> None:
-    """Rotate x [T, heads, head_dim] in place by its tokens' `rope_rows`.
-
-    Computed in float32 and rounded once; elements beyond rotary_dim stay as they are.
-    """
-    cos, sin = rows
-    turning = x[..., : cos.shape[-1]]
-    wide = turning.float()
-    swapped = wide.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
-    turning.copy_((wide * cos).add_(swapped.mul_(sin)))
 
 
 def _frequencies(spec: RopeSpec, max_len: int) -> Tensor:

@@ -6,13 +6,14 @@
 // so that one 16-lane multiply-add takes 16 keys (scores) or 16 dimensions (values), and both are operands of
 // vdpbf16ps and of the matrix unit as they lie. Every row (token, head) walks key tiles at absolute positions
 // in order, with arithmetic that no other row touches: its result does not depend on the batch, the chunking or
-// the threads. Online softmax: Milakov & Gimelshein 2018; tiling as in FlashAttention (Dao et al. 2022).
+// the threads. Every RANGE keys the sums begin anew and are merged in order, whoever made them, so that the threads
+// can share a long context. Online softmax: Milakov & Gimelshein 2018; tiling as in FlashAttention (Dao et al. 2022).
 
 #include <algorithm>
+#include <utility>
 #include <vector>
 
-#include "amx.h"
-#include "simd.h"
+#include "attention_units.h"
 
 extern "C" {
 
@@ -39,159 +40,28 @@ namespace {
 
 using namespace argosy;
 
-constexpr int TILE = 64;  // keys of one softmax step
-constexpr int PANELS = TILE / LANES;
 constexpr int ROWS = 32;  // rows of a work item, unless one token has more heads
+constexpr int64_t RANGE = 32 * TILE;  // keys whose sums are made together
+constexpr int64_t THREAD_WORK = 1 << 17;  // elements of keys met by 16 rows in the time that it takes to wake a thread
 constexpr float LOG2E = 1.44269504088896341f;
 constexpr float NONE = -INFINITY;
 
-// One tile of keys of one sequence and kv head, as pointers to panels of W keys: pages are never gathered.
-struct Tile {
-    const uint32_t *keys[2 * PANELS];
-    const uint32_t *values[2 * PANELS];
+// What the rows of an item have of some ranges of keys, one after the other.
+struct Sums {
+    std::vector<float> out, peak, total;
+
+    Sums(int64_t rows, int64_t width) : out(rows * width), peak(rows), total(rows * LANES) {}
 };
-
-// Scores and weighted sums by vector multiply-adds; each sum runs in the same order whatever R and C are.
-template <class Element, int W> struct VectorUnit {
-    using T = Element;
-    static constexpr int PANEL = W;
-    static constexpr int ALIGN = 1;  // rows are padded to a multiple of it
-    static constexpr int WORDS = TILE / T::PER_WORD;
-#ifdef __AVX512F__
-    static constexpr int ROW_BLOCK = 4, WIDE = 8;  // accumulators that fit the register file
-#else
-    static constexpr int ROW_BLOCK = 1, WIDE = 4;
-#endif
-
-    static u32x16 key_vector(const Tile &tile, int panel, int64_t word) {
-        if constexpr (W == LANES) return load<u32x16>(tile.keys[panel] + word * W);
-        u32x16 both;
-        std::memcpy(&both, tile.keys[2 * panel] + word * W, 32);
-        std::memcpy((char *)&both + 32, tile.keys[2 * panel + 1] + word * W, 32);
-        return both;
-    }
-
-    template <int R> static void score_block(const uint32_t *q, int64_t words, const Tile &tile, float *scores) {
-        f32x16 sum[R][PANELS] = {};
-        for (int64_t word = 0; word < words; word++) {
-            u32x16 key[PANELS];
-            for (int p = 0; p < PANELS; p++) key[p] = key_vector(tile, p, word);
-            for (int r = 0; r < R; r++)
-                for (int p = 0; p < PANELS; p++) sum[r][p] = T::madd(sum[r][p], q[r * words + word], key[p]);
-        }
-        for (int r = 0; r < R; r++)
-            for (int p = 0; p < PANELS; p++) store(scores + r * TILE + p * LANES, sum[r][p]);
-    }
-
-    template <int R, int C>
-    static void weigh_block(const uint32_t *weights, const Tile &tile, const float *fade, float *out, int64_t width,
-                            int64_t column) {
-        f32x16 sum[R][C];
-        for (int r = 0; r < R; r++)
-            for (int c = 0; c < C; c++) sum[r][c] = load<f32x16>(out + r * width + column + c * LANES) * fade[r];
-        for (int word = 0; word < WORDS; word++) {
-            constexpr int EACH = W / T::PER_WORD;
-            const uint32_t *row = tile.values[word / EACH] + word % EACH * width + column;
-            for (int c = 0; c < C; c++) {
-                const u32x16 value = load<u32x16>(row + c * LANES);
-                for (int r = 0; r < R; r++) sum[r][c] = T::madd(sum[r][c], weights[r * WORDS + word], value);
-            }
-        }
-        for (int r = 0; r < R; r++)
-            for (int c = 0; c < C; c++) store(out + r * width + column + c * LANES, sum[r][c]);
-    }
-
-    template <int R>
-    static void weigh_columns(const uint32_t *weights, const Tile &tile, const float *fade, float *out, int64_t width) {
-        constexpr int C = R <= 2 ? WIDE : 4;
-        int64_t column = 0;
-        for (; column + C * LANES <= width; column += C * LANES)
-            weigh_block<R, C>(weights, tile, fade, out, width, column);
-        for (; column < width; column += LANES) weigh_block<R, 1>(weights, tile, fade, out, width, column);
-    }
-
-    // scores[rows][TILE] = q[rows][words] . keys
-    static void score(const uint32_t *q, int64_t rows, int64_t words, const Tile &tile, float *scores) {
-        int64_t r = 0;
-        for (; r + ROW_BLOCK <= rows; r += ROW_BLOCK)
-            score_block<ROW_BLOCK>(q + r * words, words, tile, scores + r * TILE);
-        for (; r + 2 <= rows; r += 2) score_block<2>(q + r * words, words, tile, scores + r * TILE);
-        for (; r < rows; r++) score_block<1>(q + r * words, words, tile, scores + r * TILE);
-    }
-
-    // out[rows][width] = out * fade + weights[rows][WORDS] . values
-    static void weigh(const uint32_t *weights, int64_t rows, const Tile &tile, const float *fade, float *out,
-                      int64_t width) {
-        int64_t r = 0;
-        for (; r + ROW_BLOCK <= rows; r += ROW_BLOCK)
-            weigh_columns<ROW_BLOCK>(weights + r * WORDS, tile, fade + r, out + r * width, width);
-        for (; r + 2 <= rows; r += 2) weigh_columns<2>(weights + r * WORDS, tile, fade + r, out + r * width, width);
-        for (; r < rows; r++) weigh_columns<1>(weights + r * WORDS, tile, fade + r, out + r * width, width);
-    }
-};
-
-#ifdef ARGOSY_AMX
-// The same by the matrix unit, sixteen rows at a time; a row of a tile product does not depend on the others.
-struct MatrixUnit {
-    using T = Bfloat16;
-    static constexpr int PANEL = LANES;
-    static constexpr int ALIGN = 16;
-    static constexpr int WORDS = TILE / 2;
-
-    // 0-3 sums; 4, 5: queries and keys, 32 dimensions; 6, 7: weights and values of 16 keys.
-    AmxTiles tiles{{16, 16, 16, 16, 16, 16, 16, 8}, {64, 64, 64, 64, 64, 64, 32, 64}};
-
-    static void score(const uint32_t *q, int64_t rows, int64_t words, const Tile &tile, float *scores) {
-        for (int64_t r = 0; r < rows; r += 16) {
-            AMX_ZERO(0); AMX_ZERO(1); AMX_ZERO(2); AMX_ZERO(3);
-            for (int64_t word = 0; word < words; word += 16) {
-                AMX_LOAD(4, q + r * words + word, words * 4); AMX_LOAD(5, tile.keys[0] + word * LANES, 64);
-                AMX_MADD(0, 4, 5);
-                AMX_LOAD(5, tile.keys[1] + word * LANES, 64);
-                AMX_MADD(1, 4, 5);
-                AMX_LOAD(5, tile.keys[2] + word * LANES, 64);
-                AMX_MADD(2, 4, 5);
-                AMX_LOAD(5, tile.keys[3] + word * LANES, 64);
-                AMX_MADD(3, 4, 5);
-            }
-            float *sum = scores + r * TILE;
-            AMX_STORE(0, sum, TILE * 4); AMX_STORE(1, sum + LANES, TILE * 4);
-            AMX_STORE(2, sum + 2 * LANES, TILE * 4); AMX_STORE(3, sum + 3 * LANES, TILE * 4);
-        }
-    }
-
-    static void weigh(const uint32_t *weights, int64_t rows, const Tile &tile, const float *fade, float *out,
-                      int64_t width) {
-        for (int64_t r = 0; r < rows; r++) {
-            if (fade[r] == 1.0f) continue;
-            for (int64_t c = 0; c < width; c += LANES)
-                store(out + r * width + c, load<f32x16>(out + r * width + c) * fade[r]);
-        }
-        for (int64_t r = 0; r < rows; r += 16)
-            for (int64_t c = 0; c < width; c += 2 * LANES) {  // the width is a multiple of 32
-                float *sum = out + r * width + c;
-                AMX_LOAD(0, sum, width * 4); AMX_LOAD(1, sum + LANES, width * 4);
-                for (int p = 0; p < PANELS; p++) {
-                    AMX_LOAD(6, weights + r * WORDS + p * LANES / 2, WORDS * 4);
-                    AMX_LOAD(7, tile.values[p] + c, width * 4);
-                    AMX_MADD(0, 6, 7);
-                    AMX_LOAD(7, tile.values[p] + c + LANES, width * 4);
-                    AMX_MADD(1, 6, 7);
-                }
-                AMX_STORE(0, sum, width * 4); AMX_STORE(1, sum + LANES, width * 4);
-            }
-    }
-};
-#endif
 
 // One thread's working memory: a row is one head of one token.
 struct Scratch {
     std::vector<uint32_t> q, weights, part;
-    std::vector<float> scores, out, peak, total, fade;
+    std::vector<float> scores, fade;
+    Sums range, whole;
 
     Scratch(int64_t rows, int64_t width)
-        : q(rows * width), weights(rows * TILE), part(LANES * width), scores(rows * TILE), out(rows * width),
-          peak(rows), total(rows * LANES), fade(rows, 1.0f) {}
+        : q(rows * width), weights(rows * TILE), part(LANES * width), scores(rows * TILE), fade(rows, 1.0f),
+          range(rows, width), whole(rows, width) {}
 };
 
 struct Item {
@@ -281,11 +151,11 @@ template <class Unit> class Kernel {
             }
             best = maximum(best, score[p]);
         }
-        const float before = s.peak[row], now = std::max(before, reduce_max(best));
+        const float before = s.range.peak[row], now = std::max(before, reduce_max(best));
         const float base = now == NONE ? 0.0f : now;
-        s.peak[row] = now;
+        s.range.peak[row] = now;
         s.fade[row] = now == before ? 1.0f : exp2_of(broadcast(before - base))[0];
-        f32x16 total = load<f32x16>(s.total.data() + row * LANES) * s.fade[row];
+        f32x16 total = load<f32x16>(s.range.total.data() + row * LANES) * s.fade[row];
         uint32_t *weights = s.weights.data() + row * WORDS;
         for (int p = 0; p < PANELS; p++) {
             const f32x16 weight = exp2_of(score[p] - base);
@@ -298,14 +168,32 @@ template <class Unit> class Kernel {
                 total += weight;
             }
         }
-        store(s.total.data() + row * LANES, total);
+        store(s.range.total.data() + row * LANES, total);
+    }
+
+    void clear(Sums &sums, int64_t rows) const {
+        std::fill_n(sums.out.begin(), rows * width, 0.0f);
+        std::fill_n(sums.total.begin(), rows * LANES, 0.0f);
+        std::fill_n(sums.peak.begin(), rows, NONE);
+    }
+
+    // Add what the next range gave. What saw nothing adds nothing, exactly.
+    void merge(Sums &sums, const Sums &next, int64_t rows) const {
+        for (int64_t row = 0; row < rows; row++) {
+            const float now = std::max(sums.peak[row], next.peak[row]), base = now == NONE ? 0.0f : now;
+            const float old_fade = exp2_of(broadcast(sums.peak[row] - base))[0];
+            const float new_fade = exp2_of(broadcast(next.peak[row] - base))[0];
+            sums.peak[row] = now;
+            float *total = sums.total.data() + row * LANES, *out = sums.out.data() + row * width;
+            store(total, load<f32x16>(total) * old_fade + load<f32x16>(next.total.data() + row * LANES) * new_fade);
+            for (int64_t d = 0; d < width; d += LANES)
+                store(out + d, load<f32x16>(out + d) * old_fade +
+                                   load<f32x16>(next.out.data() + row * width + d) * new_fade);
+        }
     }
 
     void load_queries(Scratch &s, const Item &item, int64_t head, int64_t rows) const {
         std::fill_n(s.q.begin(), rows * words, 0u);
-        std::fill_n(s.out.begin(), rows * width, 0.0f);
-        std::fill_n(s.total.begin(), rows * LANES, 0.0f);
-        std::fill_n(s.peak.begin(), rows, NONE);
         for (int64_t row = 0; row < rows; row++) {
             const int64_t t = item.first + row / group, h = head * group + row % group;
             std::memcpy(s.q.data() + row * words, (const Scalar *)a.q + t * a.q_stride + h * a.head_dim,
@@ -313,14 +201,14 @@ template <class Unit> class Kernel {
         }
     }
 
-    void store_rows(const Scratch &s, const Item &item, int64_t head, int64_t rows) const {
+    void store_rows(const Sums &sums, const Item &item, int64_t head, int64_t rows) const {
         for (int64_t row = 0; row < rows; row++) {
             const int64_t t = item.first + row / group, h = head * group + row % group;
             Scalar *out = (Scalar *)a.out + (t * a.heads + h) * a.head_dim;
-            const float total = reduce_sum(load<f32x16>(s.total.data() + row * LANES));
+            const float total = reduce_sum(load<f32x16>(sums.total.data() + row * LANES));
             for (int64_t d = 0; d < a.head_dim; d += LANES) {
                 // Adding zero turns -0, which depends on how many masked keys were summed, into 0.
-                const f32x16 x = load<f32x16>(s.out.data() + row * width + d) / total + 0.0f;
+                const f32x16 x = load<f32x16>(sums.out.data() + row * width + d) / total + 0.0f;
                 const size_t bytes = std::min<int64_t>(LANES, a.head_dim - d) * sizeof(Scalar);
                 if constexpr (N == 2) {
                     const u16x16 rounded = halves(to_bfloat16(x));
@@ -332,21 +220,95 @@ template <class Unit> class Kernel {
         }
     }
 
-    void attend(const Item &item, int64_t head, Scratch &s) const {
+    // The ranges that an item's rows see: from .first to .second, both included.
+    std::pair<int64_t, int64_t> ranges(const Item &item) const {
+        const int64_t oldest = a.window ? std::max<int64_t>(0, a.positions[item.first] - a.window + 1) : 0;
+        return {oldest / RANGE, a.positions[item.last - 1] / RANGE};
+    }
+
+    // One range of keys into s.range.
+    void attend(const Item &item, int64_t head, int64_t range, Scratch &s) const {
         const int64_t rows = (item.last - item.first) * group;
         const int64_t padded = (rows + Unit::ALIGN - 1) / Unit::ALIGN * Unit::ALIGN;
         const int64_t oldest = a.window ? std::max<int64_t>(0, a.positions[item.first] - a.window + 1) : 0;
-        const int64_t newest = a.positions[item.last - 1];
-        load_queries(s, item, head, rows);
-        for (int64_t index = oldest / TILE; index <= newest / TILE; index++) {
+        const int64_t newest = std::min(a.positions[item.last - 1], (range + 1) * RANGE - 1);
+        clear(s.range, rows);
+        for (int64_t index = std::max(oldest, range * RANGE) / TILE; index <= newest / TILE; index++) {
             Tile tile;
             locate(tile, item, head, index, s);
             Unit::score(s.q.data(), padded, words, tile, s.scores.data());
             for (int64_t row = 0; row < rows; row++)
                 soften(s, row, a.positions[item.first + row / group], index * TILE);
-            Unit::weigh(s.weights.data(), padded, tile, s.fade.data(), s.out.data(), width);
+            Unit::weigh(s.weights.data(), padded, tile, s.fade.data(), s.range.out.data(), width);
         }
-        store_rows(s, item, head, rows);
+    }
+
+    // All of an item's ranges by one thread.
+    void attend_alone(const Item &item, int64_t head, Scratch &s) const {
+        const int64_t rows = (item.last - item.first) * group;
+        const auto [first, last] = ranges(item);
+        load_queries(s, item, head, rows);
+        attend(item, head, first, s);
+        if (first == last) return store_rows(s.range, item, head, rows);
+        std::swap(s.whole, s.range);
+        for (int64_t range = first + 1; range <= last; range++) {
+            attend(item, head, range, s);
+            merge(s.whole, s.range, rows);
+        }
+        store_rows(s.whole, item, head, rows);
+    }
+
+    // The ranges of few items, shared by the threads, then merged.
+    void attend_together(const std::vector<Item> &items, Scratch &s, std::vector<std::vector<Sums>> &parts) const {
+        const int64_t rows_most = (int64_t)s.fade.size();
+#pragma omp single
+        for (const Item &item : items)
+            for (int64_t head = 0; head < a.kv_heads; head++) {
+                const auto [first, last] = ranges(item);
+                parts.emplace_back(last - first + 1, Sums(rows_most, width));
+            }
+        int64_t most = 0;
+        for (const std::vector<Sums> &each : parts) most = std::max<int64_t>(most, each.size());
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < most * (int64_t)parts.size(); i++) {
+            const int64_t pair = i % parts.size(), at = i / parts.size();
+            if (at >= (int64_t)parts[pair].size()) continue;
+            const Item &item = items[pair / a.kv_heads];
+            load_queries(s, item, pair % a.kv_heads, (item.last - item.first) * group);
+            attend(item, pair % a.kv_heads, ranges(item).first + at, s);
+            std::swap(parts[pair][at], s.range);
+        }
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t pair = 0; pair < (int64_t)parts.size(); pair++) {
+            const Item &item = items[pair / a.kv_heads];
+            const int64_t rows = (item.last - item.first) * group;
+            std::swap(s.whole, parts[pair].front());
+            for (size_t at = 1; at < parts[pair].size(); at++) merge(s.whole, parts[pair][at], rows);
+            store_rows(s.whole, item, pair % a.kv_heads, rows);
+        }
+    }
+
+    // How many threads are worth waking.
+    int64_t hands(const std::vector<Item> &items) const {
+        int64_t cost = 0;
+        for (const Item &item : items) {
+            const int64_t newest = a.positions[item.last - 1] + 1, rows = (item.last - item.first) * group;
+            cost += (a.window ? std::min(newest, a.window + rows) : newest) * ((rows + 15) / 16);
+        }
+        return std::clamp<int64_t>(cost * a.kv_heads * width / THREAD_WORK, 1, a.threads);
+    }
+
+    // Whether whole items would leave threads idle at the end.
+    bool uneven(const std::vector<Item> &items, int64_t threads) const {
+        const int64_t count = (int64_t)items.size() * a.kv_heads;
+        if (threads == 1 || count >= 4 * threads) return false;
+        int64_t longest = 0, all = 0;
+        for (const Item &item : items) {
+            const auto [first, last] = ranges(item);
+            longest = std::max(longest, last - first + 1);
+            all += (last - first + 1) * a.kv_heads;
+        }
+        return longest > 1 && (count % threads || longest * threads > all);
     }
 
     // Work items, costliest (longest context) first so that the threads end together.
@@ -367,14 +329,21 @@ template <class Unit> class Kernel {
         const std::vector<Item> items = plan();
         const int64_t count = (int64_t)items.size() * a.kv_heads;
         const int64_t rows = (tile_tokens * group + Unit::ALIGN - 1) / Unit::ALIGN * Unit::ALIGN;
-#pragma omp parallel num_threads((int)a.threads)
+        const int64_t threads = hands(items);
+        const bool together = uneven(items, threads);
+        std::vector<std::vector<Sums>> parts;
+#pragma omp parallel num_threads((int)threads)
         {
             [[maybe_unused]] const Unit unit{};
             Scratch scratch(rows, width);
 #pragma omp for schedule(static)
             for (int64_t t = 0; t < a.tokens; t++) store_token(t);
+            if (together) {
+                attend_together(items, scratch, parts);
+            } else {
 #pragma omp for schedule(dynamic, 1)
-            for (int64_t i = 0; i < count; i++) attend(items[i / a.kv_heads], i % a.kv_heads, scratch);
+                for (int64_t i = 0; i < count; i++) attend_alone(items[i / a.kv_heads], i % a.kv_heads, scratch);
+            }
         }
     }
 };

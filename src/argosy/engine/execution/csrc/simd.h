@@ -70,6 +70,16 @@ inline u32x16 to_bfloat16(f32x16 x) {
 
 inline u16x16 halves(u32x16 x) { return __builtin_convertvector(x, u16x16); }
 
+// Thirty-two floats to bfloat16, to wherever `to` points.
+inline void store_bfloat16(void *to, f32x16 first, f32x16 second) {
+#ifdef __AVX512BF16__
+    _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first));
+#else
+    store(to, halves(to_bfloat16(first)));
+    store((char *)to + 32, halves(to_bfloat16(second)));
+#endif
+}
+
 // How many elements share a 32-bit word, and sum + a * b over the words of b.
 struct Float {
     using Scalar = float;

@@ -1,0 +1,95 @@
+"""Times our bfloat16 linear beside oneDNN's on this CPU, call by call in turns; one JSON line a case."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+import torch
+
+from argosy.engine.execution.linear_cpu import NativeLinear, PackedLinear
+from argosy.engine.execution.native import load_kernels
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+ROWS = (1, 4, 16, 32, 64, 256, 512, 1024)
+SHAPES = ((896, 896), (9728, 896), (896, 4864), (6144, 2048), (4096, 320), (151936, 896))
+ROTATED_BYTES = 96 << 20
+"""Copies of a weight are used in turn, so that it comes from memory as it does in a model."""
+
+
+def machine(threads: int) -> dict[str, object]:
+    """What the figures depend on."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    flags = {line for line in lines if line.startswith("flags")}
+    return {
+        "cpu": names[0] if names else platform.processor(),
+        "cpus": len(names),
+        "amx": any("amx_bf16" in line for line in flags),
+        "threads": threads,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "command": " ".join(("python -m benchmarks." + Path(sys.argv[0]).stem, *sys.argv[1:])),
+    }
+
+
+def microseconds(run: Callable[[Tensor], Tensor], x: Tensor) -> float:
+    """Wall time of one call."""
+    start = time.perf_counter_ns()
+    run(x)
+    return (time.perf_counter_ns() - start) / 1e3
+
+
+def compare(outs: int, cols: int, rows: tuple[int, ...], threads: int, seconds: float) -> None:
+    """Print a line for each number of rows: medians, and the median ratio of neighbouring calls."""
+    copies = max(2, min(64, ROTATED_BYTES // (outs * cols * 2)))
+    weight = (torch.randn(outs, cols) * cols**-0.5).bfloat16()
+    kernels = load_kernels()
+    ours = [NativeLinear(kernels, weight, None, threads) for _ in range(copies)]
+    theirs = [PackedLinear(weight.clone(), None) for _ in range(copies)]
+    for count in rows:
+        x = torch.randn(count, cols).bfloat16()
+        ours[0](x), theirs[0](x)
+        pairs: list[tuple[float, float]] = []
+        end = time.perf_counter() + seconds
+        while len(pairs) < 5 or time.perf_counter() < end:
+            turn = len(pairs) % copies
+            pairs.append((microseconds(ours[turn], x), microseconds(theirs[turn], x)))
+        line = {
+            "outs": outs,
+            "cols": cols,
+            "rows": count,
+            "argosy_us": round(median(a for a, _ in pairs), 1),
+            "onednn_us": round(median(b for _, b in pairs), 1),
+            "ratio": round(median(a / b for a, b in pairs), 3),
+            "calls": len(pairs),
+        }
+        print(json.dumps(line), flush=True)
+
+
+def main() -> None:
+    """Print the machine, then a line a case."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--seconds", type=float, default=0.5, help="at least, for each case")
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
+    parser.add_argument("--shape", type=int, nargs=2, action="append", metavar=("OUTS", "COLS"))
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    print(json.dumps(machine(options.threads)), flush=True)
+    for outs, cols in options.shape or SHAPES:
+        compare(outs, cols, tuple(options.rows), options.threads, options.seconds)
+
+
+if __name__ == "__main__":
+    main()

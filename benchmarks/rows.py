@@ -1,0 +1,77 @@
+"""Times norm, gate and rotation, native beside torch, call by call in turns; JSON lines."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from statistics import median
+from typing import TYPE_CHECKING
+
+import torch
+from benchmarks.linear import machine
+
+from argosy.engine.execution.native import load_kernels
+from argosy.engine.execution.rows_cpu import NativeRows, RowOps, TorchRows
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ROWS = (1, 4, 16, 64, 256, 1024)
+HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM = 896, 4864, 14, 2, 64
+
+
+def operations(ops: RowOps, rows: int) -> dict[str, Callable[[], object]]:
+    """What a layer does between its matrices, each on its own input."""
+    dtype = torch.bfloat16
+    x, mixed = torch.randn(2, rows, HIDDEN).to(dtype)
+    wide = torch.randn(rows, 2 * INTERMEDIATE).to(dtype)
+    heads = torch.randn(rows, HEADS + 2 * KV_HEADS, HEAD_DIM).to(dtype)
+    turned = heads[:, : HEADS + KV_HEADS]
+    turns = (torch.ones(rows, 1, HEAD_DIM), torch.zeros(rows, 1, HEAD_DIM))
+    norm = ops.norm("narrow", torch.ones(HIDDEN, dtype=dtype), 1e-6)
+    gate = ops.gate("silu")
+    return {
+        "norm": lambda: norm(x),
+        "add and norm": lambda: norm.after_adding(x, mixed.zero_()),
+        "silu gate": lambda: gate(wide),
+        "rotation": lambda: ops.rotate(turned, turns),
+    }
+
+
+def microseconds(run: Callable[[], object]) -> float:
+    """Wall time of one call."""
+    start = time.perf_counter_ns()
+    run()
+    return (time.perf_counter_ns() - start) / 1e3
+
+
+def main() -> None:
+    """Print the machine, then a line a case."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--seconds", type=float, default=0.5, help="at least, for each case")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    print(json.dumps(machine(options.threads)), flush=True)
+    for rows in ROWS:
+        native = operations(NativeRows(load_kernels(), options.threads), rows)
+        plain = operations(TorchRows(), rows)
+        for name, run in native.items():
+            run(), plain[name]()
+            pairs: list[tuple[float, float]] = []
+            end = time.perf_counter() + options.seconds
+            while len(pairs) < 5 or time.perf_counter() < end:
+                pairs.append((microseconds(run), microseconds(plain[name])))
+            line = {
+                "operation": name,
+                "rows": rows,
+                "native_us": round(median(a for a, _ in pairs), 1),
+                "torch_us": round(median(b for _, b in pairs), 1),
+                "ratio": round(median(a / b for a, b in pairs), 3),
+            }
+            print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+// One tile of keys, and the two units that multiply it: scores, and sums of values by weight.
+#pragma once
+
+#include "amx.h"
+#include "simd.h"
+
+namespace argosy {
+
+constexpr int TILE = 64;  // keys of one softmax step
+constexpr int PANELS = TILE / LANES;
+
+// One tile of keys of one sequence and kv head, as pointers to panels of W keys: pages are never gathered.
+struct Tile {
+    const uint32_t *keys[2 * PANELS];
+    const uint32_t *values[2 * PANELS];
+};
+
+// Scores and weighted sums by vector multiply-adds; each sum runs in the same order whatever R and C are.
+template <class Element, int W> struct VectorUnit {
+    using T = Element;
+    static constexpr int PANEL = W;
+    static constexpr int ALIGN = 1;  // rows are padded to a multiple of it
+    static constexpr int WORDS = TILE / T::PER_WORD;
+#ifdef __AVX512F__
+    static constexpr int ROW_BLOCK = 4, WIDE = 8;  // accumulators that fit the register file
+#else
+    static constexpr int ROW_BLOCK = 1, WIDE = 4;
+#endif
+
+    static u32x16 key_vector(const Tile &tile, int panel, int64_t word) {
+        if constexpr (W == LANES) return load<u32x16>(tile.keys[panel] + word * W);
+        u32x16 both;
+        std::memcpy(&both, tile.keys[2 * panel] + word * W, 32);
+        std::memcpy((char *)&both + 32, tile.keys[2 * panel + 1] + word * W, 32);
+        return both;
+    }
+
+    template <int R> static void score_block(const uint32_t *q, int64_t words, const Tile &tile, float *scores) {
+        f32x16 sum[R][PANELS] = {};
+        for (int64_t word = 0; word < words; word++) {
+            u32x16 key[PANELS];
+            for (int p = 0; p < PANELS; p++) key[p] = key_vector(tile, p, word);
+            for (int r = 0; r < R; r++)
+                for (int p = 0; p < PANELS; p++) sum[r][p] = T::madd(sum[r][p], q[r * words + word], key[p]);
+        }
+        for (int r = 0; r < R; r++)
+            for (int p = 0; p < PANELS; p++) store(scores + r * TILE + p * LANES, sum[r][p]);
+    }
+
+    template <int R, int C>
+    static void weigh_block(const uint32_t *weights, const Tile &tile, const float *fade, float *out, int64_t width,
+                            int64_t column) {
+        f32x16 sum[R][C];
+        for (int r = 0; r < R; r++)
+            for (int c = 0; c < C; c++) sum[r][c] = load<f32x16>(out + r * width + column + c * LANES) * fade[r];
+        for (int word = 0; word < WORDS; word++) {
+            constexpr int EACH = W / T::PER_WORD;
+            const uint32_t *row = tile.values[word / EACH] + word % EACH * width + column;
+            for (int c = 0; c < C; c++) {
+                const u32x16 value = load<u32x16>(row + c * LANES);
+                for (int r = 0; r < R; r++) sum[r][c] = T::madd(sum[r][c], weights[r * WORDS + word], value);
+            }
+        }
+        for (int r = 0; r < R; r++)
+            for (int c = 0; c < C; c++) store(out + r * width + column + c * LANES, sum[r][c]);
+    }
+
+    template <int R>
+    static void weigh_columns(const uint32_t *weights, const Tile &tile, const float *fade, float *out, int64_t width) {
+        constexpr int C = R <= 2 ? WIDE : 4;
+        int64_t column = 0;
+        for (; column + C * LANES <= width; column += C * LANES)
+            weigh_block<R, C>(weights, tile, fade, out, width, column);
+        for (; column < width; column += LANES) weigh_block<R, 1>(weights, tile, fade, out, width, column);
+    }
+
+    // scores[rows][TILE] = q[rows][words] . keys
+    static void score(const uint32_t *q, int64_t rows, int64_t words, const Tile &tile, float *scores) {
+        int64_t r = 0;
+        for (; r + ROW_BLOCK <= rows; r += ROW_BLOCK)
+            score_block<ROW_BLOCK>(q + r * words, words, tile, scores + r * TILE);
+        for (; r + 2 <= rows; r += 2) score_block<2>(q + r * words, words, tile, scores + r * TILE);
+        for (; r < rows; r++) score_block<1>(q + r * words, words, tile, scores + r * TILE);
+    }
+
+    // out[rows][width] = out * fade + weights[rows][WORDS] . values
+    static void weigh(const uint32_t *weights, int64_t rows, const Tile &tile, const float *fade, float *out,
+                      int64_t width) {
+        int64_t r = 0;
+        for (; r + ROW_BLOCK <= rows; r += ROW_BLOCK)
+            weigh_columns<ROW_BLOCK>(weights + r * WORDS, tile, fade + r, out + r * width, width);
+        for (; r + 2 <= rows; r += 2) weigh_columns<2>(weights + r * WORDS, tile, fade + r, out + r * width, width);
+        for (; r < rows; r++) weigh_columns<1>(weights + r * WORDS, tile, fade + r, out + r * width, width);
+    }
+};
+
+#ifdef ARGOSY_AMX
+// The same by the matrix unit, sixteen rows at a time; a row of a tile product does not depend on the others.
+struct MatrixUnit {
+    using T = Bfloat16;
+    static constexpr int PANEL = LANES;
+    static constexpr int ALIGN = 16;
+    static constexpr int WORDS = TILE / 2;
+
+    // 0-3 sums; 4, 5: queries and keys, 32 dimensions; 6, 7: weights and values of 16 keys.
+    AmxTiles tiles{{16, 16, 16, 16, 16, 16, 16, 8}, {64, 64, 64, 64, 64, 64, 32, 64}};
+
+    static void score(const uint32_t *q, int64_t rows, int64_t words, const Tile &tile, float *scores) {
+        for (int64_t r = 0; r < rows; r += 16) {
+            AMX_ZERO(0); AMX_ZERO(1); AMX_ZERO(2); AMX_ZERO(3);
+            for (int64_t word = 0; word < words; word += 16) {
+                AMX_LOAD(4, q + r * words + word, words * 4); AMX_LOAD(5, tile.keys[0] + word * LANES, 64);
+                AMX_MADD(0, 4, 5);
+                AMX_LOAD(5, tile.keys[1] + word * LANES, 64);
+                AMX_MADD(1, 4, 5);
+                AMX_LOAD(5, tile.keys[2] + word * LANES, 64);
+                AMX_MADD(2, 4, 5);
+                AMX_LOAD(5, tile.keys[3] + word * LANES, 64);
+                AMX_MADD(3, 4, 5);
+            }
+            float *sum = scores + r * TILE;
+            AMX_STORE(0, sum, TILE * 4); AMX_STORE(1, sum + LANES, TILE * 4);
+            AMX_STORE(2, sum + 2 * LANES, TILE * 4); AMX_STORE(3, sum + 3 * LANES, TILE * 4);
+        }
+    }
+
+    static void weigh(const uint32_t *weights, int64_t rows, const Tile &tile, const float *fade, float *out,
+                      int64_t width) {
+        for (int64_t r = 0; r < rows; r++) {
+            if (fade[r] == 1.0f) continue;
+            for (int64_t c = 0; c < width; c += LANES)
+                store(out + r * width + c, load<f32x16>(out + r * width + c) * fade[r]);
+        }
+        for (int64_t r = 0; r < rows; r += 16)
+            for (int64_t c = 0; c < width; c += 2 * LANES) {  // the width is a multiple of 32
+                float *sum = out + r * width + c;
+                AMX_LOAD(0, sum, width * 4); AMX_LOAD(1, sum + LANES, width * 4);
+                for (int p = 0; p < PANELS; p++) {
+                    AMX_LOAD(6, weights + r * WORDS + p * LANES / 2, WORDS * 4);
+                    AMX_LOAD(7, tile.values[p] + c, width * 4);
+                    AMX_MADD(0, 6, 7);
+                    AMX_LOAD(7, tile.values[p] + c + LANES, width * 4);
+                    AMX_MADD(1, 6, 7);
+                }
+                AMX_STORE(0, sum, width * 4); AMX_STORE(1, sum + LANES, width * 4);
+            }
+    }
+};
+#endif
+
+}  // namespace argosy

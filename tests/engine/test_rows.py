@@ -1,0 +1,147 @@
+"""Norms, gates and rotation: native beside torch, and each row's bits its own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, get_args
+
+import pytest
+import torch
+
+from argosy.engine.execution.native import NativeUnavailable, load_kernels
+from argosy.engine.execution.rows_cpu import NativeRows, RowOps, TorchRows, cpu_rows
+from argosy.engine.execution.spec import Activation, NormKind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SIZES = (320, 128, 70, 16, 7)
+DTYPES = (torch.float32, torch.bfloat16)
+# One unit in the last place of bfloat16 is 2^-8 of the value; float32 differs by its order of sums.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1 / 128}
+
+
+def native(threads: int = 2) -> NativeRows:
+    try:
+        return NativeRows(load_kernels(), threads)
+    except NativeUnavailable:
+        pytest.skip("no compiler")
+
+
+def drawn(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return (torch.randn(*shape, generator=generator) * 3).to(dtype)
+
+
+def turns(tokens: int, rotary_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    angles = drawn(tokens, 1, rotary_dim // 2, dtype=torch.float32)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    tolerance = TOLERANCE[wanted.dtype]
+    torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kind", get_args(NormKind))
+def test_norms_agree_with_torch(kind: NormKind, size: int, dtype: torch.dtype) -> None:
+    weight, x, mixed = (drawn(n, size, dtype=dtype) for n in (1, 9, 10))
+    mixed = mixed[:9]
+    ours, theirs = (ops.norm(kind, weight[0], 1e-6) for ops in (native(), TorchRows()))
+    close(ours(x), theirs(x))
+    into, reference = x.clone(), x.clone()
+    close(ours.after_adding(into, mixed), theirs.after_adding(reference, mixed))
+    assert torch.equal(into, reference)
+    assert torch.equal(ours.after_adding(x.clone(), mixed), ours(into))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", SIZES)
+def test_a_norm_over_heads_takes_a_part_of_wider_rows(size: int, dtype: torch.dtype) -> None:
+    weight, wide = drawn(size, dtype=dtype), drawn(5, 6, size, dtype=dtype)
+    ours, theirs = (ops.norm("narrow", weight, 1e-5) for ops in (native(), TorchRows()))
+    close(ours(wide[:, 1:4]), theirs(wide[:, 1:4]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("activation", get_args(Activation))
+def test_gates_agree_with_torch(activation: Activation, size: int, dtype: torch.dtype) -> None:
+    x = drawn(40, 2 * size, dtype=dtype)
+    x[0, :size], x[1, :size], x[2, :size] = -1e4, 1e4, 0.0
+    ours, theirs = (ops.gate(activation)(x) for ops in (native(), TorchRows()))
+    torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=TOLERANCE[dtype])
+    x[3, 0] = torch.nan
+    assert native().gate(activation)(x)[3, 0].isnan()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (128, 128), (80, 20), (6, 6)])
+def test_rotations_agree_with_torch(head_dim: int, rotary_dim: int, dtype: torch.dtype) -> None:
+    rows = turns(11, rotary_dim)
+    wide = drawn(11, 5, head_dim, dtype=dtype)
+    ours, theirs = wide.clone(), wide.clone()
+    native().rotate(ours[:, :3], rows)
+    TorchRows().rotate(theirs[:, :3], rows)
+    close(ours, theirs)
+    assert torch.equal(ours[:, 3:], wide[:, 3:])
+    assert torch.equal(ours[..., rotary_dim:], wide[..., rotary_dim:])
+
+
+def every_op(ops: RowOps, size: int, dtype: torch.dtype) -> list[Callable[..., torch.Tensor]]:
+    """Functions of (x [T, 2 * size], first row) for each operation."""
+    cos, sin = turns(1000, size // 2 * 2)
+    norms = [ops.norm(kind, drawn(size, dtype=dtype), 1e-6) for kind in get_args(NormKind)]
+
+    def rotate(x: torch.Tensor, first: int) -> torch.Tensor:
+        turned = x.clone().view(len(x), 2, size)
+        ops.rotate(turned, (cos[first : first + len(x)], sin[first : first + len(x)]))
+        return turned
+
+    return [
+        rotate,
+        *(lambda x, _, norm=norm: norm(x[:, :size].contiguous()) for norm in norms),
+        *(lambda x, _, act=act: ops.gate(act)(x) for act in get_args(Activation)),
+    ]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [320, 70])
+@pytest.mark.parametrize("path", ["native", "torch"])
+def test_a_row_has_the_same_bits_in_any_batch(path: str, size: int, dtype: torch.dtype) -> None:
+    x = drawn(1000, 2 * size, dtype=dtype)
+    for op in every_op(native() if path == "native" else TorchRows(), size, dtype):
+        whole = op(x, 0)
+        for first, last in ((0, 1), (1, 4), (31, 64), (300, 500), (999, 1000)):
+            assert torch.equal(op(x[first:last], first), whole[first:last])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_threads_do_not_change_a_row(dtype: torch.dtype) -> None:
+    x = drawn(500, 640, dtype=dtype)
+    ways = zip(*(every_op(native(threads), 320, dtype) for threads in (1, 2, 5)), strict=True)
+    for one, two, five in ways:
+        assert torch.equal(one(x, 0), two(x, 0))
+        assert torch.equal(one(x, 0), five(x, 0))
+
+
+def test_no_rows_give_no_rows() -> None:
+    ops = native()
+    assert ops.gate("silu")(torch.empty(0, 64)).shape == (0, 32)
+    assert ops.norm("narrow", torch.ones(64), 1e-6)(torch.empty(0, 64)).shape == (0, 64)
+
+
+def test_a_dtype_without_a_kernel_takes_torch() -> None:
+    ops, x = native(), drawn(3, 64, dtype=torch.float64)
+    assert torch.equal(ops.gate("silu")(x), TorchRows().gate("silu")(x))
+    weight = torch.ones(64, dtype=torch.float64)
+    assert ops.norm("wide", weight, 1e-6)(x).dtype == torch.float64
+
+
+def test_without_a_compiler_torch_does_it() -> None:
+    def refuse() -> None:
+        raise NativeUnavailable("no compiler")
+
+    assert isinstance(cpu_rows(2, refuse), TorchRows)  # type: ignore[arg-type]
