@@ -15,6 +15,8 @@ from argosy.bench.plan import Plan, PlannedRequest, Spans
 from argosy.bench.reply import Reply
 from argosy.bench.writer import Exchange, Writer
 
+_LOOK_S = 0.25
+"""So often it is seen whether the run has been stopped."""
 _COARSE_S = 0.002
 """The event loop's own timers are right to about a millisecond; the rest is spent yielding."""
 
@@ -183,9 +185,10 @@ class Driver:
     async def _until(self, at_s: float) -> None:
         while True:
             left = at_s - self._now()
-            if left <= 0:
+            if left <= 0 or self.stopped:
                 return
-            await asyncio.sleep(left - _COARSE_S / 2 if left > _COARSE_S else 0)
+            coarse = min(left - _COARSE_S / 2, _LOOK_S)
+            await asyncio.sleep(coarse if left > _COARSE_S else 0)
 
 
 def make_row(
@@ -224,6 +227,7 @@ def make_row(
         input_tokens=reply.input_tokens,
         output_tokens=len(reply.chunks) if output is None else output,
         counted_by_server=output is not None,
+        resent=reply.resent,
     )
 
 

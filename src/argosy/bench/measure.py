@@ -50,6 +50,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens: int = 0
     """By the server's usage, or else the number of chunks."""
     counted_by_server: bool = False
+    resent: bool = False
+    """Sent again on a new connection, as the kept one was closed without a byte."""
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,6 +153,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     output_mismatches: int = 0
     uncounted: int = 0
     """Requests for which the server gave no usage; their chunks were counted."""
+    resent: int = 0
+    """Requests whose kept connection was closed without a byte, and that went out again."""
     many_token_chunks: int = 0
     """Requests with more tokens than chunks."""
     latency: dict[Metric, Stats]
@@ -195,6 +199,7 @@ def summarize(rows: Sequence[Row], objectives: Objectives | None = None) -> Summ
         ),
         output_mismatches=sum(row.output_tokens != row.planned_output for row in ok),
         uncounted=sum(not row.counted_by_server for row in ok),
+        resent=sum(row.resent for row in measured),
         many_token_chunks=sum(row.output_tokens > len(row.chunks_s) for row in ok),
         latency={
             metric: stats([value for row in ok for value in values(row, metric)])

@@ -59,6 +59,8 @@ class Reply:
         self.finish: str | None = None
         self.error = ""
         self.detail = ""
+        self.resent = False
+        """Sent twice: the first connection had been kept, and was closed without a byte."""
         self.done = False
         """`[DONE]` came."""
         self._events = EventParser()
@@ -95,6 +97,7 @@ class Reply:
         """It goes out again, on another connection; the first try counts as waiting."""
         self.error = self.detail = ""
         self.ended = False
+        self.resent = True
 
     def fail(self, error: str, detail: str) -> None:
         """It went wrong; the first thing that did is kept."""

@@ -118,6 +118,11 @@ def _remarks(result: Result, point: Point) -> list[str]:
         remarks.append(
             f"{summary.uncounted} answers came without usage: their chunks are taken for tokens."
         )
+    if summary.resent:
+        remarks.append(
+            f"{summary.resent} requests went out twice: the server closed their kept connection"
+            " without a byte."
+        )
     if summary.many_token_chunks and not result.target.chunk_usage:
         remarks.append(
             f"{summary.many_token_chunks} answers have more tokens than chunks, and the server"

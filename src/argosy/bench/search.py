@@ -6,14 +6,16 @@ import math
 from collections.abc import Generator
 
 MOST_TRIALS = 24
+LEAST = 1 / 64
+"""Of the first rate: below that a trial takes too long to be worth it."""
 
 
 def rate_search(first: float, precision: float) -> Generator[float, bool, float | None]:
     """Yields rates to try and is sent whether each held; returns the highest that did, or None.
 
-    Ends when a rate that failed is at most (1 + `precision`) times one that held, or after
-    `MOST_TRIALS`. Held rates are taken to be below failed ones; one that contradicts this is not
-    looked into, for a trial is never run twice at a rate outside the bracket.
+    Ends when a rate that failed is at most (1 + `precision`) times one that held, when not even
+    `LEAST` of the first rate held, or after `MOST_TRIALS`. Each rate is tried once, inside the
+    bracket of what held and what failed.
     """
     low: float | None = None
     high: float | None = None
@@ -30,6 +32,8 @@ def rate_search(first: float, precision: float) -> Generator[float, bool, float 
             rate *= 2
         elif low is None:
             rate /= 2
+            if rate < first * LEAST:
+                break
         else:
             rate = math.sqrt(low * high)
     return low
