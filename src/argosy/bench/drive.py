@@ -225,6 +225,7 @@ def make_row(
         else None,
         planned_output=request.output_tokens,
         input_tokens=reply.input_tokens,
+        cached_tokens=reply.cached_tokens,
         output_tokens=len(reply.chunks) if output is None else output,
         counted_by_server=output is not None,
         resent=reply.resent,

@@ -47,6 +47,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     planned_output: int
     input_tokens: int | None = None
     """By the server's usage."""
+    cached_tokens: int | None = None
+    """Of the prompt, from the server's prefix cache, where it says so."""
     output_tokens: int = 0
     """By the server's usage, or else the number of chunks."""
     counted_by_server: bool = False
@@ -135,6 +137,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that warmed up or ramped."""
     errors: dict[str, int]
     input_tokens: int
+    cached_tokens: int | None
+    """Of them, from the server's prefix cache; None when it does not say."""
     output_tokens: int
     request_rate: float
     output_token_rate: float
@@ -171,6 +175,7 @@ def summarize(rows: Sequence[Row], objectives: Objectives | None = None) -> Summ
     end = max((row.end_s for row in measured), default=0.0)
     duration = max(end - start, 1e-9)
     good = None if objectives is None else sum(objectives.met_by(row) for row in measured)
+    told = [row.cached_tokens for row in ok if row.cached_tokens is not None]
     outputs = sum(row.output_tokens for row in ok)
     inputs = sum(row.input_tokens or row.planned_input or 0 for row in ok)
     return Summary(
@@ -181,6 +186,7 @@ def summarize(rows: Sequence[Row], objectives: Objectives | None = None) -> Summ
         unmeasured=len(rows) - len(measured),
         errors=dict(Counter(row.error for row in measured if row.outcome == "error")),
         input_tokens=inputs,
+        cached_tokens=sum(told) if told else None,
         output_tokens=outputs,
         request_rate=len(ok) / duration,
         output_token_rate=outputs / duration,

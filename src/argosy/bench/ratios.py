@@ -43,7 +43,7 @@ class Ratio(msgspec.Struct, frozen=True, kw_only=True):
         return not self.low <= 1 <= self.high
 
 
-def compare(a: Result, b: Result, *, seed: int = 0) -> list[Ratio]:
+def compare(a: Result, b: Result, *, seed: int = 0, resamples: int = RESAMPLES) -> list[Ratio]:
     """Each measure of each load that both have. Raises BenchError when they have none in common.
 
     With one run each, these are compared whatever their loads are.
@@ -57,23 +57,31 @@ def compare(a: Result, b: Result, *, seed: int = 0) -> list[Ratio]:
     ratios = []
     for x, y in pairs:
         label = x.label if x.label == y.label else f"{x.label} / {y.label}"
-        ratios += _compare_points(label, x, y, rng)
+        ratios += _compare_points(label, x, y, _Dice(rng, resamples))
     return ratios
 
 
-def _compare_points(label: str, a: Point, b: Point, rng: np.random.Generator) -> list[Ratio]:
+class _Dice(msgspec.Struct, frozen=True):
+    """How to resample."""
+
+    rng: np.random.Generator
+    resamples: int
+
+
+def _compare_points(label: str, a: Point, b: Point, dice: _Dice) -> list[Ratio]:
     mine, other = _ok(a), _ok(b)
     if not mine or not other:
         return []
-    ratios = [_ratio(label, "output tok/s", *(_throughput(rows, rng) for rows in (mine, other)))]
+    ratios = [_ratio(label, "output tok/s", *(_throughput(rows, dice) for rows in (mine, other)))]
     for metric in _LATENCIES:
         samples = [_Sample(rows, metric) for rows in (mine, other)]
         if not all(sample.size for sample in samples):
             continue
-        drawn = [sample.bootstrap(rng) for sample in samples]
+        drawn = [sample.bootstrap(dice) for sample in samples]
         ratios += [
             _ratio(label, f"{metric} {statistic} ms", drawn[0][statistic], drawn[1][statistic])
             for statistic in drawn[0]
+            if statistic in drawn[1]
         ]
     return ratios
 
@@ -97,7 +105,7 @@ def _ratio(label: str, measure: str, a: Array, b: Array) -> Ratio:
     )
 
 
-def _throughput(rows: Sequence[Row], rng: np.random.Generator) -> Array:
+def _throughput(rows: Sequence[Row], dice: _Dice) -> Array:
     start = min(row.scheduled_s for row in rows)
     width = max((max(row.end_s for row in rows) - start) / _SLICES, 1e-6)
     series = np.zeros(_SLICES)
@@ -105,7 +113,7 @@ def _throughput(rows: Sequence[Row], rng: np.random.Generator) -> Array:
     # A token on the very end falls into a slice of its own: it belongs to the last.
     for place, rate in enumerate(counted):
         series[min(place, _SLICES - 1)] += rate
-    places = rng.integers(_SLICES, size=(RESAMPLES, _SLICES))
+    places = dice.rng.integers(_SLICES, size=(dice.resamples, _SLICES))
     return np.concatenate([[series.mean()], series[places].mean(axis=1)])
 
 
@@ -124,17 +132,19 @@ class _Sample:
         """How many values there are."""
         return len(self._values)
 
-    def bootstrap(self, rng: np.random.Generator) -> dict[Statistic, Array]:
-        """For each statistic the estimate, then `RESAMPLES` of it."""
+    def bootstrap(self, dice: _Dice) -> dict[Statistic, Array]:
+        """For each statistic the estimate, then the resamples; none for a tail of less than a request."""
         statistics: dict[Statistic, Callable[[Array], float]] = {"mean": self._mean}
         for name, share in _QUANTILES.items():
+            if self._requests * (1 - share) < 1 - 1e-9:
+                continue
             statistics[name] = _Quantile(self._values, share)
         drawn: dict[Statistic, list[float]] = {name: [] for name in statistics}
         chances = np.full(self._requests, 1 / self._requests)
-        for draw in range(RESAMPLES + 1):
+        for draw in range(dice.resamples + 1):
             times = np.ones(self._requests)
             if draw:
-                times = rng.multinomial(self._requests, chances).astype(np.float64)
+                times = dice.rng.multinomial(self._requests, chances).astype(np.float64)
             weights = times[self._owners]
             if not weights.any():  # only requests without values were drawn
                 weights = np.ones_like(weights)
@@ -177,6 +187,11 @@ def comparison_text(a: Result, b: Result, ratios: Sequence[Ratio]) -> str:
     return "\n".join([*lines, "", "* 1 lies outside of the interval"])
 
 
+def _cached_share(result: Result) -> float:
+    cached = sum(point.summary.cached_tokens or 0 for point in result.points)
+    return cached / max(sum(point.summary.input_tokens for point in result.points), 1)
+
+
 def _cautions(a: Result, b: Result) -> list[str]:
     cautions = []
     plans_a = {point.label: point.plan for point in a.points}
@@ -185,6 +200,12 @@ def _cautions(a: Result, b: Result) -> list[str]:
         cautions.append("Caution: the plans differ (seed, lengths or arrivals).")
     if a.machine.get("processor") != b.machine.get("processor"):
         cautions.append("Caution: the load came from different machines.")
+    shares = [_cached_share(result) for result in (a, b)]
+    if abs(shares[0] - shares[1]) > 0.02:
+        cautions.append(
+            f"Caution: {shares[0]:.0%} of A's prompt tokens came from the prefix cache, and"
+            f" {shares[1]:.0%} of B's (a server that has seen a seed before remembers its prompts)."
+        )
     for name, result in (("A", a), ("B", b)):
         failed = sum(point.summary.failed for point in result.points)
         if failed:

@@ -24,7 +24,12 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
 
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
 class _Usage(msgspec.Struct):
+    prompt_tokens_details: _PromptDetails | None = None
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
 
@@ -55,6 +60,7 @@ class Reply:
         self.last_at: float | None = None
         """When the last chunk of a choice came: text, or the reason of the end."""
         self.input_tokens: int | None = None
+        self.cached_tokens: int | None = None
         self.output_tokens: int | None = None
         self.finish: str | None = None
         self.error = ""
@@ -134,6 +140,8 @@ class Reply:
                 self.input_tokens = usage.prompt_tokens
             if usage.completion_tokens is not None:
                 self.output_tokens = usage.completion_tokens
+            if usage.prompt_tokens_details is not None:
+                self.cached_tokens = usage.prompt_tokens_details.cached_tokens
         for choice in chunk.choices:
             self.last_at = self.now
             if choice.finish_reason is not None:

@@ -62,10 +62,12 @@ def _counts(point: Point) -> list[str]:
     if load.arrivals is not None:
         rate = math.inf if load.arrivals.rate is None else load.arrivals.rate
         lines.append(_line("Request rate configured (RPS):", float(rate)))
+    lines.append(_line("Benchmark duration (s):", summary.duration_s))
+    lines.append(_line("Total input tokens:", summary.input_tokens))
+    if summary.cached_tokens is not None:
+        lines.append(_line("Input tokens from the prefix cache:", summary.cached_tokens))
     return [
         *lines,
-        _line("Benchmark duration (s):", summary.duration_s),
-        _line("Total input tokens:", summary.input_tokens),
         _line("Total generated tokens:", summary.output_tokens),
     ]
 

@@ -66,7 +66,10 @@ class _Bench:
         if settings.search and len(settings.loads) > 1:
             raise BenchError("A search begins at one rate: give one --rate, and one --concurrency.")
         # Plans come first: what is wrong with files and options is said before the server is asked.
-        plans = [make_plan(settings.workload, each, settings.seed) for each in settings.loads]
+        plans = [
+            make_plan(settings.workload, each, settings.seed, run)
+            for run, each in enumerate(settings.loads)
+        ]
         talks = settings.workload.turns > 1
         writer = Writer(await meet(self._client, settings.wishes, conversations=talks))
         best = None
@@ -95,7 +98,8 @@ class _Bench:
         while True:
             arrivals = msgspec.structs.replace(first, rate=rate)
             each = msgspec.structs.replace(template, arrivals=arrivals)
-            plan = make_plan(self._settings.workload, each, self._settings.seed)
+            done = len(self._points)
+            plan = make_plan(self._settings.workload, each, self._settings.seed, done)
             point = await self._point(writer, each, plan)
             if point.interrupted:
                 return max((_rate(p) for p in self._points if p.held), default=None)

@@ -58,10 +58,14 @@ class _Item(msgspec.Struct, frozen=True):
     output_tokens: int
 
 
-def make_plan(workload: Workload, load: Load, seed: int) -> Plan:
-    """The plan: a function of its arguments and of the files that they name. Raises BenchError."""
+def make_plan(workload: Workload, load: Load, seed: int, run: int = 0) -> Plan:
+    """The plan: a function of its arguments and of the files that they name. Raises BenchError.
+
+    Plans that differ in `run` alone have the same times and lengths and other synthetic text, so
+    that what one run leaves in the server's prefix cache helps no other.
+    """
     _check(workload, load)
-    source = _Source(workload, load, seed)
+    source = _Source(workload, load, seed, run)
     times = _times(workload, load, seed, source)
     sessions: list[tuple[PlannedRequest, ...]] = []
     index = 0
@@ -133,9 +137,10 @@ def _times(workload: Workload, load: Load, seed: int, source: _Source) -> list[f
 class _Source:
     """Prompts and output lengths by place in the plan."""
 
-    def __init__(self, workload: Workload, load: Load, seed: int) -> None:
+    def __init__(self, workload: Workload, load: Load, seed: int, run: int) -> None:
         self._workload = workload
         self._seed = seed
+        self._text_seed = mix(seed, run)
         self.traced: list[Traced] = []
         self._file: list[FilePrompt] = []
         if workload.trace:
@@ -152,12 +157,12 @@ class _Source:
             prompt = self._file[index % len(self._file)]
             drawn = self._workload.output.draw(rng)
             return _Item(prompt.prompt, prompt.output_tokens or drawn)
-        return _Item(*self._synthetic(rng, mix(self._seed, _OWN, index)))
+        return _Item(*self._synthetic(rng, mix(self._text_seed, _OWN, index)))
 
     def warmup(self, number: int) -> PlannedRequest:
         """A request of the same kind that shares no text with the plan's."""
         rng = np.random.default_rng((self._seed, _WARMUP, number))
-        prompt, output_tokens = self._synthetic(rng, mix(self._seed, _WARMUP, number))
+        prompt, output_tokens = self._synthetic(rng, mix(self._text_seed, _WARMUP, number))
         spans = tuple(Span(mix(span.seed, _WARMUP), span.tokens) for span in prompt.spans)
         return PlannedRequest(
             index=-1 - number,
@@ -173,7 +178,7 @@ class _Source:
         output_tokens = workload.output.draw(rng)
         if workload.prefix_tokens:
             group = int(rng.integers(workload.prefix_groups))
-            spans.insert(0, Span(mix(self._seed, _PREFIX, group), workload.prefix_tokens))
+            spans.insert(0, Span(mix(self._text_seed, _PREFIX, group), workload.prefix_tokens))
         return Spans(tuple(spans)), output_tokens
 
     def _from_trace(self, index: int, row: Traced) -> _Item:
@@ -183,8 +188,8 @@ class _Source:
             if left <= 0:
                 break
             tokens = min(left, MOONCAKE_BLOCK_TOKENS)
-            spans.append(Span(mix(self._seed, _BLOCK, block), tokens))
+            spans.append(Span(mix(self._text_seed, _BLOCK, block), tokens))
             left -= tokens
         if left > 0:
-            spans.append(Span(mix(self._seed, _OWN, index), left))
+            spans.append(Span(mix(self._text_seed, _OWN, index), left))
         return _Item(Spans(tuple(spans)), row.output_tokens)

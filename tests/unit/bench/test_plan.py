@@ -162,6 +162,15 @@ def test_prefixes_are_shared_within_groups_and_nothing_else_is(seed: int, groups
     assert not warm & {*own, *(span.seed for span in first)}
 
 
+@given(workloads, loads, seeds)
+def test_runs_of_a_seed_differ_in_text_alone(workload: Workload, load: Load, seed: int) -> None:
+    first, second = (make_plan(workload, load, seed, run) for run in (0, 1))
+    for a, b in zip(requests(first), requests(second), strict=True):
+        assert (a.at_s, a.output_tokens, a.turn) == (b.at_s, b.output_tokens, b.turn)
+        assert spans(a).tokens == spans(b).tokens
+        assert not set(spans(a).spans) & set(spans(b).spans)
+
+
 def test_a_plan_is_data() -> None:
     plan = make_plan(WORKLOAD, Load(arrivals=Arrivals(rate=3), requests=20, warmup=1), 7)
     assert msgspec.json.decode(msgspec.json.encode(plan), type=Plan) == plan
