@@ -95,7 +95,7 @@ def _time_plots(point: Point) -> list[str]:
     failed = [(row.scheduled_s, 0.0) for row in rows if row.outcome != "ok"]
     start = min((row.scheduled_s for row in ok), default=0.0)
     tokens = [(start + second, rate) for second, rate in enumerate(token_series(ok, 1.0))]
-    levels = [(at, float(level)) for at, level in concurrency_series(rows)]
+    levels = _stairs(concurrency_series(rows))
     lag = [(row.scheduled_s, value) for row in rows for value in values(row, "lag")]
     return [
         plot(
@@ -110,8 +110,20 @@ def _time_plots(point: Point) -> list[str]:
     ]
 
 
+def _stairs(series: list[tuple[float, int]]) -> list[tuple[float, float]]:
+    """A level holds until the next."""
+    points = []
+    before = 0
+    for at, level in series:
+        points += [(at, float(before)), (at, float(level))]
+        before = level
+    return points
+
+
 def _sweep_plots(result: Result) -> list[str]:
     points = sorted(result.points, key=lambda point: point.summary.request_rate)
+
+    rates = ["rate"] if points[0].summary.goodput is None else ["rate", "good"]
 
     def curve(name: str, value: str, x: str) -> Series:
         return Series(name, [(_number(p, x), _number(p, value)) for p in points])
@@ -130,10 +142,10 @@ def _sweep_plots(result: Result) -> list[str]:
             [curve("p50", "itl.p50", "tokens"), curve("p99", "itl.p99", "tokens")],
         ),
         plot(
-            "Throughput and goodput",
+            "Throughput by concurrency",
             "mean requests in flight",
             "requests/s",
-            [curve("throughput", "rate", "level"), curve("goodput", "good", "level")],
+            [curve({"rate": "throughput", "good": "goodput"}[it], it, "level") for it in rates],
         ),
         plot(
             "Per user by total",

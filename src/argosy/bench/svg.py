@@ -10,6 +10,8 @@ import msgspec
 
 WIDTH, HEIGHT = 560, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 14, 34, 46
+_LEGEND = 130
+"""Beside the plot, where there is more than one series."""
 _COLORS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f")
 MOST_POINTS = 600
 
@@ -28,16 +30,15 @@ def plot(title: str, x: str, y: str, series: Sequence[Series]) -> str:
     if not drawn:
         return ""
     points = [point for each in drawn for point in each.points]
-    x_axis = _Axis(
-        min(0.0, *(p[0] for p in points)), max(p[0] for p in points), _LEFT, WIDTH - _RIGHT
-    )
+    right = WIDTH - _RIGHT - (_LEGEND if len(drawn) > 1 else 0)
+    x_axis = _Axis(min(0.0, *(p[0] for p in points)), max(p[0] for p in points), _LEFT, right)
     y_axis = _Axis(
         min(0.0, *(p[1] for p in points)), max(p[1] for p in points), HEIGHT - _BOTTOM, _TOP
     )
     parts = [
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{html.escape(title)}">',
         _text(_LEFT, 16, title, 'class="title"'),
-        _text((_LEFT + WIDTH - _RIGHT) / 2, HEIGHT - 8, x, 'text-anchor="middle"'),
+        _text((_LEFT + right) / 2, HEIGHT - 8, x, 'text-anchor="middle"'),
         _text(14, HEIGHT / 2, y, f'text-anchor="middle" transform="rotate(-90 14 {HEIGHT / 2})"'),
     ]
     for tick in x_axis.ticks():
@@ -46,7 +47,7 @@ def plot(title: str, x: str, y: str, series: Sequence[Series]) -> str:
         parts.append(_text(at, HEIGHT - _BOTTOM + 15, f"{tick:g}", 'text-anchor="middle"'))
     for tick in y_axis.ticks():
         at = y_axis.place(tick)
-        parts.append(_line(_LEFT, at, WIDTH - _RIGHT, at))
+        parts.append(_line(_LEFT, at, right, at))
         parts.append(_text(_LEFT - 6, at + 4, f"{tick:g}", 'text-anchor="end"'))
     for place, each in enumerate(drawn):
         parts.append(_draw(each, _COLORS[place % len(_COLORS)], x_axis, y_axis))
@@ -99,8 +100,10 @@ def _legend(series: Sequence[Series]) -> list[str]:
     for place, each in enumerate(series):
         y = _TOP + 12 + 15 * place
         color = _COLORS[place % len(_COLORS)]
-        parts.append(f'<rect x="{WIDTH - 150}" y="{y - 8}" width="10" height="10" fill="{color}"/>')
-        parts.append(_text(WIDTH - 136, y + 1, each.name))
+        parts.append(
+            f'<rect x="{WIDTH - _LEGEND}" y="{y - 8}" width="10" height="10" fill="{color}"/>'
+        )
+        parts.append(_text(WIDTH - _LEGEND + 15, y + 1, each.name[:22]))
     return parts
 
 

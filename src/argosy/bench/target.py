@@ -14,7 +14,7 @@ from argosy.bench.words import WORDS
 
 Api = Literal["completions", "chat"]
 PromptForm = Literal["auto", "tokens", "words"]
-_SHORT, _LONG = 16, 116
+_SHORT, _LONG = 16, 16 + len(WORDS)
 
 
 class Wishes(msgspec.Struct, frozen=True, kw_only=True):
