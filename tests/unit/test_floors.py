@@ -17,6 +17,7 @@ importlib.import_module(sys.argv[1])
     "room",
     [
         "argosy",
+        "argosy.bench",
         "argosy.cli",
         "argosy.engine",
         "argosy.engine.scheduling",

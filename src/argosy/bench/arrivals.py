@@ -1,0 +1,72 @@
+"""When requests are sent: open-loop arrivals from a rate, a burstiness, a ramp and a seed."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import numpy as np
+
+from argosy.bench.problem import BenchError
+
+
+class Arrivals(msgspec.Struct, frozen=True, kw_only=True):
+    """Gamma-distributed gaps. Raises BenchError where the numbers make no sense."""
+
+    rate: float | None
+    """Requests per second on average; None sends all at once."""
+    burstiness: float | None = 1.0
+    """Shape of the gamma distribution: 1 is a Poisson process, less is burstier; None is a metronome."""
+    ramp_s: float = 0.0
+    """The rate grows linearly from 0 for so long."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be drawn."""
+        if self.rate is not None and not 0 < self.rate < math.inf:
+            raise BenchError(f"A rate of {self.rate:g} cannot be sent: give more than 0.")
+        if self.burstiness is not None and not 0 < self.burstiness < math.inf:
+            raise BenchError(f"A burstiness of {self.burstiness:g} is no shape: give more than 0.")
+        if self.ramp_s < 0:
+            raise BenchError("A ramp takes 0 seconds or more.")
+
+
+def arrival_times(
+    arrivals: Arrivals, *, seed: int, count: int | None, duration_s: float | None
+) -> list[float]:
+    """Ascending seconds after the start: `count` of them, those before `duration_s`, or what both allow.
+
+    The same seed draws the same gaps at every rate, so a sweep compares like with like. Raises
+    BenchError when nothing bounds the list.
+    """
+    if arrivals.rate is None:
+        if count is None:
+            raise BenchError("All at once needs a number of requests: give --requests.")
+        return [0.0] * count
+    if count is None and duration_s is None:
+        raise BenchError("The run needs an end: give --requests or --duration.")
+    rng = np.random.default_rng((seed, 1))
+    times: list[float] = []
+    load = 0.0
+    while count is None or len(times) < count:
+        for gap in _unit_gaps(rng, arrivals.burstiness):
+            load += gap
+            at = _when(load, arrivals.rate, arrivals.ramp_s)
+            if (duration_s is not None and at >= duration_s) or len(times) == count:
+                return times
+            times.append(at)
+    return times
+
+
+def _unit_gaps(rng: np.random.Generator, burstiness: float | None) -> list[float]:
+    if burstiness is None:
+        return [1.0] * 256
+    gaps: list[float] = rng.gamma(burstiness, 1.0 / burstiness, 256).tolist()
+    return gaps
+
+
+def _when(load: float, rate: float, ramp_s: float) -> float:
+    """The time by which `load` requests are expected: the inverse of the integral of the rate."""
+    in_ramp = rate * ramp_s / 2
+    if load < in_ramp:
+        return math.sqrt(2 * load * ramp_s / rate)
+    return ramp_s + (load - in_ramp) / rate

@@ -1,0 +1,125 @@
+"""The file that a benchmark leaves: everything needed to read it, repeat it and compare it."""
+
+from __future__ import annotations
+
+import os
+import platform
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from argosy.bench.measure import Objectives, Row, Summary
+from argosy.bench.problem import BenchError
+from argosy.bench.target import Target, Wishes
+from argosy.bench.workload import Load, Workload
+
+SCHEMA = "argosy-bench/1"
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole benchmark as asked for. `loads` are run one after the other, on the same workload."""
+
+    wishes: Wishes
+    workload: Workload
+    loads: tuple[Load, ...]
+    """With `search`, the first of them and its rate begin the search."""
+    seed: int = 0
+    objectives: Objectives | None = None
+    search: bool = False
+    """Find the highest rate that holds the objectives."""
+    hold: float = 0.99
+    """It holds them when so large a share of the requests does."""
+    precision: float = 0.05
+    """Of the rate that is found, as a share of it."""
+    timeout_s: float = 600.0
+
+
+class Point(msgspec.Struct, frozen=True, kw_only=True):
+    """One run."""
+
+    label: str
+    load: Load
+    plan: str
+    """The digest of its plan."""
+    started: str
+    summary: Summary
+    rows: list[Row]
+    interrupted: bool = False
+    held: bool | None = None
+    """Whether it held the objectives; None without any."""
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """All runs of a benchmark."""
+
+    schema: str = SCHEMA
+    version: str
+    created: str
+    machine: dict[str, Any]
+    settings: Settings
+    target: Target
+    points: list[Point]
+    best_rate: float | None = None
+    """What the search found; None when even the least rate failed, or nothing was searched."""
+
+
+def now() -> str:
+    """This moment, in UTC."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def describe_machine() -> dict[str, Any]:
+    """The machine that the load comes from, without its name."""
+    import psutil
+
+    return {
+        "system": platform.platform(),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "memory_bytes": int(psutil.virtual_memory().total),
+        "load_average": list(os.getloadavg()),
+        "python": platform.python_version(),
+        "uvloop": version("uvloop"),
+        "httptools": version("httptools"),
+        "msgspec": version("msgspec"),
+        "numpy": version("numpy"),
+    }
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def save(result: Result, path: Path) -> None:
+    """Write it as JSON. Raises BenchError."""
+    write(path, msgspec.json.encode(result))
+
+
+def write(path: Path, content: bytes) -> None:
+    """Write a file. Raises BenchError."""
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        raise BenchError(f"Cannot write {path}: {error}.") from error
+
+
+def load(path: Path) -> Result:
+    """Read what `save` wrote. Raises BenchError."""
+    try:
+        result = msgspec.json.decode(path.read_bytes(), type=Result)
+    except OSError as error:
+        raise BenchError(f"Cannot read {path}: {error}.") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BenchError(f"{path} is no result of `argosy bench --save`: {error}.") from error
+    if result.schema != SCHEMA:
+        raise BenchError(f"{path} has the schema {result.schema!r}; this version reads {SCHEMA}.")
+    return result

@@ -1,0 +1,155 @@
+"""Recorded traffic as published: the Mooncake, BurstGPT and Azure LLM inference traces.
+
+Mooncake (FAST'25 artifact): JSON lines of `timestamp` (ms), `input_length`, `output_length` and
+`hash_ids`, one id for each block of 512 prompt tokens, equal ids for equal beginnings.
+BurstGPT: CSV with `Timestamp` (s), `Request tokens`, `Response tokens` (0: it failed).
+Azure LLM inference 2023 and 2024: CSV with `TIMESTAMP`, `ContextTokens`, `GeneratedTokens`.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Callable, Iterable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from argosy.bench.problem import BenchError
+
+TraceFormat = Literal["mooncake", "burstgpt", "azure"]
+MOONCAKE_BLOCK_TOKENS = 512
+
+
+class Traced(msgspec.Struct, frozen=True, kw_only=True):
+    """One recorded request; `at_s` counts from the first of the trace."""
+
+    at_s: float
+    input_tokens: int
+    output_tokens: int
+    blocks: tuple[int, ...] = ()
+    """Names of the prompt's blocks of `MOONCAKE_BLOCK_TOKENS`."""
+
+
+class _Mooncake(msgspec.Struct):
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: tuple[int, ...] = ()
+
+
+def read_trace(path: Path, limit: int | None = None) -> tuple[TraceFormat, list[Traced]]:
+    """The format, told from the first line, and the first `limit` requests in order of time.
+
+    Requests that generated nothing are left out. Raises BenchError naming the line that is wrong.
+    """
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            first = file.readline()
+            file.seek(0)
+            trace_format = _format(path, first)
+            rows = _take(_read(trace_format, path, file), limit)
+    except (OSError, UnicodeDecodeError) as error:
+        raise BenchError(f"Cannot read the trace {path}: {error}.") from error
+    if not rows:
+        raise BenchError(f"The trace {path} has no request that generated a token.")
+    rows.sort(key=lambda row: row.at_s)
+    start = rows[0].at_s
+    return trace_format, [msgspec.structs.replace(row, at_s=row.at_s - start) for row in rows]
+
+
+def _take(rows: Iterable[Traced], limit: int | None) -> list[Traced]:
+    taken: list[Traced] = []
+    for row in rows:
+        if len(taken) == limit:
+            break
+        if row.output_tokens > 0 and row.input_tokens > 0:
+            taken.append(row)
+    return taken
+
+
+def _format(path: Path, first: str) -> TraceFormat:
+    names = {name.strip().strip('"') for name in first.split(",")}
+    if first.lstrip().startswith("{"):
+        return "mooncake"
+    if {"Timestamp", "Request tokens", "Response tokens"} <= names:
+        return "burstgpt"
+    if {"TIMESTAMP", "ContextTokens", "GeneratedTokens"} <= names:
+        return "azure"
+    raise BenchError(
+        f"{path} is no trace that is known here: its first line is neither a JSON object (Mooncake)"
+        " nor the header of BurstGPT or of the Azure LLM inference traces."
+    )
+
+
+def _read(trace_format: TraceFormat, path: Path, lines: Iterable[str]) -> Iterator[Traced]:
+    match trace_format:
+        case "mooncake":
+            return _read_mooncake(path, lines)
+        case "burstgpt":
+            return _read_csv(path, lines, _burstgpt)
+        case "azure":
+            return _read_csv(path, lines, _azure)
+
+
+def _read_mooncake(path: Path, lines: Iterable[str]) -> Iterator[Traced]:
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = msgspec.json.decode(line, type=_Mooncake)
+        except msgspec.DecodeError as error:
+            raise BenchError(f"{path}, line {number}: {error}.") from error
+        traced = Traced(
+            at_s=row.timestamp / 1000,
+            input_tokens=row.input_length,
+            output_tokens=row.output_length,
+            blocks=row.hash_ids,
+        )
+        _check(path, number, traced)
+        yield traced
+
+
+def _read_csv(
+    path: Path, lines: Iterable[str], read: Callable[[dict[str, str]], Traced]
+) -> Iterator[Traced]:
+    for number, row in enumerate(csv.DictReader(lines, skipinitialspace=True), 2):
+        try:
+            traced = read(row)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise BenchError(f"{path}, line {number}: a column is missing or malformed.") from error
+        _check(path, number, traced)
+        yield traced
+
+
+def _check(path: Path, number: int, row: Traced) -> None:
+    if not math.isfinite(row.at_s) or row.input_tokens < 0 or row.output_tokens < 0:
+        raise BenchError(f"{path}, line {number}: times are finite and lengths not negative.")
+
+
+def _burstgpt(row: dict[str, str]) -> Traced:
+    return Traced(
+        at_s=float(row["Timestamp"]),
+        input_tokens=int(row["Request tokens"]),
+        output_tokens=int(row["Response tokens"]),
+    )
+
+
+def _azure(row: dict[str, str]) -> Traced:
+    return Traced(
+        at_s=_azure_seconds(row["TIMESTAMP"].strip()),
+        input_tokens=int(row["ContextTokens"]),
+        output_tokens=int(row["GeneratedTokens"]),
+    )
+
+
+def _azure_seconds(text: str) -> float:
+    """`2023-11-16 18:15:46.6805900` (UTC, seven digits) or `2024-05-10 00:00:00.009930+00:00`."""
+    whole, dot, rest = text.partition(".")
+    digits = rest[: len(rest) - len(rest.lstrip("0123456789"))]
+    moment = datetime.fromisoformat(whole + rest[len(digits) :] if dot else text)
+    if moment.tzinfo is None:
+        moment = moment.replace(tzinfo=UTC)
+    return moment.timestamp() + (float(f"0.{digits}") if digits else 0.0)

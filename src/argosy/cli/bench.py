@@ -1,0 +1,315 @@
+"""`argosy bench`: put a load on an OpenAI-compatible server and measure it; compare two results."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar
+
+import typer
+
+from argosy.cli import bench_options as options
+from argosy.cli.failure import BROKEN, fail
+
+if TYPE_CHECKING:
+    from argosy.bench import Arrivals, Load, Result, Row, Settings
+
+T = TypeVar("T")
+DEFAULT_REQUESTS = 200
+
+app = typer.Typer(help="Measure an OpenAI-compatible server under load.")
+
+
+@app.callback(invoke_without_command=True)
+def bench(
+    context: typer.Context,
+    *,
+    url: options.Url = "http://127.0.0.1:8000",
+    model: options.Model = None,
+    api: options.Api = "completions",
+    api_key: options.ApiKey = None,
+    header: options.Header = None,
+    extra_body: options.ExtraBody = None,
+    temperature: options.Temperature = 0.0,
+    ignore_eos: options.IgnoreEos = True,
+    chunk_usage: options.ChunkUsage = True,
+    timeout: options.Timeout = 600.0,
+    rate: options.Rate = None,
+    arrival: options.ArrivalKind = "poisson",
+    burstiness: options.Burstiness = 1.0,
+    concurrency: options.Concurrency = None,
+    requests: options.Requests = None,
+    duration: options.Duration = None,
+    warmup: options.Warmup = 0,
+    ramp: options.Ramp = 0.0,
+    find_rate: options.FindRate = False,
+    hold: options.Hold = 0.99,
+    precision: options.Precision = 0.05,
+    seed: options.Seed = 0,
+    input_len: options.InputLen = "uniform:32-512",
+    output_len: options.OutputLen = "uniform:16-128",
+    prefix_len: options.PrefixLen = 0,
+    prefix_groups: options.PrefixGroups = 1,
+    turns: options.Turns = 1,
+    think: options.Think = 0.0,
+    prompts: options.Prompts = None,
+    trace: options.Trace = None,
+    trace_speed: options.TraceSpeed = 1.0,
+    prompt_form: options.PromptForm = "auto",
+    tokenizer: options.Tokenizer = None,
+    goodput: options.Goodput = None,
+    save: options.Save = None,
+    html: options.Html = None,
+    self_check: options.SelfCheck = False,
+) -> None:
+    """Put a load on a server and measure what its users would see."""
+    if context.invoked_subcommand is not None:
+        return
+    if self_check:
+        _check_self(seed)
+        return
+    from argosy.bench import BenchError, Settings, Wishes, Workload, parse_lengths, parse_objectives
+
+    try:
+        settings = Settings(
+            wishes=Wishes(
+                url=url,
+                model=model,
+                api=api,
+                prompt_form=prompt_form,
+                tokenizer=tokenizer,
+                ignore_eos=ignore_eos,
+                chunk_usage=chunk_usage,
+                temperature=temperature,
+                extra_body=_parse_object(extra_body),
+            ),
+            workload=Workload(
+                input=parse_lengths(input_len),
+                output=parse_lengths(output_len),
+                prefix_tokens=prefix_len,
+                prefix_groups=prefix_groups,
+                turns=turns,
+                think_s=think,
+                prompts=None if prompts is None else str(prompts),
+                trace=None if trace is None else str(trace),
+                trace_speed=trace_speed,
+            ),
+            loads=_loads(
+                rates=_numbers("--rate", rate),
+                limits=_numbers("--concurrency", concurrency),
+                shape={"poisson": 1.0, "gamma": burstiness, "constant": None}[arrival],
+                requests=_count(requests, duration, trace),
+                duration_s=duration,
+                warmup=warmup,
+                ramp_s=ramp,
+                traced=trace is not None,
+            ),
+            seed=seed,
+            objectives=None if goodput is None else parse_objectives(goodput),
+            search=find_rate,
+            hold=hold,
+            precision=precision,
+            timeout_s=timeout,
+        )
+        _measure(settings, _headers(api_key, header or []), save, html)
+    except BenchError as error:
+        fail(str(error))
+
+
+@app.command("compare")
+def compare(
+    a: Annotated[Path, typer.Argument(help="A result that --save wrote.")],
+    b: Annotated[Path, typer.Argument(help="Another.")],
+    *,
+    seed: Annotated[int, typer.Option(min=0, help="Of the resampling.")] = 0,
+    output: Annotated[Path | None, typer.Option(help="Also write the ratios as JSON.")] = None,
+) -> None:
+    """Compare two results: ratios B/A with 95 % confidence intervals."""
+    from argosy.bench import BenchError, comparison_text, load, write
+    from argosy.bench import compare as compare_results
+
+    try:
+        first, second = load(a), load(b)
+        ratios = compare_results(first, second, seed=seed)
+        if output is not None:
+            import msgspec
+
+            write(output, msgspec.json.encode(ratios))
+    except BenchError as error:
+        fail(str(error))
+    typer.echo(comparison_text(first, second, ratios))
+
+
+def _measure(
+    settings: Settings, headers: dict[str, str], save_to: Path | None, html_to: Path | None
+) -> None:
+    """Run it, print it, write it."""
+    from argosy.bench import html_report, run, save, text_report, write
+
+    for path in (save_to, html_to):
+        _writable(path)
+    with _Progress() as progress:
+        result = _event_loop(run(settings, headers, progress))
+    typer.echo(text_report(result))
+    if save_to is not None:
+        save(result, save_to)
+    if html_to is not None:
+        write(html_to, html_report(result).encode())
+    _leave(result)
+
+
+def _leave(result: Result) -> None:
+    """A run that measured nothing is no success."""
+    if not any(point.summary.completed for point in result.points):
+        fail("No request succeeded: see the errors above.", BROKEN)
+
+
+def _writable(path: Path | None) -> None:
+    """Say before the run, not after it, that its result has no place."""
+    from argosy.bench import BenchError
+
+    if path is not None and not path.resolve().parent.is_dir():
+        raise BenchError(f"There is no directory for {path}: make it, or choose another.")
+
+
+def _check_self(seed: int) -> None:
+    from argosy.bench import BenchError, noise_report, self_check
+
+    try:
+        typer.echo(noise_report(_event_loop(self_check(seed))))
+    except BenchError as error:
+        fail(str(error), BROKEN)
+
+
+def _event_loop(work: Coroutine[Any, Any, T]) -> T:
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(work)
+
+
+def _loads(
+    *,
+    rates: list[float],
+    limits: list[float],
+    shape: float | None,
+    requests: int | None,
+    duration_s: float | None,
+    warmup: int,
+    ramp_s: float,
+    traced: bool,
+) -> tuple[Load, ...]:
+    """Each rate with each concurrency; at 1 request per second when nothing is said."""
+    from argosy.bench import Arrivals, BenchError, Load
+
+    if any(limit != int(limit) or limit < 1 for limit in limits if math.isfinite(limit)):
+        raise BenchError("A concurrency is a whole number of at least 1.")
+    if not rates and not limits and not traced:
+        rates = [1.0]
+    arrivals: list[Arrivals | None] = [
+        Arrivals(rate=None if math.isinf(rate) else rate, burstiness=shape, ramp_s=ramp_s)
+        for rate in rates
+    ]
+    most = [None if math.isinf(limit) else int(limit) for limit in limits]
+    return tuple(
+        Load(
+            arrivals=each,
+            concurrency=limit,
+            requests=requests,
+            duration_s=duration_s,
+            warmup=warmup,
+            ramp_s=ramp_s,
+        )
+        for each in arrivals or [None]
+        for limit in most or [None]
+    )
+
+
+def _count(requests: int | None, duration_s: float | None, trace: Path | None) -> int | None:
+    return DEFAULT_REQUESTS if requests is None and duration_s is None and not trace else requests
+
+
+def _numbers(option: str, text: str | None) -> list[float]:
+    from argosy.bench import BenchError
+
+    try:
+        numbers = [float(part) for part in text.split(",")] if text else []
+    except ValueError:
+        numbers = [math.nan]
+    if not all(number > 0 for number in numbers):
+        raise BenchError(f"{option} takes numbers above 0, with commas between them, not {text!r}.")
+    return numbers
+
+
+def _parse_object(text: str | None) -> dict[str, Any]:
+    from argosy.bench import BenchError
+
+    try:
+        parsed = json.loads(text) if text else {}
+    except ValueError as error:
+        raise BenchError(f"--extra-body is no JSON: {error}.") from error
+    if not isinstance(parsed, dict):
+        raise BenchError("--extra-body takes a JSON object, like '{\"top_p\": 0.9}'.")
+    return parsed
+
+
+def _headers(api_key: str | None, given: list[str]) -> dict[str, str]:
+    from argosy.bench import BenchError
+
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    for line in given:
+        name, colon, value = line.partition(":")
+        if not colon or not name.strip() or "\n" in line or "\r" in line:
+            raise BenchError(f"{line!r} is no header: write NAME: VALUE.")
+        headers[name.strip().lower()] = value.strip()
+    return headers
+
+
+class _Progress:
+    """A bar on standard error, where that is a terminal."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+        )
+
+        console = Console(stderr=True)
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[now]}"),
+            console=console,
+            # Drawing takes processor time from the server: twice a second is enough.
+            refresh_per_second=2,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("getting to know the server", total=None, now="")
+        self._failed = 0
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.stop()
+
+    def begins(self, label: str, requests: int) -> None:
+        """A new bar."""
+        self._failed = 0
+        self._task = self._bar.add_task(label, total=requests, now="")
+
+    def ended(self, row: Row, in_flight: int) -> None:
+        """Move it."""
+        self._failed += row.outcome == "error"
+        failed = f", [red]{self._failed} failed[/red]" if self._failed else ""
+        self._bar.update(self._task, advance=1, now=f"{in_flight} in flight{failed}")

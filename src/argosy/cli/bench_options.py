@@ -1,0 +1,176 @@
+"""The options of `argosy bench`: their names are those of the parameters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from typer import Option
+
+SERVER = "Server"
+LOAD = "Load"
+PROMPTS = "Prompts"
+OUTPUT = "Results"
+
+Arrival = Literal["poisson", "gamma", "constant"]
+
+Url = Annotated[str, Option(help="Of the server.", envvar="ARGOSY_URL", rich_help_panel=SERVER)]
+Model = Annotated[
+    str | None, Option(help="By default the first that the server has.", rich_help_panel=SERVER)
+]
+Api = Annotated[
+    Literal["completions", "chat"], Option(help="Which API to ask.", rich_help_panel=SERVER)
+]
+ApiKey = Annotated[
+    str | None,
+    Option(help="Sent as a bearer token.", envvar="OPENAI_API_KEY", rich_help_panel=SERVER),
+]
+Header = Annotated[
+    list[str] | None,
+    Option(help="`NAME: VALUE`; may be given several times.", rich_help_panel=SERVER),
+]
+ExtraBody = Annotated[
+    str | None, Option(help="A JSON object that goes into each body.", rich_help_panel=SERVER)
+]
+Temperature = Annotated[float, Option(min=0.0, help="0 is greedy.", rich_help_panel=SERVER)]
+IgnoreEos = Annotated[
+    bool,
+    Option(
+        "--ignore-eos/--heed-eos",
+        help="Answers go on to the planned length, where the server can.",
+        rich_help_panel=SERVER,
+    ),
+]
+ChunkUsage = Annotated[
+    bool,
+    Option(
+        "--chunk-usage/--no-chunk-usage",
+        help="Ask for a token count in each chunk, where the server can.",
+        rich_help_panel=SERVER,
+    ),
+]
+Timeout = Annotated[
+    float, Option(min=0.001, help="Seconds for one request.", rich_help_panel=SERVER)
+]
+
+Rate = Annotated[
+    str | None,
+    Option(
+        metavar="R[,R...]",
+        help="Requests per second, sent on time whatever the server does; `inf` sends all at once."
+        " Several are a sweep.",
+        rich_help_panel=LOAD,
+    ),
+]
+ArrivalKind = Annotated[
+    Arrival, Option("--arrival", help="How requests are spread.", rich_help_panel=LOAD)
+]
+Burstiness = Annotated[
+    float, Option(help="Of gamma arrivals: 1 is Poisson, less is burstier.", rich_help_panel=LOAD)
+]
+Concurrency = Annotated[
+    str | None,
+    Option(
+        metavar="N[,N...]",
+        help="Without a rate: always so many at once. With one: at most so many.",
+        rich_help_panel=LOAD,
+    ),
+]
+Requests = Annotated[
+    int | None, Option(min=1, help="How many; 200 without a duration.", rich_help_panel=LOAD)
+]
+Duration = Annotated[
+    float | None, Option(min=0.001, help="Seconds in which requests begin.", rich_help_panel=LOAD)
+]
+Warmup = Annotated[
+    int, Option(min=0, help="Requests to send first and leave out.", rich_help_panel=LOAD)
+]
+Ramp = Annotated[
+    float,
+    Option(min=0.0, help="Seconds in which the load grows; left out too.", rich_help_panel=LOAD),
+]
+FindRate = Annotated[
+    bool,
+    Option(
+        "--find-rate",
+        help="Find the highest rate that holds the objectives, from --rate on.",
+        rich_help_panel=LOAD,
+    ),
+]
+Hold = Annotated[
+    float,
+    Option(min=0.0, max=1.0, help="Share of requests that has to keep them.", rich_help_panel=LOAD),
+]
+Precision = Annotated[
+    float, Option(min=0.001, help="Of the rate that is found.", rich_help_panel=LOAD)
+]
+Seed = Annotated[
+    int, Option(min=0, help="The same seed plans the same requests.", rich_help_panel=LOAD)
+]
+
+InputLen = Annotated[
+    str,
+    Option(
+        metavar="LENGTHS",
+        help="Prompt tokens: 128, uniform:32-512, normal:256,64 or lognormal:200,0.8.",
+        rich_help_panel=PROMPTS,
+    ),
+]
+OutputLen = Annotated[
+    str, Option(metavar="LENGTHS", help="Answer tokens, likewise.", rich_help_panel=PROMPTS)
+]
+PrefixLen = Annotated[
+    int, Option(min=0, help="Tokens of a shared beginning.", rich_help_panel=PROMPTS)
+]
+PrefixGroups = Annotated[
+    int, Option(min=1, help="How many such beginnings there are.", rich_help_panel=PROMPTS)
+]
+Turns = Annotated[int, Option(min=1, help="Requests of a conversation.", rich_help_panel=PROMPTS)]
+Think = Annotated[
+    float, Option(min=0.0, help="Seconds between the turns.", rich_help_panel=PROMPTS)
+]
+Prompts = Annotated[
+    Path | None,
+    Option(help="File of prompts: JSON lines, or a prompt a line.", rich_help_panel=PROMPTS),
+]
+Trace = Annotated[
+    Path | None,
+    Option(
+        help="Mooncake, BurstGPT or Azure trace: lengths, and times if there is no --rate.",
+        rich_help_panel=PROMPTS,
+    ),
+]
+TraceSpeed = Annotated[
+    float, Option(min=0.001, help="Play the trace so much faster.", rich_help_panel=PROMPTS)
+]
+PromptForm = Annotated[
+    Literal["auto", "tokens", "words"],
+    Option(help="What synthetic prompts are made of.", rich_help_panel=PROMPTS),
+]
+Tokenizer = Annotated[
+    str | None,
+    Option(
+        metavar="PATH",
+        help="A tokenizer.json, for token prompts where the server has no /tokenize.",
+        rich_help_panel=PROMPTS,
+    ),
+]
+
+Goodput = Annotated[
+    str | None,
+    Option(
+        metavar="OBJECTIVES",
+        help="What a good request keeps, in ms: ttft:200,tpot:50,e2el:4000.",
+        rich_help_panel=OUTPUT,
+    ),
+]
+Save = Annotated[
+    Path | None, Option(help="Write the result, with a row per request.", rich_help_panel=OUTPUT)
+]
+Html = Annotated[Path | None, Option(help="Write a report with plots.", rich_help_panel=OUTPUT)]
+SelfCheck = Annotated[
+    bool,
+    Option(
+        "--self-check", help="Measure this client's own noise, and leave.", rich_help_panel=OUTPUT
+    ),
+]

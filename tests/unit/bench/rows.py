@@ -1,0 +1,77 @@
+"""Rows of requests, made up."""
+
+from __future__ import annotations
+
+import msgspec
+
+from argosy.bench import Load, Objectives, Point, Result, Row, Settings, Wishes, Workload, summarize
+from argosy.bench.lengths import Lengths
+from argosy.bench.target import Target
+
+
+def row(index: int = 0, **changes: object) -> Row:
+    """Scheduled at 1 s, sent 10 ms late, first token at 1.1 s, then one each 20 ms, 5 in all."""
+    base = Row(
+        index=index,
+        session=index,
+        turn=0,
+        phase="measured",
+        outcome="ok",
+        status=200,
+        finish="length",
+        scheduled_s=1.0,
+        sent_s=1.01,
+        end_s=1.18,
+        chunks_s=[1.1, 1.12, 1.14, 1.16, 1.18],
+        chunk_tokens=[1] * 5,
+        planned_input=10,
+        planned_output=5,
+        input_tokens=10,
+        output_tokens=5,
+        counted_by_server=True,
+    )
+    return msgspec.structs.replace(base, **changes)
+
+
+def stretched(index: int, factor: float) -> Row:
+    """`row`, `factor` times as slow."""
+    return row(
+        index,
+        end_s=1 + 0.18 * factor,
+        chunks_s=[1 + at * factor for at in (0.1, 0.12, 0.14, 0.16, 0.18)],
+    )
+
+
+def result(rows: list[Row], label: str = "rate 1", objectives: Objectives | None = None) -> Result:
+    """A result of one run."""
+    load = Load(concurrency=1, requests=len(rows))
+    workload = Workload(input=Lengths("fixed", 10), output=Lengths("fixed", 5))
+    return Result(
+        version="0",
+        created="2026-01-01T00:00:00.000+00:00",
+        machine={"processor": "abacus", "cores": 2},
+        settings=Settings(
+            wishes=Wishes(url="http://localhost"),
+            workload=workload,
+            loads=(load,),
+            objectives=objectives,
+        ),
+        target=Target(
+            model="m",
+            api="completions",
+            ignore_eos=True,
+            chunk_usage=True,
+            temperature=0.0,
+            extra_body={},
+        ),
+        points=[
+            Point(
+                label=label,
+                load=load,
+                plan="p",
+                started="2026-01-01T00:00:00.000+00:00",
+                summary=summarize(rows, objectives),
+                rows=rows,
+            )
+        ],
+    )

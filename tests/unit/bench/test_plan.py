@@ -1,0 +1,265 @@
+"""Plans: the same for the same seed, within their bounds, made of what was asked for."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from argosy.bench import (
+    Arrivals,
+    BenchError,
+    Lengths,
+    Load,
+    Plan,
+    PlannedRequest,
+    Workload,
+    arrival_times,
+    make_plan,
+    parse_lengths,
+)
+from argosy.bench.plan import Spans
+
+rates = st.floats(0.01, 1e4)
+shapes = st.none() | st.floats(0.05, 20)
+seeds = st.integers(0, 2**32)
+WORKLOAD = Workload(input=Lengths("uniform", 32, 512), output=Lengths("uniform", 16, 128))
+
+
+def requests(plan: Plan) -> list[PlannedRequest]:
+    return [request for session in plan.sessions for request in session]
+
+
+def spans(request: PlannedRequest) -> Spans:
+    assert isinstance(request.prompt, Spans)
+    return request.prompt
+
+
+@given(rates, shapes, seeds, st.integers(1, 300), st.floats(0, 20))
+def test_arrivals_ascend_and_are_as_many_as_asked(
+    rate: float, shape: float | None, seed: int, count: int, ramp_s: float
+) -> None:
+    arrivals = Arrivals(rate=rate, burstiness=shape, ramp_s=ramp_s)
+    times = arrival_times(arrivals, seed=seed, count=count, duration_s=None)
+    assert len(times) == count
+    assert all(0 <= a <= b for a, b in itertools.pairwise(times))
+    assert times == arrival_times(arrivals, seed=seed, count=count, duration_s=None)
+
+
+@given(st.floats(0.1, 100), shapes, seeds, st.floats(0.1, 20))
+def test_arrivals_end_before_the_duration(
+    rate: float, shape: float | None, seed: int, duration_s: float
+) -> None:
+    arrivals = Arrivals(rate=rate, burstiness=shape)
+    times = arrival_times(arrivals, seed=seed, count=None, duration_s=duration_s)
+    assert all(at < duration_s for at in times)
+    more = arrival_times(arrivals, seed=seed, count=len(times) + 1, duration_s=None)
+    assert more[: len(times)] == times
+    assert more[-1] >= duration_s
+
+
+@given(seeds, st.floats(0.5, 50))
+def test_a_seed_draws_the_same_gaps_at_every_rate(seed: int, rate: float) -> None:
+    slow, fast = (
+        arrival_times(Arrivals(rate=each), seed=seed, count=50, duration_s=None)
+        for each in (rate, 2 * rate)
+    )
+    assert fast == pytest.approx([at / 2 for at in slow])
+
+
+@pytest.mark.parametrize("shape", [None, 0.3, 1.0, 4.0])
+def test_arrivals_have_the_rate_and_the_burstiness(shape: float | None) -> None:
+    count = 20_000
+    times = arrival_times(Arrivals(rate=10, burstiness=shape), seed=1, count=count, duration_s=None)
+    gaps = [b - a for a, b in itertools.pairwise(times)]
+    mean = sum(gaps) / len(gaps)
+    variance = sum((gap - mean) ** 2 for gap in gaps) / len(gaps)
+    assert mean == pytest.approx(0.1, rel=0.1)
+    # The squared coefficient of variation of a gamma distribution is 1 / shape.
+    assert variance / mean**2 == pytest.approx(1 / shape if shape else 0.0, rel=0.15, abs=1e-9)
+
+
+def test_a_ramp_grows_linearly() -> None:
+    arrivals = Arrivals(rate=100, burstiness=None, ramp_s=10)
+    times = arrival_times(arrivals, seed=0, count=None, duration_s=20)
+    by = [sum(at < second for at in times) for second in (5, 10, 20)]
+    assert by == pytest.approx([125, 500, 1500], abs=1)
+
+
+def test_all_at_once() -> None:
+    assert arrival_times(Arrivals(rate=None), seed=0, count=3, duration_s=None) == [0.0] * 3
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
+def test_impossible_rates_are_refused(bad: float) -> None:
+    with pytest.raises(BenchError, match="more than 0"):
+        Arrivals(rate=bad)
+    with pytest.raises(BenchError, match="more than 0"):
+        Arrivals(rate=1.0, burstiness=bad)
+
+
+loads = st.one_of(
+    st.builds(
+        Load,
+        arrivals=st.builds(Arrivals, rate=st.none() | rates, burstiness=shapes),
+        concurrency=st.none() | st.integers(1, 8),
+        requests=st.integers(1, 60),
+        warmup=st.integers(0, 5),
+    ),
+    st.builds(Load, concurrency=st.integers(1, 8), requests=st.integers(1, 60)),
+)
+workloads = st.builds(
+    Workload,
+    input=st.just(Lengths("lognormal", 50, 1.0)),
+    output=st.just(Lengths("normal", 20, 10)),
+    prefix_tokens=st.integers(0, 40),
+    prefix_groups=st.integers(1, 4),
+    turns=st.integers(1, 5),
+    think_s=st.floats(0, 3),
+)
+
+
+@given(workloads, loads, seeds)
+def test_a_plan_is_a_function_of_its_arguments(workload: Workload, load: Load, seed: int) -> None:
+    plan = make_plan(workload, load, seed)
+    assert plan == make_plan(workload, load, seed)
+    assert plan.digest() == make_plan(workload, load, seed).digest()
+    assert plan.digest() != make_plan(workload, load, seed + 1).digest()
+
+
+@given(workloads, loads, seeds)
+def test_a_plan_has_what_was_asked(workload: Workload, load: Load, seed: int) -> None:
+    plan = make_plan(workload, load, seed)
+    assert load.requests is not None
+    assert [request.index for request in requests(plan)] == list(range(load.requests))
+    assert len(plan.warmup) == load.warmup
+    assert {request.phase for request in plan.warmup} <= {"warmup"}
+    for session in plan.sessions:
+        assert [request.turn for request in session] == list(range(len(session)))
+        assert len(session) <= workload.turns
+        assert all(request.at_s is None for request in session[1:])
+        assert (session[0].at_s is None) == (load.arrivals is None)
+    for request in requests(plan):
+        assert request.output_tokens >= 1
+        assert spans(request).tokens >= 1 + workload.prefix_tokens
+
+
+@given(seeds, st.integers(1, 4))
+def test_prefixes_are_shared_within_groups_and_nothing_else_is(seed: int, groups: int) -> None:
+    workload = msgspec.structs.replace(WORKLOAD, prefix_tokens=64, prefix_groups=groups)
+    plan = make_plan(workload, Load(concurrency=1, requests=80, warmup=2), seed)
+    first = [spans(request).spans[0] for request in requests(plan)]
+    own = [spans(request).spans[1].seed for request in requests(plan)]
+    assert len(set(first)) <= groups
+    assert {span.tokens for span in first} == {64}
+    assert len(set(own)) == len(own)
+    warm = {span.seed for request in plan.warmup for span in spans(request).spans}
+    assert not warm & {*own, *(span.seed for span in first)}
+
+
+@given(workloads, loads, seeds)
+def test_runs_of_a_seed_differ_in_text_alone(workload: Workload, load: Load, seed: int) -> None:
+    first, second = (make_plan(workload, load, seed, run) for run in (0, 1))
+    for a, b in zip(requests(first), requests(second), strict=True):
+        assert (a.at_s, a.output_tokens, a.turn) == (b.at_s, b.output_tokens, b.turn)
+        assert spans(a).tokens == spans(b).tokens
+        assert not set(spans(a).spans) & set(spans(b).spans)
+
+
+def test_a_plan_is_data() -> None:
+    plan = make_plan(WORKLOAD, Load(arrivals=Arrivals(rate=3), requests=20, warmup=1), 7)
+    assert msgspec.json.decode(msgspec.json.encode(plan), type=Plan) == plan
+
+
+def test_what_begins_in_the_ramp_is_not_measured() -> None:
+    load = Load(arrivals=Arrivals(rate=10, ramp_s=5), duration_s=10, ramp_s=5)
+    for request in requests(make_plan(WORKLOAD, load, 0)):
+        assert request.at_s is not None
+        assert (request.phase == "ramp") == (request.at_s < 5)
+
+
+@pytest.mark.parametrize(
+    ("workload", "load", "message"),
+    [
+        (WORKLOAD, Load(requests=5), "Say how to send"),
+        (WORKLOAD, Load(concurrency=2), "needs an end"),
+        (WORKLOAD, Load(arrivals=Arrivals(rate=2)), "needs an end"),
+        (WORKLOAD, Load(arrivals=Arrivals(rate=None), duration_s=5), "number of requests"),
+        (WORKLOAD, Load(concurrency=1, duration_s=5, ramp_s=5), "before its ramp"),
+        (
+            WORKLOAD,
+            Load(arrivals=Arrivals(rate=1e-6), duration_s=0.001),
+            "Nothing would be sent",
+        ),
+    ],
+)
+def test_plans_without_sense_are_refused(workload: Workload, load: Load, message: str) -> None:
+    with pytest.raises(BenchError, match=message):
+        make_plan(workload, load, 0)
+
+
+@given(st.integers(1, 1000), st.integers(0, 1000), seeds)
+def test_uniform_lengths_stay_within(low: int, more: int, seed: int) -> None:
+    import numpy as np
+
+    lengths = parse_lengths(f"uniform:{low}-{low + more}")
+    assert lengths == parse_lengths(f"{low}-{low + more}")
+    rng = np.random.default_rng(seed)
+    assert all(low <= lengths.draw(rng) <= low + more for _ in range(20))
+
+
+@pytest.mark.parametrize(
+    ("text", "lengths"),
+    [
+        ("128", Lengths("fixed", 128)),
+        ("fixed:1", Lengths("fixed", 1)),
+        ("uniform:32-512", Lengths("uniform", 32, 512)),
+        ("normal:256,64", Lengths("normal", 256, 64)),
+        ("lognormal:200,0.8", Lengths("lognormal", 200, 0.8)),
+    ],
+)
+def test_lengths_as_written(text: str, lengths: Lengths) -> None:
+    assert parse_lengths(text) == lengths
+
+
+@pytest.mark.parametrize(
+    "text", ["", "0", "-5", "x", "uniform:9-3", "normal:5", "zipf:1,2", "1,2", "nan", "inf", "1e99"]
+)
+def test_other_lengths_are_refused(text: str) -> None:
+    with pytest.raises(BenchError, match="is no length"):
+        parse_lengths(text)
+
+
+def test_prompts_of_a_file_come_in_order_and_again(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(
+        '{"prompt": "one", "output_tokens": 3}\n\n'
+        '{"messages": [{"role": "user", "content": "two"}]}\n'
+    )
+    workload = msgspec.structs.replace(WORKLOAD, prompts=str(file))
+    planned = requests(make_plan(workload, Load(concurrency=1, requests=3), 0))
+    assert planned[0].prompt == planned[2].prompt != planned[1].prompt
+    assert planned[0].output_tokens == 3
+    assert 16 <= planned[1].output_tokens <= 128
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "no prompt"),
+        ("{", "line 1"),
+        ('{"prompt": "a"}\n{"x": 1}', "line 2"),
+        ('{"prompt": "a", "max_tokens": 0}', "1 token or more"),
+    ],
+)
+def test_prompt_files_that_are_wrong(tmp_path: Path, content: str, message: str) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(content)
+    workload = msgspec.structs.replace(WORKLOAD, prompts=str(file))
+    with pytest.raises(BenchError, match=message):
+        make_plan(workload, Load(concurrency=1, requests=3), 0)

@@ -1,0 +1,139 @@
+"""Comparing two results: the truth lies in the interval, and equal results are equal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from argosy.bench import (
+    BenchError,
+    Objectives,
+    Result,
+    compare,
+    comparison_text,
+    html_report,
+    load,
+    save,
+    text_report,
+)
+from tests.unit.bench.rows import result, row, stretched
+
+
+def noisy(factor: float, seed: int, count: int = 60) -> Result:
+    rng = np.random.default_rng(seed)
+    return result(
+        [stretched(n, factor * each) for n, each in enumerate(rng.gamma(20, 0.05, count))]
+    )
+
+
+def test_a_result_equals_itself() -> None:
+    one = noisy(1.0, 0)
+    for ratio in compare(one, one):
+        assert ratio.ratio == 1
+        assert not ratio.differs
+        assert ratio.low <= 1 <= ratio.high
+
+
+def test_a_slower_server_is_seen() -> None:
+    ratios = {each.measure: each for each in compare(noisy(1.0, 1), noisy(1.5, 2))}
+    for measure in ("ttft mean ms", "ttft p50 ms", "tpot mean ms", "itl mean ms", "e2e p50 ms"):
+        assert ratios[measure].differs
+        assert ratios[measure].low < 1.5 < ratios[measure].high
+
+
+@settings(max_examples=5)
+@given(st.integers(0, 1000))
+def test_the_comparison_is_a_function_of_its_seed(seed: int) -> None:
+    a, b = noisy(1.0, 1, 10), noisy(1.1, 2, 10)
+    once, again = (compare(a, b, seed=seed, resamples=50) for _ in range(2))
+    assert once == again
+
+
+def test_intervals_cover_the_truth_about_as_often_as_they_say() -> None:
+    covered = 0
+    for trial in range(40):
+        a, b = noisy(1.0, 2 * trial, 40), noisy(1.2, 2 * trial + 1, 40)
+        ratios = compare(a, b, resamples=200)
+        mean = next(each for each in ratios if each.measure == "ttft mean ms")
+        covered += mean.low <= 1.2 <= mean.high
+    assert covered >= 33  # 38 are expected; fewer than 33 has a chance of 1 in 1000
+
+
+def test_a_tail_of_less_than_a_request_is_not_compared() -> None:
+    few = {each.measure for each in compare(noisy(1.0, 1, 99), noisy(1.0, 2, 120), resamples=20)}
+    assert "ttft p90 ms" in few
+    assert "ttft p99 ms" not in few
+    many = {each.measure for each in compare(noisy(1.0, 1, 100), noisy(1.0, 2, 120), resamples=20)}
+    assert "ttft p99 ms" in many
+
+
+def test_loads_that_match_are_compared() -> None:
+    a, b = result([row()], "rate 1"), result([row()], "rate 2")
+    assert {each.load for each in compare(a, b)} == {"rate 1 / rate 2"}
+    two = msgspec.structs.replace(a, points=[*a.points, *b.points])
+    assert {each.load for each in compare(two, b)} == {"rate 2"}
+    three = msgspec.structs.replace(
+        a, points=[msgspec.structs.replace(a.points[0], label=f"rate {n}") for n in (8, 9)]
+    )
+    with pytest.raises(BenchError, match="no load in common"):
+        compare(three, two)
+
+
+def test_text_says_what_makes_a_comparison_weak() -> None:
+    a = result([row(), row(1, outcome="error", error="cut")])
+    warm = result([row(cached_tokens=8)]).points[0]
+    other = msgspec.structs.replace(warm, plan="q")
+    b = msgspec.structs.replace(a, machine={"processor": "other"}, points=[other])
+    text = comparison_text(a, b, compare(a, b))
+    for caution in ("plans differ", "different machines", "A has 1 failed", "80% of B's"):
+        assert caution in text
+
+
+def test_a_result_survives_its_file(tmp_path: Path) -> None:
+    one = result(
+        [row(), row(1, outcome="error", error="cut")], objectives=Objectives({"ttft": 9.0})
+    )
+    save(one, tmp_path / "a.json")
+    assert load(tmp_path / "a.json") == one
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b"\xff"])
+def test_other_files_are_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "a.json"
+    path.write_bytes(content)
+    with pytest.raises(BenchError, match="is no result"):
+        load(path)
+    with pytest.raises(BenchError, match="Cannot read"):
+        load(tmp_path / "none.json")
+
+
+def test_the_text_reads_like_vllms() -> None:
+    text = text_report(result([row()], objectives=Objectives({"ttft": 500.0})))
+    for line in (
+        "============ Serving Benchmark Result ============",
+        "Successful requests:                     1",
+        "Request goodput (req/s):                 5.56",
+        "---------------Time to First Token----------------",
+        "Mean TTFT (ms):                          100.00",
+        "P99.9 TTFT (ms):                         100.00",
+        "-----Time per Output Token (excl. 1st token)------",
+        "Median ITL (ms):                         20.00",
+    ):
+        assert line in text.splitlines()
+
+
+def test_the_page_fetches_nothing_and_escapes() -> None:
+    one = result([stretched(n, 1 + n / 10) for n in range(8)], label="<script>x</script>")
+    two = msgspec.structs.replace(one, points=[*one.points, *result([row()]).points])
+    for each in (one, two, result([]), result([row(outcome="error", error="cut", chunks_s=[])])):
+        page = html_report(each)
+        assert "<script" not in page
+        assert page.count("<svg") == page.count("</svg>")
+        assert "src=" not in page
+        assert "href=" not in page
+    assert html_report(two).count("<svg") > html_report(one).count("<svg") > 4
