@@ -9,10 +9,10 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 import torch
-from benchmarks.linear import machine
 
 from argosy.engine.execution.native import load_kernels
 from argosy.engine.execution.rows_cpu import NativeRows, RowOps, TorchRows
+from benchmarks.linear import machine
 
 if TYPE_CHECKING:
     from collections.abc import Callable
