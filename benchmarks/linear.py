@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
-import sys
 import time
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -25,22 +22,6 @@ ROWS = (1, 4, 16, 32, 64, 256, 512, 1024)
 SHAPES = ((896, 896), (9728, 896), (896, 4864), (6144, 2048), (4096, 320), (151936, 896))
 ROTATED_BYTES = 96 << 20
 """Copies of a weight are used in turn, so that it comes from memory as it does in a model."""
-
-
-def machine(threads: int) -> dict[str, object]:
-    """What the figures depend on."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    flags = {line for line in lines if line.startswith("flags")}
-    return {
-        "cpu": names[0] if names else platform.processor(),
-        "cpus": len(names),
-        "amx": any("amx_bf16" in line for line in flags),
-        "threads": threads,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "command": " ".join(("python -m benchmarks." + Path(sys.argv[0]).stem, *sys.argv[1:])),
-    }
 
 
 def microseconds(run: Callable[[Tensor], Tensor], x: Tensor) -> float:
@@ -78,7 +59,7 @@ def compare(outs: int, cols: int, rows: tuple[int, ...], threads: int, seconds: 
 
 
 def main() -> None:
-    """Print the machine, then a line a case."""
+    """Print a JSON line for each case."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--seconds", type=float, default=0.5, help="at least, for each case")
@@ -86,7 +67,6 @@ def main() -> None:
     parser.add_argument("--shape", type=int, nargs=2, action="append", metavar=("OUTS", "COLS"))
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    print(json.dumps(machine(options.threads)), flush=True)
     for outs, cols in options.shape or SHAPES:
         compare(outs, cols, tuple(options.rows), options.threads, options.seconds)
 

@@ -12,7 +12,6 @@ import torch
 
 from argosy.engine.execution.native import load_kernels
 from argosy.engine.execution.rows_cpu import NativeRows, RowOps, TorchRows
-from benchmarks.linear import machine
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,13 +46,12 @@ def microseconds(run: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    """Print the machine, then a line a case."""
+    """Print a JSON line for each case."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--seconds", type=float, default=0.5, help="at least, for each case")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    print(json.dumps(machine(options.threads)), flush=True)
     for rows in ROWS:
         native = operations(NativeRows(load_kernels(), options.threads), rows)
         plain = operations(TorchRows(), rows)

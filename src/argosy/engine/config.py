@@ -10,10 +10,9 @@ Batching = Literal["continuous", "dynamic", "static"]
 DType = Literal["auto", "bfloat16", "float32", "float16"]
 
 
-COMPUTE_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive"}
-"""Set where torch computes, before it loads, unless the environment says otherwise. Threads that spin
-at OpenMP's barriers cost a step many times its time as soon as anything else, such as our own HTTP
-server, needs a core (docs/decisions/0004-passive-threads.md)."""
+COMPUTE_ENVIRONMENT = {"GOMP_SPINCOUNT": "10000"}
+"""Set where torch computes, before it loads, unless the environment says otherwise: threads that wait for
+each other spin for some ten microseconds, then sleep (docs/decisions/0004-short-spin.md)."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
