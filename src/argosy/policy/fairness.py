@@ -32,6 +32,9 @@ class TenantShares:
 
     def __init__(self, max_idle: int = 10_000) -> None:
         self._accounts: dict[str, Account] = {}
+        self._busy: dict[str, Account] = {}
+        self._level = 0.0
+        """What the tenant that was busy last had been served: where the next busy time begins."""
         self._max_idle = max_idle
 
     def enter(self, tenant: str, weight: float) -> Account:
@@ -40,9 +43,9 @@ class TenantShares:
         if account is None:
             account = self._accounts[tenant] = Account(tenant, weight, 0.0)
         if account.active == 0:
-            busy = [other.served for other in self._accounts.values() if other.active]
-            if busy:
-                account.served = max(account.served, min(busy))
+            level = min((other.served for other in self._busy.values()), default=self._level)
+            account.served = max(account.served, level)
+            self._busy[tenant] = account
         account.weight = weight
         account.active += 1
         return account
@@ -50,6 +53,9 @@ class TenantShares:
     def leave(self, account: Account) -> None:
         """A request of this tenant has ended."""
         account.active -= 1
+        if account.active == 0:
+            del self._busy[account.tenant]
+            self._level = account.served
         if len(self._accounts) > self._max_idle:
             self._forget_idle()
 

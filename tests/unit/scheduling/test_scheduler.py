@@ -316,6 +316,21 @@ def test_a_returning_tenant_cannot_cash_in_its_absence() -> None:
     assert late.account.served > 0
 
 
+def test_a_newcomer_does_not_lock_out_who_was_served_before() -> None:
+    """Service of a time when nobody else wanted any is no debt towards those who come later."""
+    rig = Rig(limits(max_seqs=1))
+    for number in range(20):
+        rig.add(f"early{number}", [1, 2, 3], 10, tenant="old")
+    rig.run()
+    for number in range(10):
+        rig.add(f"new{number}", [1, 2, 3], 10, tenant="new")
+    rig.step()
+    rig.add("again", [1, 2, 3], 10, tenant="old")
+    rig.run()
+    order = list(rig.ended)
+    assert order.index("again") <= order.index("new1")
+
+
 def test_static_batches_run_to_their_end() -> None:
     rig = Rig(limits(max_seqs=2))
     rig.scheduler = Scheduler(rig.limits, Static())
