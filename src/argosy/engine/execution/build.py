@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import torch
+
 from argosy.engine.config import EngineConfig, EngineLimits, resolve
 from argosy.engine.execution.checkpoint import fingerprint, locate
 from argosy.engine.execution.device import Device, cpu_device
@@ -15,7 +17,7 @@ from argosy.engine.execution.weights import load_decoder
 from argosy.engine.scheduling import Admission, Plan
 from argosy.protocol import SamplingParams
 
-DTYPE_NAMES = {"bfloat16": 2, "float16": 2, "float32": 4}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 WARM_SIZES = (1, 2, 3, 4, 8, 16, 32, 64)
 
 
@@ -34,14 +36,12 @@ class Built:
 
 def build(config: EngineConfig, progress: Callable[[str, float], None]) -> Built:
     """Load the model and size its KV cache. Raises ValueError or OSError with the remedy."""
-    import torch
-
     begin = time.monotonic()
     path = locate(config.model, config.revision)
     state = fingerprint(path)
     spec = _within(read_spec(path), config)
     device = _device(config)
-    dtype = device.default_dtype if config.dtype == "auto" else getattr(torch, config.dtype)
+    dtype = device.default_dtype if config.dtype == "auto" else DTYPES[config.dtype]
     decoder = load_decoder(
         path, spec, device, dtype, lambda done: progress("loading weights", done)
     )
@@ -77,9 +77,9 @@ def build(config: EngineConfig, progress: Callable[[str, float], None]) -> Built
 def _within(spec: ModelSpec, config: EngineConfig) -> ModelSpec:
     """The model limited to the length asked for; its rope tables are built for that length."""
     asked = config.max_model_len
-    return (
-        spec if asked is None or asked >= spec.max_model_len else replace(spec, max_model_len=asked)
-    )
+    if asked is None or asked >= spec.max_model_len:
+        return spec
+    return replace(spec, max_model_len=asked)
 
 
 def _device(config: EngineConfig) -> Device:

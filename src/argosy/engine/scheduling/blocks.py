@@ -83,14 +83,6 @@ class BlockPool:
             self._published[key] = block
             self._hash[block] = key
 
-    def forget_all(self) -> None:
-        """Drop every published block: what is cached becomes free, what is used becomes private."""
-        for block in self._published.values():
-            self._hash[block] = None
-        self._published.clear()
-        self._free.extend(self._cached)
-        self._cached.clear()
-
     def _unpublish(self, block: int) -> None:
         key = self._hash[block]
         if key is not None:
@@ -155,11 +147,6 @@ class HostIndex:
         """The step that read the pinned slot is done."""
         self._pinned.remove(slot)
         self._free.append(slot)
-
-    def forget_all(self) -> None:
-        """Drop everything; nothing may be pinned."""
-        self._free.extend(self._by_key.values())
-        self._by_key.clear()
 
     def check(self) -> None:
         """Assert the invariants. Raises AssertionError."""

@@ -105,7 +105,7 @@ class EngineCore:
             tenant=request.tenant,
             tier=request.tier,
             weight=request.weight,
-            timeout_s=request.timeout_s or self._request_timeout_s,
+            timeout_s=self._request_timeout_s if request.timeout_s is None else request.timeout_s,
             lead=request.lead,
         )
         self._fresh.add(request.id)
@@ -139,7 +139,7 @@ class EngineCore:
     def _problem(self, request: EngineRequest) -> str | None:
         """Why a request cannot be run at all."""
         total = len(request.prompt) + max(request.params.max_tokens, len(request.output))
-        if request.id in self._fresh or request.id in self.scheduler.requests:
+        if request.id in self.scheduler.requests:
             return "the request id is in use"
         if not request.prompt:
             return "the prompt has no tokens"
