@@ -1,0 +1,1 @@
+"""The front door: it authenticates, admits, routes, streams and meters."""
