@@ -12,7 +12,6 @@ from typing import Generic, TypeVar
 import msgspec
 
 from argosy.engine.serving.door.validate import Context, Door, Job
-from argosy.engine.serving.http.exchange import Exchange, SlowReaderError
 from argosy.engine.serving.http.frame import Frame, new_id
 from argosy.engine.serving.http.generation import Generation
 from argosy.engine.serving.http.recorder import Recorder, reason_of
@@ -32,6 +31,7 @@ from argosy.protocol import (
     invalid,
     parse,
 )
+from argosy.web import Exchange, SlowReaderError
 
 LARGE_BODY_BYTES = 32 * 1024
 """Bodies from this size are parsed and tokenized in a thread, so that streams do not wait for them."""

@@ -7,14 +7,14 @@ import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
-from typing import Any
+from typing import Any, Protocol
 
-from argosy.engine.serving.http.options import ServerConfig
 from argosy.protocol import SSE_CONTENT_TYPE, ApiError
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
 Headers = Iterable[tuple[bytes, bytes]]
 
 JSON = b"application/json"
@@ -32,13 +32,29 @@ class SlowReaderError(Exception):
     """The client takes nothing; its connection has been cut."""
 
 
+class ExchangeLimits(Protocol):
+    """What a client may send and how long it may take. Times are in seconds."""
+
+    @property
+    def body_limit_bytes(self) -> int:
+        """Most bytes of a body."""
+
+    @property
+    def body_timeout_s(self) -> float:
+        """A request whose body is not complete after this long is refused."""
+
+    @property
+    def slow_reader_timeout_s(self) -> float:
+        """A client that takes nothing for this long is cut off."""
+
+
 class Exchange:
     """One request and its answer. Every answer carries `x-request-id` and `openai-processing-ms`."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, config: ServerConfig) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, limits: ExchangeLimits) -> None:
         self._receive = receive
         self._send = send
-        self._config = config
+        self._limits = limits
         self._cut: Callable[[], None] = scope["state"][CUT]
         self.arrived = time.monotonic()
         self.method: str = scope["method"]
@@ -67,12 +83,12 @@ class Exchange:
 
     async def body(self) -> bytes:
         """The whole body. Raises ApiError 413 before reading too much, 408 when it does not come."""
-        limit = self._config.body_limit_bytes
+        limit = self._limits.body_limit_bytes
         self._refuse_length(limit)
         chunks: list[bytes] = []
         size = 0
         try:
-            async with asyncio.timeout(self._config.body_timeout_s):
+            async with asyncio.timeout(self._limits.body_timeout_s):
                 while True:
                     message = await self._receive()
                     if message["type"] == "http.disconnect":
@@ -84,7 +100,7 @@ class Exchange:
                     if not message.get("more_body", False):
                         return b"".join(chunks)
         except TimeoutError as error:
-            seconds = self._config.body_timeout_s
+            seconds = self._limits.body_timeout_s
             message_text = f"The body was not complete after {seconds:g} s. Send it faster."
             raise ApiError(408, "request_timeout", message_text) from error
 
@@ -165,7 +181,7 @@ class Exchange:
     async def _write(self, message: MutableMapping[str, Any]) -> None:
         """Send; raises SlowReaderError, the connection cut, when the client takes nothing."""
         try:
-            async with asyncio.timeout(self._config.slow_reader_timeout_s):
+            async with asyncio.timeout(self._limits.slow_reader_timeout_s):
                 await self._send(message)
         except TimeoutError as error:
             await self.drop()

@@ -9,7 +9,7 @@ import struct
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from argosy.engine.serving.http.exchange import CUT
+from argosy.web.exchange import CUT
 
 HEADER_LIMIT_BYTES = 64 * 1024
 """Most bytes of request line and headers together."""
