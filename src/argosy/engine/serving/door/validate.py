@@ -35,6 +35,10 @@ class Context:
     """Cache domain of the tenant."""
     tier: int = 1
     weight: float = 1.0
+    created: int | None = None
+    """Unix time in seconds that the answer is to carry; None: now."""
+    journal: bool = False
+    """The answer's stream is to tell the gateway where it can be carried on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

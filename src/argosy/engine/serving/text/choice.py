@@ -58,6 +58,11 @@ class Choice:
         """Output tokens that count, those of a resume included."""
         return len(self.request.output) + self.generated
 
+    @property
+    def untaken(self) -> list[int]:
+        """The tokens that the next `take` will give; not to be changed."""
+        return self._tokens
+
     def push(self, delta: Delta) -> None:
         """Take a delta. Raises ApiError when it says that the request failed.
 
