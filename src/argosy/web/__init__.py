@@ -9,6 +9,7 @@ from argosy.web.exchange import (
     Scope,
     Send,
     SlowReaderError,
+    Watcher,
 )
 from argosy.web.listen import GOODBYE_S, Listener, bind, bind_unix, url_of
 
@@ -23,6 +24,7 @@ __all__ = [
     "Scope",
     "Send",
     "SlowReaderError",
+    "Watcher",
     "bind",
     "bind_unix",
     "url_of",

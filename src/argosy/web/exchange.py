@@ -18,8 +18,8 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 Headers = Iterable[tuple[bytes, bytes]]
 
 JSON = b"application/json"
-CUT = "argosy.cut"
-"""Key of the scope's state: a function that drops the connection at once, whatever waits to be sent."""
+WIRE = "argosy.wire"
+"""Key of the scope's state: the connection that the request came by, a `Wire`."""
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -30,6 +30,35 @@ class DisconnectedError(Exception):
 
 class SlowReaderError(Exception):
     """The client takes nothing; its connection has been cut."""
+
+
+class Watcher(Protocol):
+    """Whoever pushes to a client is told how the client takes it."""
+
+    def on_full(self) -> None:
+        """It is behind: push nothing more for now."""
+
+    def on_room(self) -> None:
+        """It has caught up."""
+
+    def on_gone(self) -> None:
+        """It has gone away."""
+
+
+class Wire(Protocol):
+    """The connection under a request, past what ASGI offers."""
+
+    def cut(self) -> None:
+        """Drop it at once, whatever waits to be sent."""
+
+    def push(self, data: bytes) -> None:
+        """Send a part of a stream that has begun, without waiting."""
+
+    def unframe(self) -> None:
+        """The stream that begins ends with the connection (HTTP/1.0 knows no chunks)."""
+
+    def watch(self, watcher: Watcher | None) -> None:
+        """Tell `watcher`, and nobody else, how the client takes what is pushed."""
 
 
 class ExchangeLimits(Protocol):
@@ -55,7 +84,8 @@ class Exchange:
         self._receive = receive
         self._send = send
         self._limits = limits
-        self._cut: Callable[[], None] = scope["state"][CUT]
+        self._wire: Wire = scope["state"][WIRE]
+        self._version: str = scope["http_version"]
         self.arrived = time.monotonic()
         self.method: str = scope["method"]
         self.path: str = scope["path"]
@@ -142,18 +172,29 @@ class Exchange:
             headers += [(b"retry-after", seconds), (b"retry-after-ms", milliseconds)]
         await self.answer(error.status, error.body(self.request_id), JSON, headers)
 
-    async def start_stream(self) -> None:
+    async def start_stream(self, extra: Headers = ()) -> None:
         """Begin an event stream."""
         headers = [
             (b"content-type", SSE_CONTENT_TYPE),
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),
+            *extra,
         ]
+        if self._version == "1.0":
+            self._wire.unframe()
         await self._start(200, headers)
 
     async def write(self, data: bytes) -> None:
         """Send a part of a stream, waiting while the client is behind."""
         await self._write({"type": "http.response.body", "body": data, "more_body": True})
+
+    def push(self, data: bytes) -> None:
+        """Send a part of a stream at once; `watch` tells when the client is behind."""
+        self._wire.push(data)
+
+    def watch(self, watcher: Watcher | None) -> None:
+        """Tell `watcher` from now on how the client takes what is pushed."""
+        self._wire.watch(watcher)
 
     async def end_stream(self) -> None:
         """End it."""
@@ -162,7 +203,7 @@ class Exchange:
 
     async def drop(self) -> None:
         """Cut the connection at once, whatever waits to be sent."""
-        self._cut()
+        self._wire.cut()
         await asyncio.sleep(0)  # the server learns of it before we return
 
     def age_ms(self) -> float:
