@@ -1,1 +1,20 @@
 """The front door: it authenticates, admits, routes, streams and meters."""
+
+from argosy.gateway.config import (
+    GatewayConfig,
+    ModelConfig,
+    ReplicaConfig,
+    Timeouts,
+    load_config,
+)
+from argosy.gateway.server import GatewayServer, serve_gateway
+
+__all__ = [
+    "GatewayConfig",
+    "GatewayServer",
+    "ModelConfig",
+    "ReplicaConfig",
+    "Timeouts",
+    "load_config",
+    "serve_gateway",
+]

@@ -39,7 +39,7 @@ class BreakerLimits:
     sample: int = 20
     open_s: float = 2.0
     """How long it stays open the first time; each failed probe doubles that."""
-    open_most_s: float = 60.0
+    open_most_s: float = 10.0
     cool_s: float = 0.5
     """How long a full replica is left alone when it does not say (Retry-After)."""
 

@@ -95,6 +95,8 @@ class Exchange:
         """The status that was sent, once it was."""
         self.complete = False
         """Whether the whole answer was sent."""
+        self.gone = False
+        """Whether the client went away, as far as `on_disconnect` saw."""
         self.failure: str | None = None
         """Code of the error that it ended with."""
 
@@ -149,6 +151,7 @@ class Exchange:
         async def watch() -> None:
             while (await self._receive())["type"] != "http.disconnect":
                 pass
+            self.gone = True
             gone()
 
         return asyncio.create_task(watch())

@@ -49,7 +49,7 @@ def test_one_probe_at_a_time_decides_and_each_failed_one_doubles_the_wait() -> N
         breaker.probe_sent()
         assert not breaker.wants_probe(now)
         breaker.record(Outcome.FAILURE, now)
-    assert waits == [2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
+    assert waits == [2.0, 4.0, 8.0, 10.0, 10.0, 10.0, 10.0]
     assert breaker.open_until is not None
     breaker.probe_sent()
     breaker.record(Outcome.SUCCESS, breaker.open_until)
