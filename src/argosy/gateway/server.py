@@ -37,7 +37,7 @@ class GatewayServer:
             for model, pool in zip(config.models, pools, strict=True)
             for name in (model.name, *model.aliases)
         }
-        self._replicas = [replica for pool in pools for replica in pool.replicas.values()]
+        self.replicas = [replica for pool in pools for replica in pool.replicas.values()]
         self._serving = Serving(named, config)
         self.front = Front(named, self._serving, config)
         self._listener = Listener(self.front)
@@ -53,7 +53,7 @@ class GatewayServer:
         for number in (signal.SIGTERM, signal.SIGINT):
             with contextlib.suppress(ValueError, RuntimeError):  # not in the main thread
                 loop.add_signal_handler(number, self.stop)
-        probers = [Prober(replica) for replica in self._replicas]
+        probers = [Prober(replica) for replica in self.replicas]
         await asyncio.gather(*(prober.probe() for prober in probers))
         bound = self._bind()
         listening = asyncio.create_task(self._listener.serve(sockets=[bound]))
@@ -71,7 +71,7 @@ class GatewayServer:
                 task.cancel()
             self._listener.should_exit = True
             await listening
-            for replica in self._replicas:
+            for replica in self.replicas:
                 replica.upstream.close()
             self._unlink()
 
