@@ -32,9 +32,8 @@ class Told:
     """What a journaled stream told, up to some block."""
 
     chunks: list[dict[str, Any]] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
+    tokens: dict[int, list[int]] = field(default_factory=dict)
     prompt: tuple[int, int] | None = None
-    finish: str | None = None
     done: bool = False
 
 
@@ -49,11 +48,10 @@ async def stream(real: Served, path: str, body: dict[str, Any]) -> list[Told]:
             words = block.split()
             now.prompt = (int(words[3]), int(words[4]))
         elif block.startswith(": argosy "):
-            _, _, index, ids, *finish = [*block.split(" ")]
-            assert index == "0"
-            now.tokens = now.tokens + [int(i) for i in ids.split(",") if i]
-            now.finish = finish[0] if finish else None
-            states.append(Told(list(now.chunks), now.tokens, now.prompt, now.finish))
+            index, ids = int(block.split(" ")[2]), block.split(" ")[3]
+            told = [int(i) for i in ids.split(",") if i]
+            now.tokens = now.tokens | {index: now.tokens.get(index, []) + told}
+            states.append(Told(list(now.chunks), now.tokens, now.prompt))
         elif block == "data: [DONE]":
             now.done = True
         elif block:
@@ -63,27 +61,20 @@ async def stream(real: Served, path: str, body: dict[str, Any]) -> list[Told]:
 
 def merged(chunks: list[dict[str, Any]]) -> dict[str, Any]:
     """The answer that the chunks make, however they were cut."""
-    roles, texts, finishes, usages = [], [], [], []
-    logprobs: dict[str, list[Any]] = {}
+    answer: dict[str, Any] = {"identity": set(), "usage": []}
     for chunk in chunks:
+        answer["identity"].add((chunk["id"], chunk["created"], chunk["model"]))
         if chunk.get("usage"):
-            usages.append(chunk["usage"])
+            answer["usage"].append(chunk["usage"]["completion_tokens"])
         for choice in chunk["choices"]:
+            own = answer.setdefault(choice["index"], {"roles": [], "text": "", "finish": []})
             delta = choice.get("delta", choice)
-            if "role" in delta:
-                roles.append(delta["role"])
-            texts.append(delta.get("content", delta.get("text", "")))
-            finishes += [choice["finish_reason"]] if choice["finish_reason"] else []
+            own["roles"] += [delta["role"]] if "role" in delta else []
+            own["text"] += delta.get("content", delta.get("text", ""))
+            own["finish"] += [choice["finish_reason"]] if choice["finish_reason"] else []
             for name, values in (choice["logprobs"] or {}).items():
-                logprobs.setdefault(name, []).extend(values or [])
-    return {
-        "identity": {(chunk["id"], chunk["created"], chunk["model"]) for chunk in chunks},
-        "roles": roles,
-        "text": "".join(texts),
-        "finish": finishes,
-        "usage": [u["completion_tokens"] for u in usages],
-        "logprobs": logprobs,
-    }
+                own.setdefault(name, []).extend(values or [])
+    return answer
 
 
 BODIES = {
@@ -95,6 +86,11 @@ BODIES = {
     "completion with echo": (
         "/v1/completions",
         completion("The cat", max_tokens=8, echo=True, logprobs=1, temperature=0),
+    ),
+    "two choices": ("/v1/chat/completions", chat(seed=8, max_tokens=6, n=2)),
+    "two prompts": (
+        "/v1/completions",
+        completion(["The cat", "Once upon a time"], seed=2, max_tokens=5, stop_token_ids=[40, 41]),
     ),
     "completion": ("/v1/completions", completion("The cat", seed=9, max_tokens=10)),
 }
@@ -109,11 +105,13 @@ async def test_a_stream_cut_after_any_block_goes_on_as_if_nothing_had_happened(
     *states, whole = await stream(real, path, body)
     assert whole.done
     assert len(states) > 3
+    choices = len(whole.tokens)
     for cut in states:
-        if cut.finish is not None:
-            continue
-        *_, rest = await stream(real, path, body | {"resume": {"token_ids": cut.tokens}})
-        assert cut.tokens + rest.tokens == whole.tokens
+        told = [cut.tokens.get(choice, []) for choice in range(choices)]
+        resume = {"token_ids": told if choices > 1 else told[0]}
+        *_, rest = await stream(real, path, body | {"resume": resume})
+        for choice in range(choices):
+            assert told[choice] + rest.tokens.get(choice, []) == whole.tokens[choice]
         assert rest.done
         assert merged(cut.chunks + rest.chunks) == merged(whole.chunks)
 
@@ -126,7 +124,7 @@ async def test_the_journal_counts_what_the_usage_says(real: Served) -> None:
         usage["prompt_tokens"],
         usage["prompt_tokens_details"]["cached_tokens"],
     )
-    assert len(whole.tokens) == usage["completion_tokens"]
+    assert len(whole.tokens[0]) == usage["completion_tokens"]
 
 
 async def test_without_the_header_there_is_no_journal(real: Served) -> None:

@@ -28,7 +28,7 @@ class Ask:
     model: str
     stream: bool
     choices: int
-    """`n`."""
+    """Answers: `n` for each prompt."""
     max_output: int | None
     prompt: bytes
     """The prompt or the messages, as they came."""
@@ -76,11 +76,19 @@ def read(raw: bytes, prompt_field: str) -> Ask:
         fields=fields,
         model=model,
         stream=bool(_field(fields, "stream", bool)),
-        choices=1 if choices is None else max(1, choices),
+        choices=max(1, choices or 1) * _prompts(prompt),
         max_output=_field(fields, "max_tokens", int) if limit is None else limit,
         prompt=bytes(prompt),
         session=_field(fields, "session_id", str) or "",
     )
+
+
+def _prompts(prompt: Raw) -> int:
+    """How many prompts a completion has: a list of texts or of lists of ids has as many as items."""
+    if not bytes(prompt).startswith(b"["):
+        return 1
+    items = msgspec.json.decode(prompt, type=list[Raw])
+    return len(items) if items and bytes(items[0])[:1] in {b'"', b"["} else 1
 
 
 def _field(fields: dict[str, Raw], name: str, kind: type[T]) -> T | None:

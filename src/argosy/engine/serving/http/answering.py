@@ -164,7 +164,9 @@ class Answering:
             news = await generation.news(self._replica.config.keep_alive_s)
             _refuse_nothing(frame)
             done = all(choice.finish is not None for choice in frame.choices)
-            data = b"".join(map(writer.events, news)) if news else KEEP_ALIVE
+            data = b"".join(map(writer.events, news))
+            if not news and not done:
+                data = KEEP_ALIVE
             if done:
                 data += writer.usage() + SSE_DONE
             if not data:

@@ -59,7 +59,13 @@ class Frame:
             created=int(time.time()) if context.created is None else context.created,
             model=body.model,
             choices=[
-                kind(index, request, prompts[index // job.n], tokenizer)
+                kind(
+                    index,
+                    request,
+                    prompts[index // job.n],
+                    tokenizer,
+                    told=index in job.told,
+                )
                 for index, request in enumerate(job.requests)
             ],
             prompts=prompts,

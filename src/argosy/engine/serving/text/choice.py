@@ -38,12 +38,19 @@ class Choice:
     """The state of one choice. Pure: no clock, no I/O."""
 
     def __init__(
-        self, index: int, request: EngineRequest, prompt: Prompt, tokenizer: Tokenizer
+        self,
+        index: int,
+        request: EngineRequest,
+        prompt: Prompt,
+        tokenizer: Tokenizer,
+        *,
+        told: bool = False,
     ) -> None:
         self.index = index
         self.request = request
         self.prompt = prompt
-        self.finish: FinishReason | None = None
+        self.finish: FinishReason | None = "stop" if told else None
+        """Set from the start where the whole answer was told before: nothing is generated."""
         self.stop_reason: int | str | None = None
         self.generated = 0
         """Output tokens that count so far, those of a resume not included."""
