@@ -69,7 +69,7 @@ class Pool:
         """The replica for a request: one that was not tried yet, if there is any. None: nothing to serve."""
         healthy = usable({n: r.breaker for n, r in self.replicas.items() if r.taking})
         fresh = [name for name in healthy if name not in tried] or healthy
-        warm = [n for n in fresh if not self.replicas[n].breaker.cooling(now)] or fresh
+        warm = [name for name in fresh if not self.replicas[name].breaker.cooling(now)] or fresh
         if not warm:
             return None
         keys = chain(

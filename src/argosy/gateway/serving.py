@@ -15,6 +15,7 @@ import structlog
 from argosy.gateway.ask import Ask, read
 from argosy.gateway.attempt import Attempt
 from argosy.gateway.config import GatewayConfig
+from argosy.gateway.journal import Delivered
 from argosy.gateway.replicas import Pool, Replica
 from argosy.gateway.stream import ClientStream
 from argosy.gateway.upstream import UpstreamError
@@ -55,6 +56,7 @@ class Journey:
     refusals: int = 0
     """Failures that were answers: of a replica that lives."""
     failing_since: float | None = None
+    delivered: Delivered = field(default_factory=Delivered)
 
     def got_on(self) -> None:
         """A part of the answer came."""
@@ -136,12 +138,12 @@ class Serving:
                 kind = attempt.headers.get(b"content-type", b"application/json")
                 await exchange.answer(status, content, kind)
                 return
-            self._failed(journey, replica, f"status {status}", answered=True)
+            self._failed(journey, replica, f"status {status}", classify(status))
 
     # --- streams ---------------------------------------------------------------------------------
 
     async def _stream(self, exchange: Exchange, journey: Journey) -> None:
-        stream = ClientStream(exchange)
+        stream = ClientStream(exchange, journey.delivered)
         exchange.watch(stream)
         self._streams.add(stream)
         try:
@@ -163,7 +165,7 @@ class Serving:
     ) -> bool:
         """Let one replica give what it can; whether the answer is whole."""
         replica = await self._next(journey)
-        model, delivered = replica.model, stream.delivered
+        model, delivered = replica.model, journey.delivered
         before = delivered.output_tokens
         body = journey.ask.rest(model, delivered) if before else journey.ask.body(model)
         attempt, outcome = Attempt(self._clock), Outcome.FAILURE
@@ -210,49 +212,48 @@ class Serving:
             kind = attempt.headers.get(b"content-type", b"application/json")
             await exchange.answer(status, content, kind)
             return
-        self._failed(journey, replica, f"status {status}", answered=True)
+        self._failed(journey, replica, f"status {status}", classify(status))
 
     # --- replicas --------------------------------------------------------------------------------
 
     async def _next(self, journey: Journey) -> Replica:
-        """The replica to try next. Raises ApiError when it has been tried enough.
-
-        A replica that died costs no retry budget: its requests have to go somewhere, and are bounded by
-        the time that recovery may take. Answers that were errors are retried within the budget.
-        """
+        """The replica to try next, waited for if need be. Raises ApiError when it was tried enough."""
         pool = journey.pool
         while True:
-            now = self._clock()
-            if journey.refusals >= self._config.attempts:
-                raise _upstream_failed(pool)
-            if journey.failing_since is not None:
-                if now - journey.failing_since > self._config.timeouts.recovery_s:
-                    raise _upstream_failed(pool)
-                if len(journey.tried) >= len(pool.replicas):
-                    await asyncio.sleep(backoff_s(journey.failures, random.random()))  # noqa: S311 - jitter
             replica = pool.pick(journey.ask, journey.domain, journey.tried, self._clock())
-            if replica is not None:
-                break
+            if replica is not None and replica.name not in journey.tried:
+                replica.sent(journey.ask.prompt_tokens)
+                return replica
             if journey.failing_since is None:
                 raise _unavailable(pool)
-            journey.failures += 1
+            if self._clock() - journey.failing_since > self._config.timeouts.recovery_s:
+                raise _upstream_failed(pool)
+            journey.tried.clear()
             await asyncio.sleep(backoff_s(journey.failures, random.random()))  # noqa: S311 - jitter
-        replica.sent(journey.ask.prompt_tokens)
-        return replica
 
     def _failed(
-        self, journey: Journey, replica: Replica, why: str, *, answered: bool = False
+        self, journey: Journey, replica: Replica, why: str, answered: Outcome | None = None
     ) -> None:
-        """Note that a replica failed the request. Raises ApiError when the retry budget is used up."""
+        """Note that a replica failed the request. Raises ApiError when it was tried enough.
+
+        What was carried on from a replica that died has to go somewhere: only the time that recovery may
+        take bounds it. A request that has nothing yet, and that a living replica refused, draws on the
+        retry budget.
+        """
         now = self._clock()
         journey.tried.add(replica.name)
         journey.failures += 1
         journey.failing_since = journey.failing_since or now
         log.warning("attempt_failed", replica=replica.name, model=journey.pool.model, reason=why)
-        if answered:
+        if answered is None:
+            return
+        if answered is Outcome.FAILURE:
             journey.refusals += 1
-            if not journey.pool.retries.take(now):
-                raise _upstream_failed(journey.pool)
+        begun = journey.delivered.output_tokens > 0
+        if journey.refusals >= self._config.attempts or not (
+            begun or journey.pool.retries.take(now)
+        ):
+            raise _upstream_failed(journey.pool)
 
     def _request(self, journey: Journey, replica: Replica, body: bytes) -> bytes:
         headers = [(b"content-type", b"application/json"), (b"accept-encoding", b"identity")]

@@ -30,10 +30,10 @@ class StreamLimits(Protocol):
 class ClientStream:
     """Watches the client and passes on what its replica gives, piece by piece, without a task between."""
 
-    def __init__(self, exchange: Exchange) -> None:
-        self.delivered = Delivered()
+    def __init__(self, exchange: Exchange, delivered: Delivered) -> None:
         self.gone = False
         self._exchange = exchange
+        self._delivered = delivered
         self._full = False
         self._attempt: Attempt | None = None
         self._reader: JournalReader | None = None
@@ -43,7 +43,7 @@ class ClientStream:
     def feed_from(self, attempt: Attempt, *, journaled: bool) -> None:
         """Pass on what `attempt` gives; the answer's head must have been sent."""
         self._attempt = attempt
-        self._reader = JournalReader(self.delivered) if journaled else None
+        self._reader = JournalReader(self._delivered) if journaled else None
         if self._full:
             attempt.pause()
         attempt.deliver(self._take)
