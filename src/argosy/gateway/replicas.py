@@ -49,10 +49,13 @@ class Replica:
         self.load.in_flight += 1
         self.load.sent_tokens += tokens
 
-    def ended(self, outcome: Outcome, now: float, retry_after_s: float | None = None) -> None:
-        """It is over, in whatever way."""
+    def ended(
+        self, outcome: Outcome | None, now: float, retry_after_s: float | None = None
+    ) -> None:
+        """It is over; None: for a reason that says nothing about the replica."""
         self.load.in_flight -= 1
-        self.breaker.record(outcome, now, retry_after_s)
+        if outcome is not None:
+            self.breaker.record(outcome, now, retry_after_s)
 
 
 class Pool:

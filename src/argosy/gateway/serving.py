@@ -8,7 +8,6 @@ import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 
 import structlog
 
@@ -103,53 +102,71 @@ class Serving:
         answer_id = f"{api.id_prefix}-{uuid.uuid4().hex}"
         journey = Journey(ask, api, pool, f"{answer_id} {int(time.time())}".encode())
         pool.retries.request(self._clock())
+        task = asyncio.current_task()
+        assert task is not None  # noqa: S101 - this is a coroutine
         if ask.stream:
-            await self._stream(exchange, journey)
+            await self._stream(exchange, journey, task)
         else:
-            await self._whole(exchange, journey)
+            await self._whole(exchange, journey, task)
 
     # --- whole answers -------------------------------------------------------------------------
 
-    async def _whole(self, exchange: Exchange, journey: Journey) -> None:
-        body = journey.ask.body
-        while True:
-            replica = await self._next(journey)
-            attempt = Attempt(self._clock)
-            watch = exchange.on_disconnect(partial(attempt.abandon, "the client went away"))
-            outcome, status = Outcome.FAILURE, 0
-            try:
-                async with asyncio.timeout(self._config.timeouts.total_s):
-                    await attempt.send(
-                        replica.upstream, self._request(journey, replica, body(replica.model))
-                    )
-                    status = await attempt.head
-                    content = await attempt.whole()
-                outcome = classify(status)
-            except (UpstreamError, TimeoutError) as error:
-                attempt.abandon("too late")
-                if exchange.gone:
-                    raise DisconnectedError from error
-                self._failed(journey, replica, str(error) or "too late")
-                continue
-            finally:
-                watch.cancel()
-                replica.ended(outcome, self._clock(), _retry_after(attempt))
-            if outcome is Outcome.SUCCESS:
-                kind = attempt.headers.get(b"content-type", b"application/json")
-                await exchange.answer(status, content, kind)
-                return
-            self._failed(journey, replica, f"status {status}", classify(status))
+    async def _whole(
+        self, exchange: Exchange, journey: Journey, task: asyncio.Task[object]
+    ) -> None:
+        watch = exchange.on_disconnect(task.cancel)
+        try:
+            while not await self._whole_from(exchange, journey):
+                pass
+        except asyncio.CancelledError:
+            if not exchange.gone:
+                raise
+            task.uncancel()
+            raise DisconnectedError from None
+        finally:
+            watch.cancel()
+
+    async def _whole_from(self, exchange: Exchange, journey: Journey) -> bool:
+        """Ask one replica; whether its answer was passed on."""
+        replica = await self._next(journey)
+        attempt, outcome = Attempt(self._clock), None
+        body = journey.ask.body(replica.model)
+        try:
+            async with asyncio.timeout(self._config.timeouts.total_s):
+                await attempt.send(replica.upstream, self._request(journey, replica, body))
+                status = await attempt.head
+                content = await attempt.whole()
+            outcome = classify(status)
+        except (UpstreamError, TimeoutError) as error:
+            outcome = Outcome.FAILURE
+            self._failed(journey, replica, str(error) or "too late")
+            return False
+        finally:
+            attempt.abandon("nobody waits for it")
+            replica.ended(outcome, self._clock(), _retry_after(attempt))
+        if outcome is not Outcome.SUCCESS:
+            self._failed(journey, replica, f"status {status}", outcome)
+            return False
+        kind = attempt.headers.get(b"content-type", b"application/json")
+        await exchange.answer(status, content, kind)
+        return True
 
     # --- streams ---------------------------------------------------------------------------------
 
-    async def _stream(self, exchange: Exchange, journey: Journey) -> None:
-        stream = ClientStream(exchange, journey.delivered)
+    async def _stream(
+        self, exchange: Exchange, journey: Journey, task: asyncio.Task[object]
+    ) -> None:
+        stream = ClientStream(exchange, journey.delivered, task.cancel)
         exchange.watch(stream)
         self._streams.add(stream)
         try:
             while not await self._stream_from(exchange, stream, journey):
-                if stream.gone:
-                    raise DisconnectedError
+                pass
+        except asyncio.CancelledError:
+            if not stream.gone:
+                raise
+            task.uncancel()
+            raise DisconnectedError from None
         except ApiError as error:
             if exchange.status is None:
                 raise
@@ -168,7 +185,7 @@ class Serving:
         model, delivered = replica.model, journey.delivered
         before = delivered.output_tokens
         body = journey.ask.rest(model, delivered) if before else journey.ask.body(model)
-        attempt, outcome = Attempt(self._clock), Outcome.FAILURE
+        attempt, outcome = Attempt(self._clock), None
         try:
             async with asyncio.timeout(self._config.timeouts.first_token_s):
                 await attempt.send(replica.upstream, self._request(journey, replica, body))
@@ -184,7 +201,7 @@ class Serving:
             stream.finish()
             outcome = Outcome.SUCCESS
         except (UpstreamError, TimeoutError) as error:
-            attempt.abandon("too late")
+            outcome = Outcome.FAILURE
             stream.let_go()
             if delivered.output_tokens > before:
                 journey.got_on()
@@ -192,6 +209,7 @@ class Serving:
         else:
             return True
         finally:
+            attempt.abandon("nobody waits for it")
             replica.ended(outcome, self._clock(), _retry_after(attempt))
         if replica.kind != "argosy" and exchange.status is not None:
             message = "The replica failed in the middle of the answer, and it cannot be carried on."

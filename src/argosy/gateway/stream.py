@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from argosy.gateway.attempt import Attempt
@@ -30,10 +31,13 @@ class StreamLimits(Protocol):
 class ClientStream:
     """Watches the client and passes on what its replica gives, piece by piece, without a task between."""
 
-    def __init__(self, exchange: Exchange, delivered: Delivered) -> None:
+    def __init__(
+        self, exchange: Exchange, delivered: Delivered, leave: Callable[[], object]
+    ) -> None:
         self.gone = False
         self._exchange = exchange
         self._delivered = delivered
+        self._leave = leave
         self._full = False
         self._attempt: Attempt | None = None
         self._reader: JournalReader | None = None
@@ -103,5 +107,4 @@ class ClientStream:
     def on_gone(self) -> None:
         """Nobody waits any more: the replica learns of it at once."""
         self.gone = True
-        if self._attempt is not None:
-            self._attempt.abandon("the client went away")
+        self._leave()

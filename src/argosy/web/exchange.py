@@ -145,7 +145,7 @@ class Exchange:
             message = "Compressed bodies are not read. Send the JSON as it is."
             raise ApiError(415, "unsupported_encoding", message)
 
-    def on_disconnect(self, gone: Callable[[], None]) -> asyncio.Task[None]:
+    def on_disconnect(self, gone: Callable[[], object]) -> asyncio.Task[None]:
         """Call `gone` when the client goes away; call after `body`. Cancel the task when done."""
 
         async def watch() -> None:

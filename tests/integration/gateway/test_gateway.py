@@ -187,6 +187,27 @@ async def test_a_client_that_goes_away_is_noticed_by_the_replica_at_once() -> No
         await asyncio.wait_for(gone.wait(), 10)
 
 
+async def test_clients_that_go_away_are_not_held_against_the_replica() -> None:
+    async def endless(asked: Asked) -> None:
+        if asked.body.get("stream"):
+            asked.stream()
+            asked.say("on and on")
+            await asyncio.sleep(3600)
+        await whole(asked)
+
+    async with (
+        rough_server(endless) as one,
+        rough_server(endless) as two,
+        gateway(one, two) as client,
+    ):
+        for _ in range(8):
+            async with client.stream("POST", "/v1/completions", json=STREAM) as answer:
+                await anext(answer.aiter_bytes())
+        for _ in range(4):
+            assert (await client.post("/v1/completions", json=BODY)).status_code == 200
+        assert len(one.asked) == len(two.asked) == 6
+
+
 async def test_a_stalled_replica_is_given_up() -> None:
     async def stalled(asked: Asked) -> None:
         asked.stream()
