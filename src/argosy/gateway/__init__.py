@@ -3,6 +3,7 @@
 from argosy.gateway.config import (
     GatewayConfig,
     ModelConfig,
+    QueueConfig,
     ReplicaConfig,
     Timeouts,
     load_config,
@@ -13,6 +14,7 @@ __all__ = [
     "GatewayConfig",
     "GatewayServer",
     "ModelConfig",
+    "QueueConfig",
     "ReplicaConfig",
     "Timeouts",
     "load_config",

@@ -22,6 +22,8 @@ class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     kind: Kind = "argosy"
     model: str | None = None
     """What it calls the model; by default the public name."""
+    max_requests: Annotated[int, Meta(ge=1)] = 256
+    """Most requests that it gets at a time, unless it says itself how many it runs."""
     api_key_env: str | None = None
     """Environment variable that holds its key."""
 
@@ -46,6 +48,14 @@ class Timeouts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """How long a request waits for replicas that have died to be replaced."""
 
 
+class QueueConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How much may wait in front of each model, and how long."""
+
+    requests: Annotated[int, Meta(ge=0)] = 5000
+    bytes: Annotated[int, Meta(ge=0)] = 1 << 30
+    wait_s: Positive = 60.0
+
+
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The whole file."""
 
@@ -56,6 +66,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     uds: str | None = None
     """Path of a Unix domain socket to listen on instead."""
     timeouts: Timeouts = Timeouts()
+    queue: QueueConfig = QueueConfig()
     attempts: Annotated[int, Meta(ge=1, le=10)] = 4
     """Most replicas that one request is tried on before its first byte."""
     body_limit_bytes: int = 32 * 1024 * 1024

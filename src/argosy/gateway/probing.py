@@ -76,3 +76,4 @@ class Prober:
         load.decode_s = told.step_s or load.decode_s
         load.reported_at = time.monotonic()
         load.sent_tokens = 0
+        replica.on_change()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -25,6 +26,11 @@ Kind = Literal["argosy", "openai"]
 """Ours, whose streams can be carried on anywhere; or any other OpenAI-compatible server."""
 
 LONGEST_AFFINITY_BYTES = 64 * 1024
+DEFAULT_MOST = 256
+
+
+def _nothing() -> None:
+    """For a replica that nobody waits for."""
 
 
 @dataclass(slots=True)
@@ -38,8 +44,17 @@ class Replica:
     upstream: Upstream
     breaker: Breaker = field(default_factory=Breaker)
     load: ReplicaLoad = field(init=False)
+    most: int = DEFAULT_MOST
+    """Requests at a time, as long as it does not say itself."""
     taking: bool = True
     """It says that it takes new requests; a replica that drains does not."""
+    on_change: Callable[[], None] = _nothing
+    """Called when there may be room that there was not before."""
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more request would not have to wait there (or hardly)."""
+        return self.load.in_flight < (self.load.capacity or self.most)
 
     def __post_init__(self) -> None:
         self.load = ReplicaLoad(self.name)
@@ -56,6 +71,7 @@ class Replica:
         self.load.in_flight -= 1
         if outcome is not None:
             self.breaker.record(outcome, now, retry_after_s)
+        self.on_change()
 
 
 class Pool:
@@ -68,11 +84,31 @@ class Pool:
         self._chooser = chooser
         self._index = PrefixIndex()
 
-    def pick(self, ask: Ask, domain: str, tried: set[str], now: float) -> Replica | None:
-        """The replica for a request: one that was not tried yet, if there is any. None: nothing to serve."""
-        healthy = usable({n: r.breaker for n, r in self.replicas.items() if r.taking})
-        fresh = [name for name in healthy if name not in tried] or healthy
-        warm = [name for name in fresh if not self.replicas[name].breaker.cooling(now)] or fresh
+    @property
+    def on_change(self) -> Callable[[], None]:
+        """Called when a replica may have room that it had not before."""
+        return next(iter(self.replicas.values())).on_change
+
+    @on_change.setter
+    def on_change(self, changed: Callable[[], None]) -> None:
+        for replica in self.replicas.values():
+            replica.on_change = changed
+
+    def alive(self) -> list[str]:
+        """Names of the replicas that may be used at all."""
+        return usable({n: r.breaker for n, r in self.replicas.items() if r.taking})
+
+    def room(self, now: float) -> list[str]:
+        """Names of those that may be used now: they have room, and have not just said that they are full."""
+        return [
+            name
+            for name in self.alive()
+            if self.replicas[name].has_room and not self.replicas[name].breaker.cooling(now)
+        ]
+
+    def pick(self, ask: Ask, domain: str, tried: Collection[str], now: float) -> Replica | None:
+        """The replica for a request, not one of `tried`. None: there is no room for it now."""
+        warm = [name for name in self.room(now) if name not in tried]
         if not warm:
             return None
         keys = chain(

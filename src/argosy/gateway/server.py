@@ -113,5 +113,6 @@ def _pool(model: ModelConfig, timeouts: Timeouts) -> Pool:
         upstream = Upstream(
             parse_endpoint(wanted.url), headers=headers, connect_timeout_s=timeouts.connect_s
         )
-        replicas.append(Replica(wanted.url, wanted.kind, wanted.model or model.name, upstream))
+        name = wanted.model or model.name
+        replicas.append(Replica(wanted.url, wanted.kind, name, upstream, most=wanted.max_requests))
     return Pool(model.name, replicas, CHOOSERS[model.routing]())

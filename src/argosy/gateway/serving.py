@@ -8,12 +8,14 @@ import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import structlog
 
 from argosy.gateway.ask import Ask, read
 from argosy.gateway.attempt import Attempt
 from argosy.gateway.config import GatewayConfig
+from argosy.gateway.dispatch import ANYONE, RETRY_AFTER_S, Caller, Dispatcher, QueueLimits
 from argosy.gateway.journal import Delivered
 from argosy.gateway.replicas import Pool, Replica
 from argosy.gateway.stream import ClientStream
@@ -23,8 +25,6 @@ from argosy.protocol import ApiError, event
 from argosy.web import DisconnectedError, Exchange
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
-
-RETRY_AFTER_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Journey:
     api: Api
     pool: Pool
     identity: bytes
-    domain: str = ""
+    caller: Caller = ANYONE
     tried: set[str] = field(default_factory=set)
     """Replicas that failed it since it last got on."""
     failures: int = 0
@@ -71,6 +71,10 @@ class Serving:
         self._pools = pools
         self._config = config
         self._clock = time.monotonic
+        limits = QueueLimits(config.queue.requests, config.queue.bytes, config.queue.wait_s)
+        self._dispatchers = {
+            pool.model: Dispatcher(pool, limits, self._clock) for pool in pools.values()
+        }
         self._streams: set[ClientStream] = set()
 
     async def chat(self, exchange: Exchange) -> None:
@@ -156,7 +160,13 @@ class Serving:
     async def _stream(
         self, exchange: Exchange, journey: Journey, task: asyncio.Task[object]
     ) -> None:
-        stream = ClientStream(exchange, journey.delivered, task.cancel)
+        dispatcher = self._dispatchers[journey.pool.model]
+        stream = ClientStream(
+            exchange,
+            journey.delivered,
+            leave=task.cancel,
+            charge=partial(dispatcher.charge, journey.caller),
+        )
         exchange.watch(stream)
         self._streams.add(stream)
         try:
@@ -237,13 +247,13 @@ class Serving:
     async def _next(self, journey: Journey) -> Replica:
         """The replica to try next, waited for if need be. Raises ApiError when it was tried enough."""
         pool = journey.pool
-        while True:
-            replica = pool.pick(journey.ask, journey.domain, journey.tried, self._clock())
-            if replica is not None and replica.name not in journey.tried:
+        if journey.failing_since is None:
+            return await self._dispatchers[pool.model].place(journey.ask, journey.caller)
+        while True:  # what was placed once goes before all that wait
+            replica = pool.pick(journey.ask, journey.caller.domain, journey.tried, self._clock())
+            if replica is not None:
                 replica.sent(journey.ask.prompt_tokens)
                 return replica
-            if journey.failing_since is None:
-                raise _unavailable(pool)
             if self._clock() - journey.failing_since > self._config.timeouts.recovery_s:
                 raise _upstream_failed(pool)
             journey.tried.clear()
@@ -297,8 +307,3 @@ def _retry_after(attempt: Attempt) -> float | None:
 def _upstream_failed(pool: Pool) -> ApiError:
     message = f"No replica could answer for {pool.model!r}. Try again shortly."
     return ApiError(502, "upstream_failed", message, retry_after_s=RETRY_AFTER_S)
-
-
-def _unavailable(pool: Pool) -> ApiError:
-    message = f"Nothing serves {pool.model!r} at the moment. Try again shortly."
-    return ApiError(503, "no_replica", message, retry_after_s=RETRY_AFTER_S)

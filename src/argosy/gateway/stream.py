@@ -14,6 +14,7 @@ from argosy.web import Exchange
 KEEP_ALIVE = comment(b"keep-alive")
 LONGEST_END = 64
 _DONE = SSE_DONE.rstrip()
+_EVENT = b"data: {"
 
 
 class StreamLimits(Protocol):
@@ -32,12 +33,19 @@ class ClientStream:
     """Watches the client and passes on what its replica gives, piece by piece, without a task between."""
 
     def __init__(
-        self, exchange: Exchange, delivered: Delivered, leave: Callable[[], object]
+        self,
+        exchange: Exchange,
+        delivered: Delivered,
+        *,
+        leave: Callable[[], object],
+        charge: Callable[[int], None],
     ) -> None:
         self.gone = False
         self._exchange = exchange
         self._delivered = delivered
         self._leave = leave
+        self._charge = charge
+        self._charged = 0
         self._full = False
         self._attempt: Attempt | None = None
         self._reader: JournalReader | None = None
@@ -55,6 +63,7 @@ class ClientStream:
     def finish(self) -> None:
         """Pass on the end of the attempt that has ended. Raises UpstreamError when that was no answer's end."""
         self._attempt = None
+        self._settle()
         done = self._tail.rstrip().endswith(_DONE) if self._reader is None else self._reader.done
         if not done:
             raise UpstreamError("the stream ended before its end")
@@ -63,6 +72,7 @@ class ClientStream:
 
     def let_go(self) -> None:
         """The attempt failed: what was not told for good is forgotten."""
+        self._settle()
         self._attempt = self._reader = None
 
     def tend(self, now: float, limits: StreamLimits) -> None:
@@ -70,6 +80,7 @@ class ClientStream:
         attempt = self._attempt
         if attempt is None:
             return
+        self._settle()
         quiet = now - max(attempt.last, self._shown_at)
         if not self._full and now - attempt.last > limits.between_tokens_s:
             attempt.abandon(f"nothing came for {limits.between_tokens_s:g} s")
@@ -80,11 +91,19 @@ class ClientStream:
     def _take(self, body: bytes) -> None:
         if self._reader is None:
             self._tail = (self._tail + body)[-LONGEST_END:]
+            self._delivered.output_tokens += body.count(_EVENT)  # about one token each
             self._push(body)
             return
         data = self._reader.feed(body)
         if data:
             self._push(data)
+
+    def _settle(self) -> None:
+        """Charge the tenant's share for what came since the last time."""
+        came = self._delivered.output_tokens - self._charged
+        if came:
+            self._charged += came
+            self._charge(came)
 
     def _push(self, data: bytes) -> None:
         if not self.gone:

@@ -13,7 +13,14 @@ import openai
 import pytest
 from tests.integration.rough_server import Asked, Rough, rough_server
 
-from argosy.gateway import GatewayConfig, GatewayServer, ModelConfig, ReplicaConfig, Timeouts
+from argosy.gateway import (
+    GatewayConfig,
+    GatewayServer,
+    ModelConfig,
+    QueueConfig,
+    ReplicaConfig,
+    Timeouts,
+)
 
 BODY = {"model": "big", "prompt": "Say something", "max_tokens": 3}
 STREAM = BODY | {"stream": True}
@@ -26,9 +33,14 @@ async def gateway(
     timeouts: Timeouts = QUICK,
     keep_alive_s: float = 15.0,
     body_limit_bytes: int = 1 << 20,
+    queue: QueueConfig = QueueConfig(),  # noqa: B008 - immutable
+    max_requests: int = 256,
 ) -> AsyncIterator[httpx2.AsyncClient]:
     """A client of a gateway in front of these servers."""
-    behind = [ReplicaConfig(url=r.url, kind="openai", model="rough") for r in replicas]
+    behind = [
+        ReplicaConfig(url=r.url, kind="openai", model="rough", max_requests=max_requests)
+        for r in replicas
+    ]
     models = [ModelConfig(name="big", aliases=("default",), routing="round-robin", replicas=behind)]
     config = GatewayConfig(
         port=0,
@@ -36,6 +48,7 @@ async def gateway(
         timeouts=timeouts,
         keep_alive_s=keep_alive_s,
         body_limit_bytes=body_limit_bytes,
+        queue=queue,
     )
     url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     server = GatewayServer(config, url.set_result)
@@ -286,3 +299,63 @@ async def test_models_and_what_is_not_there() -> None:
         assert (await client.get("/v1/models/small")).status_code == 404
         assert (await client.get("/nowhere")).status_code == 404
         assert (await client.get("/v1/completions")).status_code == 405
+
+
+# --- the queue -----------------------------------------------------------------------------------
+
+
+class Gate:
+    """A server's script that answers only when told to."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Semaphore(0)
+        self.open = asyncio.Semaphore(0)
+
+    async def __call__(self, asked: Asked) -> None:
+        self.asked.release()
+        await self.open.acquire()
+        await whole(asked)
+
+
+async def test_a_request_waits_in_the_gateway_until_a_replica_has_room() -> None:
+    gate = Gate()
+    async with rough_server(gate) as replica, gateway(replica, max_requests=1) as client:
+        posts = [asyncio.create_task(client.post("/v1/completions", json=BODY)) for _ in range(4)]
+        for _ in posts:
+            await gate.asked.acquire()
+            gate.open.release()
+        assert [answer.status_code for answer in await asyncio.gather(*posts)] == [200] * 4
+        assert replica.most_at_once == 1
+
+
+async def test_a_full_queue_and_a_long_wait_are_refused_with_the_time_to_come_back() -> None:
+    gate, queue = Gate(), QueueConfig(requests=1, wait_s=0.3)
+    async with (
+        rough_server(gate) as replica,
+        gateway(replica, max_requests=1, queue=queue) as client,
+    ):
+        running = asyncio.create_task(client.post("/v1/completions", json=BODY))
+        await gate.asked.acquire()
+        refused = await asyncio.gather(
+            *(client.post("/v1/completions", json=BODY) for _ in range(2))
+        )
+        assert [answer.status_code for answer in refused] == [429, 429]
+        assert {answer.json()["error"]["code"] for answer in refused} == {"overloaded"}
+        assert all(answer.headers["retry-after-ms"] for answer in refused)
+        gate.open.release()
+        assert (await running).status_code == 200
+
+
+async def test_who_leaves_the_queue_frees_its_place() -> None:
+    gate = Gate()
+    async with rough_server(gate) as replica, gateway(replica, max_requests=1) as client:
+        running = asyncio.create_task(client.post("/v1/completions", json=BODY))
+        await gate.asked.acquire()
+        for stream in (False, True):
+            with pytest.raises(httpx2.ReadTimeout):
+                await client.post("/v1/completions", json=BODY | {"stream": stream}, timeout=0.2)
+        gate.open.release()
+        gate.open.release()
+        assert (await running).status_code == 200
+        assert (await client.post("/v1/completions", json=BODY)).status_code == 200
+        assert len(replica.asked) == 2
