@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from argosy.engine.execution.host_store import HostStore
-from argosy.engine.execution.sampler import Sampler, describe
+from argosy.engine.execution.sampler import Sampler
 from argosy.engine.execution.tables import SequenceTable
 from argosy.engine.scheduling import Logprob, Plan, StepResult
 
@@ -32,7 +32,7 @@ class Executor(Protocol):
 
 
 class TorchExecutor:
-    """The executor that computes. `model(batch, attention)` gives float32 logits [L, V]."""
+    """The executor that computes. `model(batch, attention)` gives logits [L, V]."""
 
     def __init__(
         self,
@@ -145,7 +145,8 @@ class TorchExecutor:
         for chunk, (flat, start, count) in spans.items():
             row = plan.rows[chunk]
             first = int(torch.searchsorted(batch.logit_index, flat))
-            logprobs = torch.log_softmax(logits[first : first + count], dim=-1)
             following = self._table.tokens[row, start + 1 : start + 1 + count]
-            found[chunk] = describe(logprobs, following, [self._prompt_tops[row]] * count)
+            found[chunk] = self._sampler.describe(
+                logits[first : first + count], following, self._prompt_tops[row]
+            )
         return found

@@ -82,6 +82,26 @@ class RotationCall(ctypes.Structure):
     )
 
 
+class DrawCall(ctypes.Structure):
+    """`ArgosyDraw` of sampling.cpp, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("logits", "which", "scale", "top_k", "top_p")),
+        *((name, ctypes.c_void_p) for name in ("least", "chance", "tokens")),
+        *((name, ctypes.c_int64) for name in ("rows", "vocab", "stride", "threads")),
+    )
+
+
+class TellingCall(ctypes.Structure):
+    """`ArgosyTelling` of sampling.cpp, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("logits", "which", "tokens", "counts", "ranks")),
+        *((name, ctypes.c_void_p) for name in ("masses", "own", "largest", "ids", "likeliest")),
+        *((name, ctypes.c_int64) for name in ("rows", "vocab", "stride", "most", "threads")),
+    )
+
+
 class Kernels:
     """The loaded library. Its functions trust their arguments and run without the GIL.
 
@@ -101,6 +121,8 @@ class Kernels:
         self.linear = _function(library, "argosy_linear", None, pointer)
         self.norm = _by_dtype(library, "norm")
         self.rotate = _by_dtype(library, "rotate")
+        self.draw = _by_dtype(library, "draw")
+        self.tell = _by_dtype(library, "tell")
         self.gate: dict[Activation, dict[torch.dtype, Callable[..., int]]] = {
             "silu": _by_dtype(library, "silu"),
             "gelu_tanh": _by_dtype(library, "gelu_tanh"),
