@@ -114,6 +114,7 @@ def command(display: Callable[[], Display]) -> Callable[..., None]:
         max_seqs: options.MaxSeqs = 64,
         kv_memory: options.KvMemory = None,
         host_kv: options.HostKv = None,
+        pack_cache: options.PackCache = None,
         threads: options.Threads = None,
         max_step_tokens: options.MaxStepTokens = 1024,
         batching: options.Batching = "continuous",
@@ -124,7 +125,7 @@ def command(display: Callable[[], Display]) -> Callable[..., None]:
         log_level: options.LogLevel = None,
     ) -> None:
         _require_engine()
-        from argosy.engine import EngineConfig, ServerConfig
+        from argosy.engine import PACK_CACHE_BYTES, EngineConfig, ServerConfig
         from argosy.models import BUNDLED
 
         shown = display()
@@ -151,6 +152,7 @@ def command(display: Callable[[], Display]) -> Callable[..., None]:
                 batching=batching,
                 kv_memory_bytes=kv_memory,
                 host_kv_bytes=host_kv or 0,
+                pack_cache_bytes=PACK_CACHE_BYTES if pack_cache is None else pack_cache,
                 prefix_cache=prefix_cache,
                 request_timeout_s=request_timeout,
             ),

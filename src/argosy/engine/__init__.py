@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from argosy.engine.async_llm import AsyncLLM
-    from argosy.engine.config import KV_SHARE_OF_FREE, EngineConfig
+    from argosy.engine.config import KV_SHARE_OF_FREE, PACK_CACHE_BYTES, EngineConfig
     from argosy.engine.execution.checkpoint import locate
     from argosy.engine.execution.families import describe, read_spec
     from argosy.engine.execution.spec import Description, ModelSpec
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "KV_SHARE_OF_FREE",
     "LLM",
+    "PACK_CACHE_BYTES",
     "AsyncLLM",
     "CompletionOutput",
     "Description",
@@ -37,6 +38,7 @@ __all__ = [
 _HOMES = {
     "KV_SHARE_OF_FREE": "config",
     "LLM": "llm",
+    "PACK_CACHE_BYTES": "config",
     "AsyncLLM": "async_llm",
     "CompletionOutput": "outputs",
     "Description": "execution.spec",

@@ -209,6 +209,7 @@ def heart(launch: Launch, pulse: Pulse) -> None:
 
 def serve(launch: Launch, channel: zmq.Socket[bytes], pulse: Pulse) -> int:
     """Load and loop; the exit status. What went wrong is told to the parent and to the log."""
+    gc.disable()  # importing torch makes a million objects, all of which stay
     try:
         core = load(launch, lambda what, done: send(channel, Loading(what, done)), time.sleep)
     except Exception as error:
@@ -218,6 +219,7 @@ def serve(launch: Launch, channel: zmq.Socket[bytes], pulse: Pulse) -> int:
         log.exception("load_gave_up")
         return EXIT_FAILED
     gc.collect()
+    gc.enable()
     gc.freeze()  # the model and the tables stay: later collections need not look at them
     pulse.busy = False
     send(channel, core.ready)
