@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import glob
 import json
 import math
+import os
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Self, TypeVar
 
 import typer
 
@@ -63,6 +65,8 @@ def bench(
     goodput: options.Goodput = None,
     save: options.Save = None,
     html: options.Html = None,
+    csv: options.Csv = None,
+    prometheus: options.Prometheus = None,
     self_check: options.SelfCheck = False,
 ) -> None:
     """Put a load on a server and measure what its users would see."""
@@ -114,25 +118,28 @@ def bench(
             precision=precision,
             timeout_s=timeout,
         )
-        _measure(settings, _headers(api_key, header or []), save, html)
+        _measure(settings, _headers(api_key, header or []), _Outputs(save, html, csv, prometheus))
     except BenchError as error:
         fail(str(error))
 
 
 @app.command("compare")
 def compare(
-    a: Annotated[Path, typer.Argument(help="A result that --save wrote.")],
-    b: Annotated[Path, typer.Argument(help="Another.")],
+    a: options.Side,
+    b: options.Side,
     *,
     seed: Annotated[int, typer.Option(min=0, help="Of the resampling.")] = 0,
     output: Annotated[Path | None, typer.Option(help="Also write the ratios as JSON.")] = None,
 ) -> None:
-    """Compare two results: ratios B/A with 95 % confidence intervals."""
+    """Compare results that --save wrote: ratios B/A with 95 % confidence intervals.
+
+    Several runs a side, best taken in turns, tell what varies between runs as well.
+    """
     from argosy.bench import BenchError, comparison_text, load, write
     from argosy.bench import compare as compare_results
 
     try:
-        first, second = load(a), load(b)
+        first, second = ([load(path) for path in _files(side)] for side in (a, b))
         ratios = compare_results(first, second, seed=seed)
         if output is not None:
             import msgspec
@@ -143,21 +150,60 @@ def compare(
     typer.echo(comparison_text(first, second, ratios))
 
 
-def _measure(
-    settings: Settings, headers: dict[str, str], save_to: Path | None, html_to: Path | None
-) -> None:
-    """Run it, print it, write it."""
-    from argosy.bench import html_report, run, save, text_report, write
+def _files(side: str) -> list[Path]:
+    """The files that `side` names: a file as it is, else names and patterns with commas between them."""
+    from argosy.bench import BenchError
 
-    for path in (save_to, html_to):
-        _writable(path)
+    if os.path.exists(side):  # noqa: PTH110 - a long list is no file, and no error
+        return [Path(side)]
+    files = []
+    for part in side.split(","):
+        found = sorted(glob.glob(part)) if glob.has_magic(part) else [part]  # noqa: PTH207
+        if not found:
+            raise BenchError(f"No file is like {part}.")
+        files += [Path(name) for name in found]
+    return files
+
+
+class _Outputs(NamedTuple):
+    """Where a result goes, besides the terminal."""
+
+    save: Path | None
+    html: Path | None
+    csv: Path | None
+    prometheus: Path | None
+
+    def check(self) -> None:
+        """Say before the run, not after it, that its result has no place. Raises BenchError."""
+        from argosy.bench import BenchError
+
+        for path in self:
+            if path is not None and not path.resolve().parent.is_dir():
+                raise BenchError(f"There is no directory for {path}: make it, or choose another.")
+
+    def write(self, result: Result) -> None:
+        """Write what was asked for. Raises BenchError."""
+        from argosy.bench import html_report, prometheus_text, rows_csv, save, write
+
+        if self.save is not None:
+            save(result, self.save)
+        if self.html is not None:
+            write(self.html, html_report(result).encode())
+        if self.csv is not None:
+            write(self.csv, rows_csv(result).encode())
+        if self.prometheus is not None:
+            write(self.prometheus, prometheus_text(result))
+
+
+def _measure(settings: Settings, headers: dict[str, str], outputs: _Outputs) -> None:
+    """Run it, print it, write it."""
+    from argosy.bench import run, text_report
+
+    outputs.check()
     with _Progress() as progress:
         result = _event_loop(run(settings, headers, progress))
     typer.echo(text_report(result))
-    if save_to is not None:
-        save(result, save_to)
-    if html_to is not None:
-        write(html_to, html_report(result).encode())
+    outputs.write(result)
     _leave(result)
 
 
@@ -165,14 +211,6 @@ def _leave(result: Result) -> None:
     """A run that measured nothing is no success."""
     if not any(point.summary.completed for point in result.points):
         fail("No request succeeded: see the errors above.", BROKEN)
-
-
-def _writable(path: Path | None) -> None:
-    """Say before the run, not after it, that its result has no place."""
-    from argosy.bench import BenchError
-
-    if path is not None and not path.resolve().parent.is_dir():
-        raise BenchError(f"There is no directory for {path}: make it, or choose another.")
 
 
 def _check_self(seed: int) -> None:
