@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import glob
-import json
-import math
 import os
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
 import typer
 
 from argosy.cli import bench_options as options
+from argosy.cli import bench_parse as parse
+from argosy.cli.bench_progress import Progress
 from argosy.cli.failure import BROKEN, fail
 
 if TYPE_CHECKING:
-    from argosy.bench import Arrivals, Load, Result, Row, Settings
+    from argosy.bench import Result, Settings
 
 T = TypeVar("T")
-DEFAULT_REQUESTS = 200
 
 app = typer.Typer(help="Measure an OpenAI-compatible server under load.")
 
@@ -88,7 +87,7 @@ def bench(
                 ignore_eos=ignore_eos,
                 chunk_usage=chunk_usage,
                 temperature=temperature,
-                extra_body=_parse_object(extra_body),
+                extra_body=parse.parse_object(extra_body),
             ),
             workload=Workload(
                 input=parse_lengths(input_len),
@@ -101,11 +100,11 @@ def bench(
                 trace=None if trace is None else str(trace),
                 trace_speed=trace_speed,
             ),
-            loads=_loads(
-                rates=_numbers("--rate", rate),
-                limits=_numbers("--concurrency", concurrency),
+            loads=parse.loads(
+                rates=parse.numbers("--rate", rate),
+                limits=parse.numbers("--concurrency", concurrency),
                 shape={"poisson": 1.0, "gamma": burstiness, "constant": None}[arrival],
-                requests=_count(requests, duration, trace),
+                requests=parse.count(requests, duration, trace),
                 duration_s=duration,
                 warmup=warmup,
                 ramp_s=ramp,
@@ -118,7 +117,9 @@ def bench(
             precision=precision,
             timeout_s=timeout,
         )
-        _measure(settings, _headers(api_key, header or []), _Outputs(save, html, csv, prometheus))
+        _measure(
+            settings, parse.headers(api_key, header or []), _Outputs(save, html, csv, prometheus)
+        )
     except BenchError as error:
         fail(str(error))
 
@@ -200,7 +201,7 @@ def _measure(settings: Settings, headers: dict[str, str], outputs: _Outputs) -> 
     from argosy.bench import run, text_report
 
     outputs.check()
-    with _Progress() as progress:
+    with Progress() as progress:
         result = _event_loop(run(settings, headers, progress))
     typer.echo(text_report(result))
     outputs.write(result)
@@ -227,127 +228,3 @@ def _event_loop(work: Coroutine[Any, Any, T]) -> T:
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(work)
-
-
-def _loads(
-    *,
-    rates: list[float],
-    limits: list[float],
-    shape: float | None,
-    requests: int | None,
-    duration_s: float | None,
-    warmup: int,
-    ramp_s: float,
-    traced: bool,
-) -> tuple[Load, ...]:
-    """Each rate with each concurrency; at 1 request per second when nothing is said."""
-    from argosy.bench import Arrivals, BenchError, Load
-
-    if any(limit != int(limit) or limit < 1 for limit in limits if math.isfinite(limit)):
-        raise BenchError("A concurrency is a whole number of at least 1.")
-    if not rates and not limits and not traced:
-        rates = [1.0]
-    arrivals: list[Arrivals | None] = [
-        Arrivals(rate=None if math.isinf(rate) else rate, burstiness=shape, ramp_s=ramp_s)
-        for rate in rates
-    ]
-    most = [None if math.isinf(limit) else int(limit) for limit in limits]
-    return tuple(
-        Load(
-            arrivals=each,
-            concurrency=limit,
-            requests=requests,
-            duration_s=duration_s,
-            warmup=warmup,
-            ramp_s=ramp_s,
-        )
-        for each in arrivals or [None]
-        for limit in most or [None]
-    )
-
-
-def _count(requests: int | None, duration_s: float | None, trace: Path | None) -> int | None:
-    return DEFAULT_REQUESTS if requests is None and duration_s is None and not trace else requests
-
-
-def _numbers(option: str, text: str | None) -> list[float]:
-    from argosy.bench import BenchError
-
-    try:
-        numbers = [float(part) for part in text.split(",")] if text else []
-    except ValueError:
-        numbers = [math.nan]
-    if not all(number > 0 for number in numbers):
-        raise BenchError(f"{option} takes numbers above 0, with commas between them, not {text!r}.")
-    return numbers
-
-
-def _parse_object(text: str | None) -> dict[str, Any]:
-    from argosy.bench import BenchError
-
-    try:
-        parsed = json.loads(text) if text else {}
-    except ValueError as error:
-        raise BenchError(f"--extra-body is no JSON: {error}.") from error
-    if not isinstance(parsed, dict):
-        raise BenchError("--extra-body takes a JSON object, like '{\"top_p\": 0.9}'.")
-    return parsed
-
-
-def _headers(api_key: str | None, given: list[str]) -> dict[str, str]:
-    from argosy.bench import BenchError
-
-    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    for line in given:
-        name, colon, value = line.partition(":")
-        if not colon or not name.strip() or "\n" in line or "\r" in line:
-            raise BenchError(f"{line!r} is no header: write NAME: VALUE.")
-        headers[name.strip().lower()] = value.strip()
-    return headers
-
-
-class _Progress:
-    """A bar on standard error, where that is a terminal."""
-
-    def __init__(self) -> None:
-        from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeElapsedColumn,
-        )
-
-        console = Console(stderr=True)
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[now]}"),
-            console=console,
-            # Drawing takes processor time from the server: twice a second is enough.
-            refresh_per_second=2,
-            disable=not console.is_terminal,
-        )
-        self._task = self._bar.add_task("getting to know the server", total=None, now="")
-        self._failed = 0
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.stop()
-
-    def begins(self, label: str, requests: int) -> None:
-        """A new bar."""
-        self._failed = 0
-        self._task = self._bar.add_task(label, total=requests, now="")
-
-    def ended(self, row: Row, in_flight: int) -> None:
-        """Move it."""
-        self._failed += row.outcome == "error"
-        failed = f", [red]{self._failed} failed[/red]" if self._failed else ""
-        self._bar.update(self._task, advance=1, now=f"{in_flight} in flight{failed}")
