@@ -10,7 +10,7 @@ from argosy.cli import options
 from argosy.cli.failure import BROKEN, fail
 
 if TYPE_CHECKING:
-    from argosy.engine import EngineConfig, ServerConfig
+    from argosy.engine import EarlyCore, EngineConfig, ServerConfig
 
 SERVE_HELP = "Serve a model with the OpenAI API on this machine (the bundled model by default)."
 REPLICA_HELP = "Serve a model as one replica of a fleet: the same server, logs instead of a panel."
@@ -163,6 +163,16 @@ def command(display: Callable[[], Display]) -> Callable[..., None]:
 
 
 def _run(server: ServerConfig, engine: EngineConfig, shown: Display) -> None:
+    from argosy.engine import EarlyCore
+
+    try:
+        with EarlyCore() as early:  # its imports take longest: it does them during ours
+            _serve(server, engine, shown, early)
+    except OSError as error:
+        fail(error.strerror or str(error))
+
+
+def _serve(server: ServerConfig, engine: EngineConfig, shown: Display, early: EarlyCore) -> None:
     from argosy.engine import EngineFailedError, serve_replica
 
     served = False
@@ -174,9 +184,7 @@ def _run(server: ServerConfig, engine: EngineConfig, shown: Display) -> None:
 
     try:
         with shown:
-            serve_replica(server, engine, on_ready=ready, progress=shown.progress)
-    except OSError as error:
-        fail(error.strerror or str(error))
+            serve_replica(server, engine, on_ready=ready, progress=shown.progress, early=early)
     except ValueError as error:
         fail(str(error))
     except EngineFailedError as error:

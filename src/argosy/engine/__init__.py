@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from argosy.engine.llm import LLM
     from argosy.engine.outputs import CompletionOutput, RequestOutput
     from argosy.engine.serving.core.client import EngineFailedError
+    from argosy.engine.serving.core.start import EarlyCore
     from argosy.engine.serving.http.options import ServerConfig
     from argosy.engine.serving.http.server import serve_replica
 
@@ -24,6 +25,7 @@ __all__ = [
     "AsyncLLM",
     "CompletionOutput",
     "Description",
+    "EarlyCore",
     "EngineConfig",
     "EngineFailedError",
     "ModelSpec",
@@ -42,6 +44,7 @@ _HOMES = {
     "AsyncLLM": "async_llm",
     "CompletionOutput": "outputs",
     "Description": "execution.spec",
+    "EarlyCore": "serving.core.start",
     "EngineConfig": "config",
     "EngineFailedError": "serving.core.client",
     "ModelSpec": "execution.spec",
