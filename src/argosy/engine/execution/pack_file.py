@@ -143,6 +143,7 @@ class PackWriter:
 def _map(file: BinaryIO, nbytes: int) -> Tensor:
     """The first `nbytes` of a file, shared with whoever maps it too."""
     mapped = mmap.mmap(file.fileno(), nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+    mapped.madvise(mmap.MADV_WILLNEED)  # from disk in large pieces, not page by page
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it cannot be written to is the point
         return torch.frombuffer(mapped, dtype=torch.uint8)
