@@ -56,6 +56,16 @@ HostKv = Annotated[
         rich_help_panel=MEMORY,
     ),
 ]
+PackCache = Annotated[
+    int | None,
+    Option(
+        parser=parse_size,
+        metavar="SIZE",
+        help="Disk for packed weights, so that starts are fast and replicas share memory;"
+        " 32GiB by default, 0 is none.",
+        rich_help_panel=MEMORY,
+    ),
+]
 
 Threads = Annotated[int | None, Option(min=1, help="CPU threads.", rich_help_panel=ADVANCED)]
 MaxStepTokens = Annotated[

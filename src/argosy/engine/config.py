@@ -15,6 +15,10 @@ COMPUTE_ENVIRONMENT = {"GOMP_SPINCOUNT": "10000"}
 each other spin for some ten microseconds, then sleep (docs/decisions/0004-short-spin.md)."""
 
 
+PACK_CACHE_BYTES = 32 << 30
+"""Disk that packed weights of all checkpoints together may take unless told otherwise."""
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a person may set; None and "auto" are filled in by `resolve`."""
 
@@ -41,6 +45,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Memory for the KV cache; by default a fraction of what is free."""
     host_kv_bytes: int = 0
     """Host memory for evicted KV blocks; 0 is none."""
+    pack_cache_bytes: int = PACK_CACHE_BYTES
+    """Disk for packed weights, which replicas share and later starts find done; 0 is none."""
     prefix_cache: bool = True
     watermark: float = 0.01
     """Part of the blocks kept free for running sequences to grow into."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import math
+import mmap
 from typing import TYPE_CHECKING, Literal
 
 import structlog
@@ -111,6 +113,13 @@ class BlockStore:
         self.values[:, block].copy_(values)
 
 
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros that take memory as they are touched: torch's would be written now, seconds of it."""
+    size = math.prod(shape) * dtype.itemsize
+    memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape)).view(shape)
+
+
 class NativeAttention(BlockStore):
     """Paged attention by csrc/attention.cpp, which also fixes the layout inside a block."""
 
@@ -140,7 +149,7 @@ class NativeAttention(BlockStore):
         lanes = self.ROW_BYTES // dtype.itemsize
         width = -(-head_dim // lanes) * lanes
         shape = (layers, num_blocks, kv_heads, block_size, width)
-        super().__init__(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype))
+        super().__init__(_zeros(shape, dtype), _zeros(shape, dtype))
         self._block_size = block_size
         self._threads = threads
 
@@ -222,7 +231,7 @@ class TorchAttention(BlockStore):
         dtype: torch.dtype,
     ) -> None:
         shape = (layers, num_blocks, block_size, kv_heads, head_dim)
-        super().__init__(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype))
+        super().__init__(_zeros(shape, dtype), _zeros(shape, dtype))
         self._block_size = block_size
         self._tile_blocks = max(1, self.KEY_TILE // block_size)
         self._tile = self._tile_blocks * block_size

@@ -13,12 +13,14 @@ from argosy.engine.execution.checkpoint import fingerprint, locate
 from argosy.engine.execution.device import Device, cpu_device
 from argosy.engine.execution.executor import Executor, TorchExecutor
 from argosy.engine.execution.families import ModelSpec, read_spec
+from argosy.engine.execution.pack_cache import PackCache, open_packs
 from argosy.engine.execution.weights import load_decoder
 from argosy.engine.scheduling import Admission, Plan
 from argosy.protocol import SamplingParams
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-WARM_SIZES = (1, 2, 3, 4, 8, 16, 32, 64)
+WARM_SIZES = (1, 16)
+"""Prefills at start: a step of one row and one of several go through all code that has a first time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +44,16 @@ def build(config: EngineConfig, progress: Callable[[str, float], None]) -> Built
     spec = _within(read_spec(path), config)
     device = _device(config)
     dtype = device.default_dtype if config.dtype == "auto" else DTYPES[config.dtype]
-    decoder = load_decoder(
-        path, spec, device, dtype, lambda done: progress("loading weights", done)
-    )
+    with _packs(config, spec, (state, str(dtype), device.packing(dtype))) as packs:
+        decoder = load_decoder(
+            path, spec, device, dtype, lambda done: progress("loading weights", done), packs=packs
+        )
     kv_bytes_per_token = spec.kv_bytes_per_token(dtype.itemsize)
     limits = resolve(
         config,
         model_max_len=spec.max_model_len,
         kv_bytes_per_token=kv_bytes_per_token,
-        free_bytes=device.free_bytes(),
+        free_bytes=max(0, device.free_bytes() - packs.mapped_bytes),
     )
     attention = decoder.attention_for(limits.num_blocks, limits.block_size)
     executor = TorchExecutor(
@@ -89,10 +92,17 @@ def _device(config: EngineConfig) -> Device:
     return cpu_device(config.threads)
 
 
+def _packs(config: EngineConfig, spec: ModelSpec, identity: tuple[str, str, str]) -> PackCache:
+    """The packed weights of this checkpoint, dtype and packing."""
+    if not identity[-1]:
+        return PackCache()
+    return open_packs(identity, need_bytes=spec.parameters * 2, limit_bytes=config.pack_cache_bytes)
+
+
 def _warm_up(
     executor: TorchExecutor, limits: EngineLimits, progress: Callable[[float], None]
 ) -> None:
-    """Run prefills of the common sizes once, so that no user pays for first-time code paths."""
+    """Run prefills of `WARM_SIZES`, so that no user pays for first-time code paths."""
     params = SamplingParams(max_tokens=1, temperature=0.0)
     sizes = [n for n in WARM_SIZES if n <= min(limits.max_model_len - 1, limits.max_step_tokens)]
     for number, size in enumerate(sizes):

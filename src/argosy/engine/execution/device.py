@@ -12,6 +12,8 @@ import torch
 
 from argosy.engine.execution.attention_cpu import cpu_attention
 from argosy.engine.execution.linear_cpu import cpu_linear
+from argosy.engine.execution.native import NativeUnavailable, load_kernels
+from argosy.engine.execution.pack_cache import in_memory
 from argosy.engine.execution.rows_cpu import RowOps, cpu_rows
 
 if TYPE_CHECKING:
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from argosy.engine.execution.batch import Attention
+    from argosy.engine.execution.pack_cache import Keep
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 
@@ -54,8 +57,17 @@ class Device(Protocol):
         """Bytes that may still be allocated here, now."""
         ...
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-        """Pack weight [N, K] and bias [N] once; the result maps [T, K] to [T, N] in their dtype."""
+    def packing(self, dtype: torch.dtype) -> str:
+        """What `linear` packs a weight to depends on this and the weight alone; "" where it keeps nothing."""
+        ...
+
+    def linear(
+        self, weight: Tensor, bias: Tensor | None, keep: Keep = in_memory
+    ) -> Callable[[Tensor], Tensor]:
+        """Pack weight [N, K] and bias [N] once; the result maps [T, K] to [T, N] in their dtype.
+
+        Weights that `keep` has already are on meta: only their shape and dtype count.
+        """
         ...
 
     @property
@@ -113,8 +125,16 @@ class _Cpu:
         free = psutil.virtual_memory().available
         return max(0, min([free, *_cgroup_headrooms()]))
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-        return cpu_linear(weight, bias, self.threads)
+    def packing(self, dtype: torch.dtype) -> str:
+        try:
+            return load_kernels().path.parent.name if dtype == torch.bfloat16 else ""
+        except NativeUnavailable:
+            return ""
+
+    def linear(
+        self, weight: Tensor, bias: Tensor | None, keep: Keep = in_memory
+    ) -> Callable[[Tensor], Tensor]:
+        return cpu_linear(weight, bias, self.threads, keep)
 
     def attention(
         self,

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from argosy.engine.execution.batch import AttentionSpec
+from argosy.engine.execution.pack_cache import in_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from argosy.engine.execution.batch import Attention, Batch
     from argosy.engine.execution.device import Device
+    from argosy.engine.execution.pack_cache import Keep
     from argosy.engine.execution.rows_cpu import Norm, RowOps
     from argosy.engine.execution.spec import Activation, LayerSpec, ModelSpec, NormKind, NormPlace
 
@@ -42,11 +44,11 @@ class Projection(Part):
         self.bias = nn.Parameter(torch.empty(rows)) if bias else None
         self._packed: Callable[[Tensor], Tensor]
 
-    def settle(self, device: Device) -> None:
-        """Pack the weight and let go of the plain one."""
+    def settle(self, device: Device, keep: Keep = in_memory) -> None:
+        """Pack the weight, or take from `keep` what it packs to, and let go of the plain one."""
         if self.weight is None:
             raise RuntimeError("settle was called twice")
-        self._packed = device.linear(self.weight, self.bias)
+        self._packed = device.linear(self.weight, self.bias, keep)
         self.weight = self.bias = None
 
     def forward(self, x: Tensor) -> Tensor:

@@ -109,7 +109,7 @@ class Kernels:
     norm, rotate: by dtype, take the address of a NormCall or RotationCall.
     gate: by activation, then dtype; take the address of a GateCall.
     linear_bytes: (outs, cols) to the size of a packed weight.
-    linear_pack: (weight's address, outs, cols, address of that many bytes).
+    linear_pack: (weight's address, outs, cols, address of that many bytes, threads).
     """
 
     def __init__(self, path: Path) -> None:
@@ -129,7 +129,7 @@ class Kernels:
         }
         self.linear_bytes = _function(library, "argosy_linear_bytes", size, size, size)
         self.linear_pack = _function(
-            library, "argosy_linear_pack", None, pointer, size, size, pointer
+            library, "argosy_linear_pack", None, pointer, size, size, pointer, size
         )
 
 

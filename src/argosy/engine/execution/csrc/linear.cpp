@@ -274,14 +274,20 @@ extern "C" {
 // Bytes that the packed weight [outs, cols] takes.
 int64_t argosy_linear_bytes(int64_t outs, int64_t cols) { return blocks_of(outs) * SIDE * steps_of(cols) * STEP * 2; }
 
-// Lay out weight [outs, cols], bfloat16, contiguous, into `packed`.
-void argosy_linear_pack(const uint16_t *weight, int64_t outs, int64_t cols, uint16_t *packed) {
-    const int64_t steps = steps_of(cols);
-    std::memset(packed, 0, argosy_linear_bytes(outs, cols));
-    for (int64_t n = 0; n < outs; n++) {
-        uint16_t *row = packed + (n / SIDE * steps * 2 + n % SIDE / 16) * PANEL_WORDS * 2 + n % 16 * 2;
-        for (int64_t k = 0; k < cols; k++)
-            row[k / STEP * 4 * PANEL_WORDS + k % STEP / 2 * 32 + k % 2] = weight[n * cols + k];
+// Lay out weight [outs, cols], bfloat16, contiguous, into `packed`: panels are transposed in the first-level cache.
+void argosy_linear_pack(const uint16_t *weight, int64_t outs, int64_t cols, uint16_t *packed, int64_t threads) {
+    const int64_t steps = steps_of(cols), panels = blocks_of(outs) * 2;
+#pragma omp parallel for num_threads((int)threads)
+    for (int64_t panel = 0; panel < panels; panel++) {
+        uint32_t *to = (uint32_t *)packed + (panel / 2 * steps * 2 + panel % 2) * PANEL_WORDS;
+        for (int64_t step = 0; step < steps; step++, to += 2 * PANEL_WORDS) {
+            uint32_t rows[16][16] = {};
+            const int64_t held = std::min(STEP, cols - step * STEP) * 2;
+            for (int64_t n = panel * 16; n < std::min(outs, panel * 16 + 16); n++)
+                std::memcpy(rows[n % 16], weight + n * cols + step * STEP, held);
+            for (int64_t word = 0; word < 16; word++)
+                for (int64_t n = 0; n < 16; n++) to[word * 16 + n] = rows[n][word];
+        }
     }
 }
 

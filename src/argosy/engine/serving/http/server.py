@@ -16,6 +16,7 @@ import uvloop
 from argosy.engine.config import EngineConfig
 from argosy.engine.execution.checkpoint import locate
 from argosy.engine.serving.core.client import EngineClient, EngineFailedError, Progress
+from argosy.engine.serving.core.start import EarlyCore
 from argosy.engine.serving.door.validate import Door
 from argosy.engine.serving.http.options import ServerConfig
 from argosy.engine.serving.http.replica import Engine, Replica
@@ -163,8 +164,11 @@ def serve_replica(
     *,
     on_ready: Callable[[str], None] | None = None,
     progress: Progress | None = None,
+    early: EarlyCore | None = None,
 ) -> None:
     """Serve one model until SIGTERM or SIGINT; returns when everything is closed.
+
+    `early` is the engine core's process, when it has been started already.
 
     Raises EngineFailedError, ValueError or OSError, each saying what to change, when it cannot.
     """
@@ -180,6 +184,7 @@ def serve_replica(
                 progress=progress,
                 log_format=config.log_format,
                 log_level=config.log_level,
+                early=early,
             ),
             load_text=lambda: TextTools.load(path, config.chat_template),
             on_ready=on_ready or _tell_nobody,
