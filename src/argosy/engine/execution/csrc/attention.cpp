@@ -1,7 +1,7 @@
 // Paged causal attention for the CPU, behind a plain C ABI: rotates, stores new keys and values, then attends.
 //
-// Every row (token, head) walks key tiles at absolute positions in order, with arithmetic that no other row touches: its
-// result does not depend on the batch, the chunking or the threads. Every RANGE keys the sums begin anew and are merged
+// Every row (token, head) walks key tiles at absolute positions in order, with arithmetic that no other row touches:
+// its result does not depend on the batch, the chunking or the threads. Every RANGE keys the sums begin anew and are merged
 // in order, whoever made them, so that the threads can share a long context. Tiling as in FlashAttention (Dao et al.
 // 2022); the next tile is fetched while one is worked on, since pages lie where no hardware would look for them.
 

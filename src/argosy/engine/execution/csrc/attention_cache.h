@@ -35,7 +35,7 @@ template <class Unit> class Cache {
 #ifdef __AVX512BW__
         if constexpr (N == 2)
             for (; d + LANES <= a.head_dim; d += LANES) {
-                const u32x16 word = __builtin_convertvector(load<u16x16>(from + d), u32x16) << (place ? 16 : 0);
+                const u32x16 word = as_words(load<u16x16>(from + d)) << (place ? 16 : 0);
                 _mm512_mask_storeu_epi16(to - place + d * N, place ? 0xaaaaaaaau : 0x55555555u, (__m512i)word);
             }
 #endif
@@ -66,7 +66,8 @@ template <class Unit> class Cache {
             uint32_t *key = (uint32_t *)a.keys + base + offset / W * W * words + offset % W;
             load_row(row, a.k, a.k_stride, t, head);
             for (int64_t word = 0; word < words; word++) key[word * W] = row[word];
-            store_value(base + offset / N * width, offset % N, (const Scalar *)a.v + t * a.v_stride + head * a.head_dim);
+            const Scalar *v = (const Scalar *)a.v + t * a.v_stride + head * a.head_dim;
+            store_value(base + offset / N * width, offset % N, v);
         }
     }
 

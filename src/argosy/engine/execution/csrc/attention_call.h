@@ -16,7 +16,7 @@ struct ArgosyAttention {
     const void *q;             // [tokens, heads, head_dim], rows of `q_stride`
     const void *k;             // [tokens, kv_heads, head_dim], rows of `k_stride`
     const void *v;             // [tokens, kv_heads, head_dim], rows of `v_stride`
-    const float *cos;          // [tokens, turning], null with `sin` when nothing is rotated; see elements.h
+    const float *cos;          // [tokens, turning], as elements.h has them; not read when `turning` is 0
     const float *sin;
     void *out;                 // [tokens, heads, head_dim]
     void *keys;                // this layer's cache
