@@ -115,7 +115,10 @@ class BlockStore:
 
 
 class NativeAttention(BlockStore):
-    """Paged attention by csrc/attention.cpp, which also fixes the layout inside a block."""
+    """Paged attention by csrc/attention.cpp, which also fixes the layout inside a block.
+
+    Its call is kept and refilled, so it serves one thread at a time.
+    """
 
     ROW_BYTES = 64
     """A head's keys are padded to a multiple of it, as the kernel's vectors want."""

@@ -74,7 +74,7 @@ def scale_of(kind: NormKind, weight: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class NativeRows:
-    """csrc/rows.cpp for bfloat16 and float32, torch for other dtypes."""
+    """csrc/rows.cpp for bfloat16 and float32, torch for other dtypes; for one thread at a time."""
 
     kernels: Kernels
     threads: int
@@ -104,7 +104,7 @@ class NativeRows:
 
 
 class _NativeNorm:
-    """A norm by csrc/rows.cpp."""
+    """A norm by csrc/rows.cpp; its call is kept and refilled, so it serves one thread at a time."""
 
     def __init__(self, ops: NativeRows, kind: NormKind, weight: Tensor, eps: float) -> None:
         self._run = ops.kernels.norm[weight.dtype]
