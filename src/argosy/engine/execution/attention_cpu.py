@@ -237,7 +237,7 @@ class TorchAttention(BlockStore):
         dtype: torch.dtype,
     ) -> None:
         shape = (layers, num_blocks, block_size, kv_heads, head_dim)
-        super().__init__(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype))
+        super().__init__(huge_zeros(shape, dtype), huge_zeros(shape, dtype))
         self._block_size = block_size
         self._tile_blocks = max(1, self.KEY_TILE // block_size)
         self._tile = self._tile_blocks * block_size

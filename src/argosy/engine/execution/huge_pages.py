@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 
 def huge_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A tensor of zeros, on transparent huge pages where the system has them; touched as it is used."""
+    """A tensor of zeros, on transparent huge pages where the system has them.
+
+    Memory is taken as it is touched, where torch would write all of it now.
+    """
     if sys.platform != "linux" or not math.prod(shape):
         return torch.zeros(shape, dtype=dtype)
     pages = mmap.mmap(
