@@ -1,4 +1,4 @@
-"""What a layer does to rows between its matrices, on the CPU: norms, gates, rotation, native or torch.
+"""What a layer does to rows between its matrices, on the CPU: norms and gates, native or torch.
 
 Every result depends on its own token's row only, bit for bit, whatever else is in the batch. Fused
 activations of torch compute the last elements of an array with other instructions than the rest, so
@@ -20,7 +20,6 @@ from argosy.engine.execution.native import (
     Kernels,
     NativeUnavailable,
     NormCall,
-    RotationCall,
     load_kernels,
 )
 
@@ -58,13 +57,6 @@ class RowOps(Protocol):
         """[T, 2 * size] to activation(first half) * second half, [T, size]."""
         ...
 
-    def rotate(self, x: Tensor, rows: tuple[Tensor, Tensor]) -> None:
-        """Rotate x [T, heads, head_dim] in place by its tokens' `rope_rows`.
-
-        Computed in float32 and rounded once; elements beyond rotary_dim stay as they are.
-        """
-        ...
-
 
 def cpu_rows(threads: int, kernels: Callable[[], Kernels] = load_kernels) -> RowOps:
     """The native operations where they can be had, else torch's."""
@@ -82,7 +74,7 @@ def scale_of(kind: NormKind, weight: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class NativeRows:
-    """csrc/rows.cpp for bfloat16 and float32, torch for other dtypes."""
+    """csrc/rows.cpp for bfloat16 and float32, torch for other dtypes; for one thread at a time."""
 
     kernels: Kernels
     threads: int
@@ -96,73 +88,51 @@ class NativeRows:
     def gate(self, activation: Activation) -> Callable[[Tensor], Tensor]:
         """See `RowOps`."""
         functions = self.kernels.gate[activation]
+        call = GateCall(threads=self.threads)
 
         def compute(x: Tensor) -> Tensor:
             if x.dtype not in functions:
                 return TorchRows().gate(activation)(x)
             x = x.contiguous()
-            rows, size = x.shape[0], x.shape[1] // 2
-            out = torch.empty(rows, size, dtype=x.dtype)
-            call = GateCall(x.data_ptr(), out.data_ptr(), rows, size, self.threads)
+            rows, size = len(x), x.shape[1] // 2
+            out = torch.empty((rows, size), dtype=x.dtype)
+            call.x, call.out, call.rows, call.size = x.data_ptr(), out.data_ptr(), rows, size
             functions[x.dtype](ctypes.addressof(call))
             return out
 
         return compute
 
-    def rotate(self, x: Tensor, rows: tuple[Tensor, Tensor]) -> None:
-        """See `RowOps`."""
-        cos, sin = rows
-        packed = x.stride(2) == 1 and x.stride(1) == x.shape[2]
-        if x.dtype not in self.kernels.rotate or not packed:
-            return TorchRows().rotate(x, rows)
-        call = RotationCall(
-            x.data_ptr(),
-            cos.data_ptr(),
-            sin.data_ptr(),
-            x.shape[0],
-            x.shape[1],
-            x.shape[2],
-            x.stride(0),
-            cos.shape[-1],
-            self.threads,
-        )
-        self.kernels.rotate[x.dtype](ctypes.addressof(call))
-        return None
-
 
 class _NativeNorm:
-    """A norm by csrc/rows.cpp."""
+    """A norm by csrc/rows.cpp; its call is kept and refilled, so it serves one thread at a time."""
 
     def __init__(self, ops: NativeRows, kind: NormKind, weight: Tensor, eps: float) -> None:
         self._run = ops.kernels.norm[weight.dtype]
         self._scale = scale_of(kind, weight)
-        self._fixed = (len(weight), kind == "narrow", ops.threads, eps)
+        self._call = NormCall(
+            weight=self._scale.data_ptr(),
+            size=len(weight),
+            narrow=kind == "narrow",
+            threads=ops.threads,
+            eps=eps,
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
-        if x.stride(-1) != 1 or (x.dim() == 3 and x.stride(1) != x.shape[2]):
-            x = x.contiguous()
         return self._compute(x, None)
 
     def after_adding(self, x: Tensor, mixed: Tensor) -> Tensor:
         return self._compute(x, mixed.contiguous().data_ptr())
 
     def _compute(self, x: Tensor, added: int | None) -> Tensor:
-        size, narrow, threads, eps = self._fixed
-        out = torch.empty(x.shape, dtype=x.dtype)
-        inner = x.shape[1] if x.dim() == 3 else 1
-        call = NormCall(
-            x.data_ptr(),
-            added,
-            self._scale.data_ptr(),
-            out.data_ptr(),
-            x.shape[0],
-            inner,
-            size,
-            x.stride(0),
-            narrow,
-            threads,
-            eps,
-        )
+        call = self._call
+        *outer, between, within = x.stride()
+        if within != 1 or (outer and between != call.size):
+            x = x.contiguous()
+            *outer, between, _ = x.stride()
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        call.x, call.add, call.out = x.data_ptr(), added, out.data_ptr()
+        call.outer, call.x_stride = len(x), outer[0] if outer else between
+        call.inner = x.shape[1] if outer else 1
         self._run(ctypes.addressof(call))
         return out
 
@@ -187,14 +157,6 @@ class TorchRows:
             return parts[0] if len(parts) == 1 else torch.cat(parts)
 
         return compute
-
-    def rotate(self, x: Tensor, rows: tuple[Tensor, Tensor]) -> None:
-        """See `RowOps`."""
-        cos, sin = rows
-        turning = x[..., : cos.shape[-1]]
-        wide = turning.float()
-        swapped = wide.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
-        turning.copy_((wide * cos).add_(swapped.mul_(sin)))
 
 
 class TorchNorm:
