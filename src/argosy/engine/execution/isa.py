@@ -88,4 +88,4 @@ def _features() -> frozenset[str]:
 def _tiles_allowed() -> bool:
     """Ask the kernel for the use of AMX's tiles in this process (arch_prctl(2), since Linux 5.16)."""
     arch_prctl, request_permission, tile_data = 158, 0x1023, 18
-    return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
+    return int(ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data)) == 0
