@@ -6,7 +6,7 @@
 // Packed weight: [ceil(N / 32)][padded K / 32 steps][2 panels][16 words][16 outputs], a word holding two neighbours
 // along K; N and K are padded with zeros. A block of 32 outputs is read front to back, and a panel of a step is an
 // operand of the matrix unit as it lies. The rows of x are packed to operands too, since in x they lie a power of
-// two apart too often: [tile of 16 rows][step][row][16 words].
+// two apart too often: [tile of rows][step][row][a line of 16 words, as the unit wants them].
 
 #include <sys/mman.h>
 
