@@ -12,7 +12,7 @@ import torch
 
 from argosy.engine.execution.attention_cpu import cpu_attention
 from argosy.engine.execution.linear_cpu import cpu_linear
-from argosy.engine.execution.native import NativeUnavailable, load_kernels
+from argosy.engine.execution.native import NativeUnavailable, kernels_in_use, load_kernels
 from argosy.engine.execution.pack_cache import in_memory
 from argosy.engine.execution.rows_cpu import RowOps, cpu_rows
 
@@ -115,7 +115,7 @@ class _Cpu:
 
     @property
     def name(self) -> str:
-        return f"cpu ({torch.backends.cpu.get_cpu_capability()}, {self.threads} threads)"
+        return f"cpu ({kernels_in_use()}, {self.threads} threads)"
 
     @property
     def torch_device(self) -> torch.device:
