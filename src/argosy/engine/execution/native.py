@@ -9,7 +9,8 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from functools import cache
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from argosy.engine.execution.spec import Activation
 
 SOURCES = Path(__file__).parent / "csrc"
-FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-shared", "-Wno-psabi")
+FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-Wno-psabi")
 BUILD_TIMEOUT_S = 120.0
 
 log = structlog.get_logger(__name__)
@@ -247,17 +248,26 @@ def _cpu_features() -> str:
 
 def _build(program: str, flags: tuple[str, ...], path: Path) -> None:
     """Compile into a file of our own, then rename: other processes see all of it or nothing."""
-    sources = [str(source) for source in sorted(SOURCES.glob("*.cpp"))]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as work:
             built = Path(work) / path.name
-            _run(program, *flags, *sources, "-o", str(built))
+            compile_one = partial(_compile, program, flags, Path(work))
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                objects = list(pool.map(compile_one, sorted(SOURCES.glob("*.cpp"))))
+            _run(program, *flags, "-shared", *objects, "-o", str(built))
             built.replace(path)
     except OSError as error:
         raise NativeUnavailable(
             f"cannot write {path.parent} ({error}); make it writable"
         ) from error
+
+
+def _compile(program: str, flags: tuple[str, ...], folder: Path, source: Path) -> str:
+    """Compile one file; the object's path."""
+    compiled = str(folder / f"{source.stem}.o")
+    _run(program, *flags, "-c", str(source), "-o", compiled)
+    return compiled
 
 
 def _run(program: str, *arguments: str) -> str:
