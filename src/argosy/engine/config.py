@@ -8,6 +8,8 @@ import msgspec
 
 Batching = Literal["continuous", "dynamic", "static"]
 DType = Literal["auto", "bfloat16", "float32", "float16"]
+IntFormat = Literal["int8", "int4"]
+Format = Literal["int8", "int4", "fp8"]
 
 
 COMPUTE_ENVIRONMENT = {"GOMP_SPINCOUNT": "10000"}
