@@ -43,8 +43,14 @@ def build(config: EngineConfig, progress: Callable[[str, float], None]) -> Built
     device = _device(config)
     dtype = device.default_dtype if config.dtype == "auto" else DTYPES[config.dtype]
     decoder = load_decoder(
-        path, spec, device, dtype, lambda done: progress("loading weights", done)
+        path,
+        spec,
+        device,
+        dtype,
+        lambda done: progress("loading weights", done),
+        quantize=config.quantize,
     )
+    held = f"{str(dtype).removeprefix('torch.')} {config.quantize or ''}".rstrip()
     kv_bytes_per_token = spec.kv_bytes_per_token(dtype.itemsize)
     limits = resolve(
         config,
@@ -69,8 +75,8 @@ def build(config: EngineConfig, progress: Callable[[str, float], None]) -> Built
         limits=limits,
         kv_bytes_per_token=kv_bytes_per_token,
         load_s=time.monotonic() - begin,
-        fingerprint=state,
-        backend=f"{device.name} {str(dtype).removeprefix('torch.')} {attention.name}",
+        fingerprint=f"{state} {held}",
+        backend=f"{device.name} {held} {attention.name}",
     )
 
 

@@ -12,6 +12,7 @@ import torch
 
 from argosy.engine.execution.attention_cpu import cpu_attention
 from argosy.engine.execution.linear_cpu import cpu_linear
+from argosy.engine.execution.linear_int_cpu import int_linear
 from argosy.engine.execution.rows_cpu import RowOps, cpu_rows
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from argosy.engine.config import WeightFormat
     from argosy.engine.execution.batch import Attention
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
@@ -54,8 +56,13 @@ class Device(Protocol):
         """Bytes that may still be allocated here, now."""
         ...
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-        """Pack weight [N, K] and bias [N] once; the result maps [T, K] to [T, N] in their dtype."""
+    def linear(
+        self, weight: Tensor, bias: Tensor | None, form: WeightFormat | None = None
+    ) -> Callable[[Tensor], Tensor]:
+        """Pack weight [N, K] and bias [N] once; the result maps [T, K] to [T, N] in their dtype.
+
+        form: what to round the weight to. ValueError: this device cannot compute with it.
+        """
         ...
 
     @property
@@ -113,8 +120,16 @@ class _Cpu:
         free = psutil.virtual_memory().available
         return max(0, min([free, *_cgroup_headrooms()]))
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-        return cpu_linear(weight, bias, self.threads)
+    def linear(
+        self, weight: Tensor, bias: Tensor | None, form: WeightFormat | None = None
+    ) -> Callable[[Tensor], Tensor]:
+        if form is None:
+            return cpu_linear(weight, bias, self.threads)
+        if form == "fp8":
+            raise ValueError(
+                "the CPU has no fp8 weights; set quantize to int8 or int4, or take a CUDA device"
+            )
+        return int_linear(weight, bias, form, self.threads)
 
     def attention(
         self,

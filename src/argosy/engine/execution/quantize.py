@@ -90,7 +90,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantized_linear(x: Tensor, integers: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-    """x [T, K] times a weight's `integers` [N, K] and `scales` [N, chunks], [T, N] in x's dtype."""
+    """Multiply x [T, K] by a weight's `integers` [N, K] and `scales` [N, chunks]: [T, N] in x's dtype."""
     rows, row_scales = quantize_rows(x)
     total = torch.zeros(len(x), len(integers))
     for chunk, part in enumerate(integers.split(CHUNK, 1)):
@@ -128,9 +128,7 @@ def _to_4_bits(chunks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return values.flatten(2), held.flatten(1), scales
 
 
-def _in_steps(
-    groups: Tensor, ends: Tensor, multipliers: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _in_steps(groups: Tensor, ends: Tensor, multipliers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Values, `Quantized.groups` and squared errors with these multipliers, all float32.
 
     groups [N, chunks, 8, 32] are counted in scales; `ends` is the sum of each one's extremes.
