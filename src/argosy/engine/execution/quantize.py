@@ -31,7 +31,7 @@ TOP = 15
 """Largest number of 4 bits: of a value, a multiplier or a zero point."""
 LEAST = 1e-30
 """Chunks with no larger magnitude are zeros: their scale would have no inverse."""
-SLICE = 1 << 20
+SLICE = 1 << 19
 """Weights that are rounded at a time: what that takes beside them stays small, and in the cache."""
 BLOCK = 32
 """Slices hold a multiple of so many rows."""

@@ -1,4 +1,4 @@
-// Rounding rows to signed bytes, and products of signed with unsigned bytes, on any CPU.
+// Rows of either dtype rounded to signed bytes, and products of those with unsigned bytes, on any CPU.
 #pragma once
 
 #include <cstdint>
@@ -47,6 +47,24 @@ inline u32x16 dot_bytes(u32x16 sum, u32x16 bytes, uint32_t word) {
     return sum;
 #endif
 }
+
+// The dtype of x and out: floats from it, and 32 floats to it.
+struct Wide {
+    using Scalar = float;
+    static void read(const float *from, int64_t count, float *to) { std::memcpy(to, from, count * 4); }
+    static void write(float *to, f32x16 low, f32x16 high) { store(to, low), store(to + 16, high); }
+};
+
+struct Half {
+    using Scalar = uint16_t;
+    static void read(const uint16_t *from, int64_t count, float *to) {
+        for (int64_t i = 0; i < count; i++) {
+            const uint32_t bits = (uint32_t)from[i] << 16;
+            std::memcpy(to + i, &bits, 4);
+        }
+    }
+    static void write(uint16_t *to, f32x16 low, f32x16 high) { store_bfloat16(to, low, high); }
+};
 
 struct Rounded {
     float scale;  // what a byte counts; not a number if one of the values is not finite

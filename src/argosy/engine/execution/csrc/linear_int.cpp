@@ -2,19 +2,10 @@
 //
 // Both are rounded by chunks of 256 along K. A chunk's products are integers that float32 holds exactly, so that every
 // way to sum them gives the same bits; chunks are scaled and added in float32, in order, without fused multiply-adds.
-//
-// Weights stand as unsigned bytes, 128 above their value; four neighbours along K of one output make a word. Packed:
-// [ceil(N / 32)][chunks] of a head, then [words][32 outputs]; the last chunk is as long as K, padded to 64, wants.
-//   8 bits: the head is a float32 scale for each output, a word has 32 bits.
-//   4 bits: behind the scales, the head has a byte for each group of 32 along K and output, a multiplier in its low half
-//     and a zero point in its high one. A line of 64 bytes holds a word of every output: outputs 0-15 in the low halves
-//     of its bytes, 16-31 in the high ones. (half - zero) * multiplier is the value, -127..127: a word is expanded to
-//     8 bits by one multiplication and one addition.
 
-// torch rounds a product before it is added; so must we.
-#if defined(__clang__)
+#ifdef __clang__  // torch rounds a product before it is added; so must we
 #pragma clang fp contract(off)
-#elif defined(__GNUC__)
+#else
 #pragma GCC optimize("fp-contract=off")
 #endif
 
@@ -23,10 +14,12 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <type_traits>
 
 #include "amx.h"
 #include "bytes.h"
 #include "simd.h"
+#include "weights_int.h"
 
 extern "C" {
 
@@ -44,22 +37,14 @@ namespace {
 
 using namespace argosy;
 
-constexpr int64_t SIDE = 32;         // outputs of a block
 constexpr int64_t TILE_ROWS = 16;    // rows of an operand
-constexpr int64_t STEP = 64;         // elements of an operand along K: sixteen words, a cache line
-constexpr int64_t CHUNK = 256;       // elements along K that share a scale
-constexpr int64_t CHUNK_WORDS = CHUNK / 4;
-constexpr int64_t GROUP_WORDS = 8;   // words along K that share a multiplier
 constexpr int64_t CHUNK_ROWS = 256;  // most rows of a work item
 constexpr int64_t ITEM_BLOCKS = 8;   // most blocks of a work item
 constexpr int64_t FEW_ROWS = 64;     // up to which items are small
 constexpr int64_t ALONE_ROWS = 32;   // up to which the caller rounds x: a meeting of the threads costs more
 constexpr int64_t THREAD_WEIGHTS = 1 << 18;  // met by up to a hundred rows in the time that it takes to wake a thread
+[[maybe_unused]] constexpr int64_t VECTOR_ROWS = 8;   // up to which vectors keep up with memory
 constexpr int64_t AHEAD = 4096;      // bytes of weight asked for before they are used
-
-int64_t blocks_of(int64_t outs) { return (outs + SIDE - 1) / SIDE; }
-int64_t steps_of(int64_t cols) { return (cols + STEP - 1) / STEP; }
-int64_t chunks_of(int64_t cols) { return (cols + CHUNK - 1) / CHUNK; }
 
 // Memory that each thread keeps, one for each use: giving it back after a call costs more than the rounding.
 template <int USE> uint8_t *scratch(size_t bytes) {
@@ -70,81 +55,6 @@ template <int USE> uint8_t *scratch(size_t bytes) {
         kept.reset(std::aligned_alloc(64, held));
     }
     return (uint8_t *)kept.get();
-}
-
-// The dtype of x and out: floats from it, and 32 floats to it.
-struct Wide {
-    using Scalar = float;
-    static void read(const float *from, int64_t count, float *to) { std::memcpy(to, from, count * 4); }
-    static void write(float *to, f32x16 low, f32x16 high) { store(to, low), store(to + 16, high); }
-};
-
-struct Half {
-    using Scalar = uint16_t;
-    static void read(const uint16_t *from, int64_t count, float *to) {
-        for (int64_t i = 0; i < count; i++) {
-            const uint32_t bits = (uint32_t)from[i] << 16;
-            std::memcpy(to + i, &bits, 4);
-        }
-    }
-    static void write(uint16_t *to, f32x16 low, f32x16 high) { store_bfloat16(to, low, high); }
-};
-
-struct Pair {
-    u32x16 left, right;  // a word of outputs 0-15 and of outputs 16-31
-};
-
-struct Int8 {
-    static constexpr int64_t HEAD_BYTES = SIDE * 4, WORD_BYTES = SIDE * 4;
-
-    struct Group {
-        Group(const uint8_t *, int64_t) {}
-        static Pair word(const uint8_t *at) { return {load<u32x16>(at), load<u32x16>(at + 64)}; }
-    };
-
-    static void put(uint8_t *words, int64_t out, int64_t k, int8_t value) {
-        words[k / 4 * WORD_BYTES + out * 4 + k % 4] = (uint8_t)(value + 128);
-    }
-    static void put_group(uint8_t *, int64_t, int64_t, uint8_t) {}
-};
-
-struct Int4 {
-    static constexpr int64_t HEAD_BYTES = SIDE * 4 + CHUNK_WORDS / GROUP_WORDS * SIDE, WORD_BYTES = SIDE * 2;
-
-    // The multipliers of a group, twice in each lane for products of 16 bits, and what a half of zero becomes.
-    class Group {
-        u32x16 left, right, left_base, right_base;
-        // No byte's product passes 15 * 15, so that none reaches into its neighbour.
-        static u32x16 times(u32x16 a, u32x16 b) { return (u32x16)((u16x32)a * (u16x32)b); }
-        static void split(const uint8_t *head, u32x16 &multiplier, u32x16 &base) {
-            const u32x16 both = widen(load<u8x16>(head)), m = both & 15u;
-            const u32x16 zero = times(m, both >> 4), twice = zero | zero << 8;
-            multiplier = m | m << 16;
-            base = 0x80808080u - (twice | twice << 16);
-        }
-
-      public:
-        Group(const uint8_t *chunk, int64_t group) {
-            const uint8_t *const head = chunk + SIDE * 4 + group * SIDE;
-            split(head, left, left_base);
-            split(head + 16, right, right_base);
-        }
-        Pair word(const uint8_t *at) const {
-            const u32x16 both = load<u32x16>(at);
-            return {times(both & 0x0f0f0f0fu, left) + left_base, times((both >> 4) & 0x0f0f0f0fu, right) + right_base};
-        }
-    };
-
-    static void put(uint8_t *words, int64_t out, int64_t k, int8_t value) {
-        words[k / 4 * WORD_BYTES + out % 16 * 4 + k % 4] |= (uint8_t)value << out / 16 * 4;
-    }
-    static void put_group(uint8_t *chunk, int64_t out, int64_t group, uint8_t byte) {
-        chunk[SIDE * 4 + group * SIDE + out] = byte;
-    }
-};
-
-template <class Weight> int64_t block_bytes(int64_t cols) {
-    return chunks_of(cols) * Weight::HEAD_BYTES + steps_of(cols) * (STEP / 4) * Weight::WORD_BYTES;
 }
 
 // What a chunk of a row of x is multiplied by, and the sum that its products with 128 would add, negated.
@@ -159,8 +69,7 @@ struct Item {
 };
 
 // Where things lie in one call. Operands: [tile of 16 rows][step][row][64 signed bytes].
-template <class W, class E> struct Layout {
-    using Weight = W;
+template <class E> struct Layout {
     const ArgosyLinearInt &a;
     const int64_t steps = steps_of(a.cols), chunks = chunks_of(a.cols);
     const int64_t tile_rows = std::min(TILE_ROWS, a.rows);  // a single tile is as high as there are rows
@@ -169,10 +78,15 @@ template <class W, class E> struct Layout {
     uint8_t *const inputs = scratch<0>(tiles * (tile_bytes + TILE_ROWS * chunks * sizeof(Factor)));
     Factor *const factors = (Factor *)(inputs + tiles * tile_bytes);  // [rows of all tiles][chunks]
 
-    int64_t words(int64_t chunk) const { return std::min(CHUNK_WORDS, steps * (STEP / 4) - chunk * CHUNK_WORDS); }
-    const uint8_t *weight(int64_t block) const { return (const uint8_t *)a.packed + block * block_bytes<W>(a.cols); }
-    const uint8_t *next(const uint8_t *chunk, int64_t words) const {
-        return chunk + W::HEAD_BYTES + words * W::WORD_BYTES;
+    // A block of the weight; of 8 bits if it is to be.
+    template <class Weight> const uint8_t *packed(int64_t block) const {
+        return (const uint8_t *)a.packed + block * block_bytes<Weight>(a.cols);
+    }
+    template <class Weight> const uint8_t *expanded(int64_t block) const {
+        if constexpr (std::is_same_v<Weight, Int8>) return packed<Int8>(block);
+        uint8_t *const to = scratch<1>(block_bytes<Int8>(a.cols));
+        expand_block<Weight>(packed<Weight>(block), a.cols, to);
+        return to;
     }
 
     // Round a tile of rows to bytes, with zeros behind each row and below the last.
@@ -188,7 +102,7 @@ template <class W, class E> struct Layout {
                 alignas(64) uint8_t bytes[CHUNK];
                 const Rounded rounded = round_to_bytes<CHUNK>(values, bytes);
                 factors[row * chunks + chunk] = {rounded.scale, (uint32_t)rounded.sum * -128u};
-                for (int64_t w = 0; w < words(chunk); w += STEP / 4)
+                for (int64_t w = 0; w < words_of(a.cols, chunk); w += STEP / 4)
                     std::memcpy(to + (first + w * 4) * tile_rows, bytes + w * 4, STEP);
             }
         }
@@ -228,18 +142,16 @@ struct VectorUnit {
 
     template <class At> explicit VectorUnit(const At &) {}
 
-    template <int R, class At> static void rows(const At &at, int64_t row, int64_t block) {
-        using Weight = typename At::Weight;
+    template <class Weight, int R, class At>
+    static void rows(const At &at, const uint8_t *chunk, int64_t row, int64_t block) {
         const Factor *factors = at.factors + row * at.chunks;
         const uint8_t *x = at.inputs + row / TILE_ROWS * at.tile_bytes + row % TILE_ROWS * STEP;
-        const uint8_t *chunk = at.weight(block);
         alignas(64) float total[R * SIDE] = {};
         for (int64_t c = 0; c < at.chunks; c++) {
-            const int64_t words = at.words(c);
             const uint8_t *from = chunk + Weight::HEAD_BYTES;
             u32x16 sum[R][2];
             for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = factors[r * at.chunks + c].offset - u32x16{};
-            for (int64_t first = 0; first < words; first += GROUP_WORDS) {
+            for (int64_t first = 0; first < words_of(at.a.cols, c); first += GROUP_WORDS) {
                 const typename Weight::Group group(chunk, first / GROUP_WORDS);
                 for (int64_t w = 0; w < GROUP_WORDS; w++, from += Weight::WORD_BYTES) {
                     const Pair weight = group.word(from);
@@ -256,20 +168,27 @@ struct VectorUnit {
             }
             for (int r = 0; r < R; r++)
                 at.add(chunk, factors[r * at.chunks + c], sum[r][0], sum[r][1], total + r * SIDE);
-            chunk = at.next(chunk, words);
+            chunk = from;
         }
         for (int r = 0; r < R; r++) at.finish(total + r * SIDE, row + r, block);
     }
 
-    template <class At> static void run(const At &at, const Item &item) {
-        for (int64_t block = item.block; block < item.block + item.blocks; block++)
-            for (int64_t row = item.row, end = row + item.rows; row < end;) {
-                const int64_t left = std::min(end - row, TILE_ROWS - row % TILE_ROWS);
-                if (MOST == 8 && left >= 8) rows<MOST>(at, row, block), row += MOST;
-                else if (MOST == 8 && left >= 4) rows<MOST / 2>(at, row, block), row += MOST / 2;
-                else if (left >= 2) rows<2>(at, row, block), row += 2;
-                else rows<1>(at, row, block), row += 1;
-            }
+    template <class Weight, class At>
+    static void block_by_rows(const At &at, const uint8_t *weight, int64_t block, const Item &item) {
+        for (int64_t row = item.row, end = row + item.rows; row < end;) {
+            const int64_t left = std::min(end - row, TILE_ROWS - row % TILE_ROWS);
+            if (MOST == 8 && left >= 8) rows<Weight, MOST>(at, weight, row, block), row += MOST;
+            else if (MOST == 8 && left >= 4) rows<Weight, MOST / 2>(at, weight, row, block), row += MOST / 2;
+            else if (left >= 2) rows<Weight, 2>(at, weight, row, block), row += 2;
+            else rows<Weight, 1>(at, weight, row, block), row += 1;
+        }
+    }
+
+    template <class Weight, class At> static void run(const At &at, const Item &item) {
+        for (int64_t block = item.block; block < item.block + item.blocks; block++) {
+            if (item.rows <= 2 * MOST) block_by_rows<Weight>(at, at.template packed<Weight>(block), block, item);
+            else block_by_rows<Int8>(at, at.template expanded<Weight>(block), block, item);
+        }
     }
 };
 
@@ -304,29 +223,15 @@ struct MatrixUnit {
         }
     }
 
-    // The words of a chunk with 8 bits: where they lie, or expanded to `into`.
-    template <class Weight> static const uint8_t *panels(const uint8_t *chunk, int64_t words, uint8_t *into) {
-        const uint8_t *from = chunk + Weight::HEAD_BYTES;
-        if constexpr (Weight::WORD_BYTES == Int8::WORD_BYTES) return from;
-        for (int64_t first = 0; first < words; first += GROUP_WORDS) {
-            const typename Weight::Group group(chunk, first / GROUP_WORDS);
-            for (int64_t w = first; w < first + GROUP_WORDS; w++)
-                store(into + w * SIDE * 4, group.word(from + w * Weight::WORD_BYTES));
-        }
-        return into;
-    }
-
-    template <class At> static void run(const At &at, const Item &item) {
-        using Weight = typename At::Weight;
-        float *const totals = (float *)scratch<1>(CHUNK_ROWS * SIDE * sizeof(float));
-        alignas(64) uint8_t expanded[CHUNK * SIDE];
+    template <class Weight, class At> static void run(const At &at, const Item &item) {
+        float *const totals = (float *)scratch<2>(CHUNK_ROWS * SIDE * sizeof(float));
         alignas(64) uint32_t sum[2 * TILE_ROWS * SIDE];
         for (int64_t block = item.block; block < item.block + item.blocks; block++) {
-            const uint8_t *chunk = at.weight(block);
+            const uint8_t *chunk = at.template expanded<Weight>(block);
             std::memset(totals, 0, item.rows * SIDE * sizeof(float));
             for (int64_t c = 0; c < at.chunks; c++) {
-                const int64_t words = at.words(c);
-                const uint8_t *w = panels<Weight>(chunk, words, expanded);
+                const int64_t words = words_of(at.a.cols, c);
+                const uint8_t *const w = chunk + Int8::HEAD_BYTES;
                 for (int64_t first = 0; first < item.rows; first += 2 * TILE_ROWS) {
                     const int64_t row = item.row + first, count = std::min(2 * TILE_ROWS, item.rows - first);
                     const uint8_t *x = at.inputs + row / TILE_ROWS * at.tile_bytes + c * CHUNK * at.tile_rows;
@@ -338,7 +243,7 @@ struct MatrixUnit {
                         at.add(chunk, factor, left, right, totals + (first + r) * SIDE);
                     }
                 }
-                chunk = at.next(chunk, words);
+                chunk = w + words * Int8::WORD_BYTES;
             }
             for (int64_t r = 0; r < item.rows; r++) at.finish(totals + r * SIDE, item.row + r, block);
         }
@@ -349,7 +254,7 @@ struct MatrixUnit {
 // Chunks of rows by groups of blocks, taken by the threads.
 template <class Unit, class Weight, class E> void run(const ArgosyLinearInt &a) {
     if (a.rows == 0) return;
-    const Layout<Weight, E> at{a};
+    const Layout<E> at{a};
     const int64_t blocks = blocks_of(a.outs), parts = (a.rows + CHUNK_ROWS - 1) / CHUNK_ROWS;
     const int64_t threads = std::clamp<int64_t>(a.outs * a.cols / THREAD_WEIGHTS * (100 + a.rows) / 100, 1, a.threads);
     const int64_t shares = threads * (a.rows <= FEW_ROWS ? 8 : 2);
@@ -367,58 +272,22 @@ template <class Unit, class Weight, class E> void run(const ArgosyLinearInt &a) 
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < parts * groups; i++) {
             const int64_t row = i % parts * CHUNK_ROWS, block = i / parts * group;
-            Unit::run(at, {row, std::min(CHUNK_ROWS, a.rows - row), block, std::min(group, blocks - block)});
+            Unit::template run<Weight>(at, {row, std::min(CHUNK_ROWS, a.rows - row), block, std::min(group, blocks - block)});
         }
     }
 }
 
 template <class Weight, class E> void run_best(const ArgosyLinearInt &a) {
 #ifdef ARGOSY_AMX
-    if (amx_allowed()) return run<MatrixUnit, Weight, E>(a);
+    if (a.rows > VECTOR_ROWS && amx_allowed()) return run<MatrixUnit, Weight, E>(a);
 #endif
     run<VectorUnit, Weight, E>(a);
 }
 
-// Rows of a weight as quantize.py makes them, contiguous.
-struct Quantized {
-    const int8_t *values;   // [rows, cols]: -127..127, or 0..15 with groups
-    const uint8_t *groups;  // [rows, groups of 32]: multiplier + 16 * zero point; or null
-    const float *scales;    // [rows, chunks]
-    int64_t rows, cols;
-};
-
-// Lay out the rows of a block; outputs beyond them and elements beyond K become zeros.
-template <class Weight> void pack_block(const Quantized &from, int64_t first, uint8_t *chunk) {
-    const int64_t chunks = chunks_of(from.cols), groups = (from.cols + 31) / 32, steps = steps_of(from.cols);
-    const int64_t count = std::min(SIDE, from.rows - first);
-    std::memset(chunk, 0, block_bytes<Weight>(from.cols));
-    for (int64_t c = 0; c < chunks; c++) {
-        const int64_t words = std::min(CHUNK_WORDS, steps * (STEP / 4) - c * CHUNK_WORDS);
-        const int64_t held = std::min(CHUNK, from.cols - c * CHUNK);
-        uint8_t *const to = chunk + Weight::HEAD_BYTES;
-        for (int64_t out = 0; out < count; out++) {
-            const int64_t row = first + out;
-            std::memcpy(chunk + out * 4, from.scales + row * chunks + c, 4);
-            for (int64_t g = c * 8; from.groups && g < std::min(groups, c * 8 + 8); g++)
-                Weight::put_group(chunk, out, g % 8, from.groups[row * groups + g]);
-            for (int64_t k = 0; k < words * 4; k++)
-                Weight::put(to, out, k, k < held ? from.values[row * from.cols + c * CHUNK + k] : 0);
-        }
-        chunk = to + words * Weight::WORD_BYTES;
-    }
-}
-
-template <class Weight> void pack(const Quantized &from, uint8_t *packed) {
-    const int64_t bytes = block_bytes<Weight>(from.cols);
-#pragma omp parallel for schedule(static)
-    for (int64_t block = 0; block < blocks_of(from.rows); block++)
-        pack_block<Weight>(from, block * SIDE, packed + block * bytes);
-}
-
 }  // namespace
 
-// Of each format: the bytes that a packed weight takes; packing, by blocks of 32 outputs; the linear by dtype, by the
-// best unit there is or by the vector unit, for tests.
+// Of each format: the bytes that a packed weight takes; packing; the linear by dtype, by the
+// best unit there is.
 #define ARGOSY_LINEAR(name, Weight)                                                                                   \
     int64_t argosy_linear_##name##_bytes(int64_t outs, int64_t cols) { return blocks_of(outs) * block_bytes<Weight>(cols); } \
     void argosy_linear_##name##_pack(const int8_t *values, const uint8_t *groups, const float *scales,                \
