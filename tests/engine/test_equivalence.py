@@ -17,6 +17,8 @@ from tests.engine.driver import Answer, core_of, run
 if TYPE_CHECKING:
     from argosy.engine.serving.core.loop import EngineCore
 
+DEFAULT = "default"
+"""The path that the engine takes by itself: the full set of cases runs on it."""
 VARIETY = [
     SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2),
     SamplingParams(temperature=0.8, seed=1, max_tokens=24, ignore_eos=True),
@@ -40,7 +42,8 @@ VARIETY = [
 
 
 @cache
-def plain_core(dtype: str = "bfloat16") -> EngineCore:
+def plain_core(dtype: str = "bfloat16", path: str = DEFAULT) -> EngineCore:
+    """One core for each dtype and path; the path is the one of the running test."""
     return core_of(BUNDLED, prefix_cache=False, dtype=dtype)
 
 
@@ -59,17 +62,17 @@ def requests() -> list[EngineRequest]:
 
 
 @cache
-def alone(dtype: str = "bfloat16") -> dict[str, Answer]:
+def alone(dtype: str = "bfloat16", path: str = DEFAULT) -> dict[str, Answer]:
     """The reference: each request by itself, its prompt in one piece."""
     found: dict[str, Answer] = {}
     for request in requests():
-        found |= run(plain_core(dtype), [request])
+        found |= run(plain_core(dtype, path), [request])
     return found
 
 
-def same(answers: dict[str, Answer], dtype: str = "bfloat16") -> None:
+def same(answers: dict[str, Answer], dtype: str = "bfloat16", path: str = DEFAULT) -> None:
     for name, answer in answers.items():
-        expected = alone(dtype)[name]
+        expected = alone(dtype, path)[name]
         assert answer.tokens == expected.tokens, f"request {name}"
         assert answer.logprobs == expected.logprobs
         assert answer.prompt_logprobs == expected.prompt_logprobs
@@ -86,6 +89,13 @@ def test_batched(dtype: str) -> None:
 def test_chunked(budget: int, dtype: str) -> None:
     core = core_of(BUNDLED, max_step_tokens=budget, max_seqs=5, dtype=dtype)
     same(run(core, requests()), dtype)
+
+
+def test_batched_and_chunked_on_every_path(path: str) -> None:
+    """Decodes beside decodes, and beside pieces of prompts: the sizes of batch that kernels tell apart."""
+    same(run(plain_core(path=path), requests()), path=path)
+    core = core_of(BUNDLED, max_step_tokens=17, max_seqs=5, dtype="bfloat16")
+    same(run(core, requests()), path=path)
 
 
 def test_prefix_hits() -> None:

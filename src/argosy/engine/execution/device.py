@@ -13,6 +13,7 @@ import torch
 from argosy.engine.execution.attention_cpu import cpu_attention
 from argosy.engine.execution.linear_cpu import cpu_linear
 from argosy.engine.execution.linear_int_cpu import int_linear
+from argosy.engine.execution.native import kernels_in_use
 from argosy.engine.execution.rows_cpu import RowOps, cpu_rows
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ class _Cpu:
 
     @property
     def name(self) -> str:
-        return f"cpu ({torch.backends.cpu.get_cpu_capability()}, {self.threads} threads)"
+        return f"cpu ({kernels_in_use()}, {self.threads} threads)"
 
     @property
     def torch_device(self) -> torch.device:

@@ -13,7 +13,10 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import structlog
 import torch
+
+from argosy.engine.execution.isa import TORCH, Isa, wanted_isas
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,12 +24,18 @@ if TYPE_CHECKING:
     from argosy.engine.execution.spec import Activation
 
 SOURCES = Path(__file__).parent / "csrc"
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-Wno-psabi")
+FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-shared", "-Wno-psabi")
 BUILD_TIMEOUT_S = 120.0
+
+log = structlog.get_logger(__name__)
 
 
 class NativeUnavailable(Exception):  # noqa: N818 - a state of the machine, with its remedy
     """The native kernels cannot be had here; the message says why, and what would help."""
+
+
+class CompilerFailed(NativeUnavailable):
+    """The compiler does not take these sources for this instruction set."""
 
 
 class AttentionCall(ctypes.Structure):
@@ -93,8 +102,9 @@ class Kernels:
     linear_int: by format, what its integer weights need.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, isa: str) -> None:
         self.path = path
+        self.isa = isa
         library = ctypes.CDLL(str(path))
         pointer, size = ctypes.c_void_p, ctypes.c_int64
         self.attention_float32 = _function(library, "argosy_attention_float32", None, pointer)
@@ -149,20 +159,54 @@ def _by_dtype(library: ctypes.CDLL, name: str) -> dict[torch.dtype, Callable[...
     }
 
 
-@cache
-def load_kernels(compiler: str | None = None, folder: Path | None = None) -> Kernels:
+def load_kernels(
+    compiler: str | None = None, folder: Path | None = None, isa: str | None = None
+) -> Kernels:
     """Load the kernels for this CPU, building them when no earlier process has.
 
     compiler: name or path; None takes $CXX, else c++, g++ or clang++.
     folder: where builds are kept; None takes argosy/native in the user's cache directory.
-    Safe with several processes at once. Raises NativeUnavailable.
+    isa: see isa.py; None takes $ARGOSY_CPU_ISA, else the fastest that CPU and compiler know.
+    Safe with several processes at once. Raises NativeUnavailable, and ValueError for an `isa` that
+    this CPU cannot run.
     """
-    program = _find_compiler(compiler)
-    path = (folder or _cache_folder()) / _fingerprint(program) / "kernels.so"
-    if not path.exists():
-        _build(program, path)
+    found = _attempt(compiler, folder, tuple(wanted_isas(isa)))
+    if isinstance(found, str):
+        raise NativeUnavailable(found)
+    return found
+
+
+def kernels_in_use() -> str:
+    """The instruction set of the kernels that this process computes with, or "torch"."""
     try:
-        return Kernels(path)
+        return load_kernels().isa
+    except NativeUnavailable:
+        return TORCH
+
+
+@cache
+def _attempt(compiler: str | None, folder: Path | None, isas: tuple[Isa, ...]) -> Kernels | str:
+    """The kernels, or why there are none: asked once, since every layer asks."""
+    reason = "torch's operations were asked for; unset ARGOSY_CPU_ISA to use the native kernels"
+    for isa in isas:
+        try:
+            return _load(_find_compiler(compiler), folder or _cache_folder(), isa)
+        except CompilerFailed as error:
+            reason = str(error)
+            log.warning("kernels.build_failed", isa=isa.name, reason=reason)
+        except NativeUnavailable as error:
+            return str(error)
+    return reason
+
+
+def _load(program: str, folder: Path, isa: Isa) -> Kernels:
+    """Build where needed, and load."""
+    flags = (*FLAGS, *isa.flags)
+    path = folder / _fingerprint(program, flags) / "kernels.so"
+    if not path.exists():
+        _build(program, flags, path)
+    try:
+        return Kernels(path, isa.name)
     except (OSError, AttributeError) as error:
         raise NativeUnavailable(f"{path} does not load ({error}); delete it to rebuild") from error
 
@@ -189,12 +233,12 @@ def _cache_folder() -> Path:
         return Path(tempfile.mkdtemp(prefix="argosy-native-"))
 
 
-def _fingerprint(program: str) -> str:
+def _fingerprint(program: str, flags: tuple[str, ...]) -> str:
     """What a build depends on, hashed: sources, flags, compiler and the CPU's features."""
     digest = hashlib.sha256()
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
-    digest.update("\0".join((program, *FLAGS, platform.machine(), _cpu_features())).encode())
+    digest.update("\0".join((program, *flags, platform.machine(), _cpu_features())).encode())
     digest.update(_run(program, "--version").encode())
     return digest.hexdigest()[:24]
 
@@ -209,14 +253,14 @@ def _cpu_features() -> str:
     return "\n".join(x for x in first if x.startswith(("model name", "flags", "Features", "CPU")))
 
 
-def _build(program: str, path: Path) -> None:
+def _build(program: str, flags: tuple[str, ...], path: Path) -> None:
     """Compile into a file of our own, then rename: other processes see all of it or nothing."""
     sources = [str(source) for source in sorted(SOURCES.glob("*.cpp"))]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as work:
             built = Path(work) / path.name
-            _run(program, *FLAGS, *sources, "-o", str(built))
+            _run(program, *flags, *sources, "-o", str(built))
             built.replace(path)
     except OSError as error:
         raise NativeUnavailable(
@@ -225,7 +269,7 @@ def _build(program: str, path: Path) -> None:
 
 
 def _run(program: str, *arguments: str) -> str:
-    """Run the compiler and return its output. Raises NativeUnavailable with the end of its errors."""
+    """Run the compiler and return its output. Raises CompilerFailed with the end of its errors."""
     try:
         done = subprocess.run(  # noqa: S603 - the compiler that the user has
             (program, *arguments),
@@ -235,7 +279,7 @@ def _run(program: str, *arguments: str) -> str:
             timeout=BUILD_TIMEOUT_S,
         )
     except subprocess.CalledProcessError as error:
-        raise NativeUnavailable(f"{program} failed: {error.stderr.strip()[-500:]}") from error
+        raise CompilerFailed(f"{program} failed: {error.stderr.strip()[-500:]}") from error
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NativeUnavailable(f"{program} cannot be run: {error}") from error
     return done.stdout

@@ -113,7 +113,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="rea
     parameters: int
     load_s: float
     backend: str
-    """Which compute path is in use, for people, e.g. "cpu (AVX512, 2 threads) bfloat16 native"."""
+    """Which compute path is in use, for people, e.g. "cpu (avx512_bf16, 2 threads) bfloat16 native"."""
     fingerprint: str
     """Which state of the model's files was loaded. Requests never go on with another one."""
 

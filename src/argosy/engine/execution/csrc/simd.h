@@ -18,6 +18,17 @@ using u16x16 = uint16_t __attribute__((vector_size(32)));
 
 constexpr int LANES = 16;
 
+// Lanes of the widest vector that one register holds, and that vector: what a long-lived sum should be.
+#if defined(__AVX512F__)
+constexpr int NATIVE = 16;
+#elif defined(__AVX__)
+constexpr int NATIVE = 8;
+#else
+constexpr int NATIVE = 4;
+#endif
+using native_u32 = uint32_t __attribute__((vector_size(4 * NATIVE)));
+using native_f32 = float __attribute__((vector_size(4 * NATIVE)));
+
 template <class V> inline V load(const void *from) {
     V value;
     std::memcpy(&value, from, sizeof value);
