@@ -17,14 +17,14 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from models.corpus.chat import documents
+from models.tokenizer import render
 from tokenizers import Tokenizer
 
 from argosy import LLM, SamplingParams
 from argosy.engine import EngineConfig
 from argosy.models import BUNDLED
 from benchmarks.checkpoints import SHAPES, make
-from models.corpus.chat import documents
-from models.tokenizer import render
 
 HELD_OUT_SEED = 1_000_003
 FORMATS = ("int8", "int4")
