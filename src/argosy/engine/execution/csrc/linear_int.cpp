@@ -155,11 +155,11 @@ struct VectorUnit {
                 const typename Weight::Group group(chunk, first / GROUP_WORDS);
                 for (int64_t w = 0; w < GROUP_WORDS; w++, from += Weight::WORD_BYTES) {
                     const Pair weight = group.word(from);
-                    for (int64_t line = 0; line < Weight::WORD_BYTES; line += 64)
+                    for (int64_t line = 0; R < MOST && line < Weight::WORD_BYTES; line += 64)
                         __builtin_prefetch(from + AHEAD + line, 0, 2);
+#pragma GCC unroll 8
                     for (int r = 0; r < R; r++) {
-                        uint32_t word;
-                        std::memcpy(&word, x + r * STEP + first % 16 * 4 + w * 4, 4);
+                        const auto word = load<uint32_t>(x + r * STEP + first % 16 * 4 + w * 4);
                         sum[r][0] = dot_bytes(sum[r][0], weight.left, word);
                         sum[r][1] = dot_bytes(sum[r][1], weight.right, word);
                     }
