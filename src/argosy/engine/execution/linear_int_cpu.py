@@ -9,7 +9,12 @@ import torch
 from torch.nn import functional as F
 
 from argosy.engine.execution.native import Kernels, LinearCall, NativeUnavailable, load_kernels
-from argosy.engine.execution.quantize import BLOCK, quantize_weight, quantized_linear
+from argosy.engine.execution.quantize import (
+    BLOCK,
+    NOT_FINITE,
+    quantize_weight,
+    quantized_linear,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,18 +50,14 @@ class NativeIntLinear:
         native = kernels.linear_int[form]
         self._compute = native.compute
         self._packed = torch.empty(native.size(self._outs, self._cols), dtype=torch.uint8)
-        block_bytes = native.size(BLOCK, self._cols)
-        row = 0
-        for part in quantize_weight(weight, form):
-            native.pack(
-                part.values.data_ptr(),
-                None if part.groups is None else part.groups.data_ptr(),
-                part.scales.data_ptr(),
-                len(part.values),
-                self._cols,
-                self._packed.data_ptr() + row // BLOCK * block_bytes,
-            )
-            row += len(part.values)
+        dense = weight.detach().contiguous()
+        if dense.dtype not in native.pack:
+            dense = dense.float()
+        finite = native.pack[dense.dtype](
+            dense.data_ptr(), self._outs, self._cols, self._packed.data_ptr(), threads
+        )
+        if not finite:
+            raise ValueError(NOT_FINITE)
         padding = (0, -self._outs % BLOCK)
         self._bias = None if bias is None else F.pad(bias.detach().float(), padding)
 

@@ -34,7 +34,8 @@ LEAST = 1e-30
 SLICE = 1 << 19
 """Weights that are rounded at a time: what that takes beside them stays small, and in the cache."""
 BLOCK = 32
-"""Slices hold a multiple of so many rows."""
+"""Outputs that kernels compute together."""
+NOT_FINITE = "a weight is not finite; the checkpoint is damaged, fetch it again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +62,17 @@ class Quantized:
 
 
 def quantize_weight(weight: Tensor, form: IntFormat) -> Iterator[Quantized]:
-    """Round weight [N, K] slice by slice: consecutive rows, a multiple of 32 of them but for the last.
+    """Round weight [N, K] slice by slice: consecutive rows.
 
     ValueError: a weight is not finite.
     """
-    rows = max(SLICE // weight.shape[1] // BLOCK, 1) * BLOCK
+    rows = max(SLICE // weight.shape[1], 1)
     for part in weight.detach().split(rows):
         cols = part.shape[1]
         chunks = F.pad(part.float(), (0, -cols % CHUNK)).unflatten(1, (-1, CHUNK))
         values, groups, scales = _to_8_bits(chunks) if form == "int8" else _to_4_bits(chunks)
         if not scales.isfinite().all():
-            raise ValueError("a weight is not finite; the checkpoint is damaged, fetch it again")
+            raise ValueError(NOT_FINITE)
         held = None if groups is None else groups[:, : -(-cols // GROUP)].contiguous()
         yield Quantized(values.flatten(1)[:, :cols].contiguous(), held, scales)
 
@@ -139,8 +140,10 @@ def _in_steps(groups: Tensor, ends: Tensor, multipliers: Tensor) -> tuple[Tensor
     zeros = torch.minimum(torch.maximum(zeros, TOP - bound), bound).clamp_(0, TOP)
     m, zero = multipliers.unsqueeze(-1), zeros.unsqueeze(-1)
     values = (groups / m).add_(zero).round_().clamp_(0, TOP)
-    errors = ((values - zero).mul_(m).sub_(groups)).square_().sum(-1)
-    return values, multipliers + 16 * zeros, errors
+    errors = (values - zero).mul_(m).sub_(groups).square_()
+    while errors.shape[-1] > 1:  # in this order, as kernels do
+        errors = errors.unflatten(-1, (2, -1)).sum(-2)
+    return values, multipliers + 16 * zeros, errors.squeeze(-1)
 
 
 def _scales(scales: Tensor) -> tuple[Tensor, Tensor]:

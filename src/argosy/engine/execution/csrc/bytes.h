@@ -66,6 +66,12 @@ struct Half {
     static void write(uint16_t *to, f32x16 low, f32x16 high) { store_bfloat16(to, low, high); }
 };
 
+// The nearest whole numbers, ties to even, of magnitudes below 2^22.
+inline f32x16 nearest(f32x16 x) {
+    const f32x16 magic = broadcast(12582912.0f);  // 1.5 * 2^23: the sum has no room for a fraction
+    return x + magic - magic;
+}
+
 struct Rounded {
     float scale;  // what a byte counts; not a number if one of the values is not finite
     int32_t sum;  // of the bytes
@@ -88,11 +94,9 @@ template <int COUNT> inline Rounded round_to_bytes(const float *values, uint8_t 
         return {peak < LEAST ? 0.0f : __builtin_nanf(""), 0};
     }
     const float inverse = 1.0f / peak * 127.0f;
-    const f32x16 magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
     i32x16 sum{};
     for (int i = 0; i < COUNT; i += LANES) {
-        const f32x16 scaled = load<f32x16>(values + i) * inverse;
-        const i32x16 integers = (i32x16)(scaled + magic) - (i32x16)magic;
+        const i32x16 integers = __builtin_convertvector(nearest(load<f32x16>(values + i) * inverse), i32x16);
         sum += integers;
         store(bytes + i, __builtin_convertvector(integers, i8x16));
     }

@@ -286,16 +286,21 @@ template <class Weight, class E> void run_best(const ArgosyLinearInt &a) {
 
 }  // namespace
 
-// Of each format: the bytes that a packed weight takes; packing; the linear by dtype, by the
-// best unit there is.
-#define ARGOSY_LINEAR(name, Weight)                                                                                   \
-    int64_t argosy_linear_##name##_bytes(int64_t outs, int64_t cols) { return blocks_of(outs) * block_bytes<Weight>(cols); } \
-    void argosy_linear_##name##_pack(const int8_t *values, const uint8_t *groups, const float *scales,                \
-                                     int64_t rows, int64_t cols, uint8_t *packed) {                                   \
-        pack<Weight>({values, groups, scales, rows, cols}, packed);                                              \
+// Of each format: the bytes that a packed weight takes; by dtype, packing a weight [outs, cols], which tells whether all
+// of it is finite, and the linear.
+#define ARGOSY_LINEAR_DTYPE(name, Weight, dtype, E)                                                                   \
+    int64_t argosy_linear_##name##_pack_##dtype(const void *weight, int64_t outs, int64_t cols, uint8_t *packed,      \
+                                                int64_t threads) {                                                    \
+        return pack<Weight, E>({weight, outs, cols}, packed, threads);                                                \
     }                                                                                                                 \
-    void argosy_linear_##name##_bfloat16(const ArgosyLinearInt *call) { run_best<Weight, Half>(*call); }              \
-    void argosy_linear_##name##_float32(const ArgosyLinearInt *call) { run_best<Weight, Wide>(*call); }
+    void argosy_linear_##name##_##dtype(const ArgosyLinearInt *call) { run_best<Weight, E>(*call); }
+
+#define ARGOSY_LINEAR(name, Weight)                                                                                   \
+    int64_t argosy_linear_##name##_bytes(int64_t outs, int64_t cols) {                                                \
+        return blocks_of(outs) * block_bytes<Weight>(cols);                                                           \
+    }                                                                                                                 \
+    ARGOSY_LINEAR_DTYPE(name, Weight, bfloat16, Half)                                                                 \
+    ARGOSY_LINEAR_DTYPE(name, Weight, float32, Wide)
 
 extern "C" {
 ARGOSY_LINEAR(int8, Int8)

@@ -10,6 +10,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -37,6 +38,8 @@ struct Pair {
     u32x16 left, right;  // a word of outputs 0-15 and of outputs 16-31
 };
 
+struct RoundedChunk;
+
 struct Int8 {
     static constexpr int64_t HEAD_BYTES = SIDE * 4, WORD_BYTES = SIDE * 4;
 
@@ -45,6 +48,7 @@ struct Int8 {
         static Pair word(const uint8_t *at) { return {load<u32x16>(at), load<u32x16>(at + 64)}; }
     };
 
+    static void round(const float *values, RoundedChunk &to);
     static void pack_word(const uint32_t (&from)[SIDE], uint32_t *to) {
         for (int64_t out = 0; out < SIDE; out++) to[out] = from[out] ^ 0x80808080u;
     }
@@ -77,6 +81,7 @@ struct Int4 {
         }
     };
 
+    static void round(const float *values, RoundedChunk &to);
     static void pack_word(const uint32_t (&from)[SIDE], uint32_t *to) {
         for (int64_t out = 0; out < SIDE / 2; out++) to[out] = from[out] | from[out + SIDE / 2] << 4;
     }
@@ -100,42 +105,125 @@ template <class Weight> inline void expand_block(const uint8_t *from, int64_t co
     }
 }
 
-// Rows of a weight as quantize.py makes them, contiguous.
-struct Quantized {
-    const int8_t *values;   // [rows, cols]: -127..127, or 0..15 with groups
-    const uint8_t *groups;  // [rows, groups of 32]: multiplier + 16 * zero point; or null
-    const float *scales;    // [rows, chunks]
+// A chunk of a row, rounded as quantize.py does: bytes -127..127, or 0..15 with `groups`.
+struct RoundedChunk {
+    alignas(64) uint8_t bytes[CHUNK];
+    uint8_t groups[CHUNK_GROUPS];  // multiplier + 16 * zero point
+    float scale;
+};
+
+constexpr float LEAST_SCALE = 1e-30f;
+
+// Integers of a group of 32 with this multiplier; returns the squared error, added up as halves, quarters and so on.
+inline float round_group(const float *steps, float ends, float multiplier, uint8_t *bytes, uint8_t &group) {
+    const float bound = std::floor(127.0f / multiplier);
+    const float centre = std::nearbyint(7.5f - ends / multiplier / 2.0f);
+    const float zero = std::min(std::max(std::min(std::max(centre, 15.0f - bound), bound), 0.0f), 15.0f);
+    f32x16 error[2];
+    for (int half = 0; half < 2; half++) {
+        const f32x16 step = load<f32x16>(steps + half * LANES);
+        const f32x16 whole = nearest(step / multiplier + zero);
+        const f32x16 value = whole < 0.0f ? f32x16{} : whole > 15.0f ? broadcast(15.0f) : whole;
+        const f32x16 off = (value - zero) * multiplier - step;
+        error[half] = off * off;
+        store(bytes + half * LANES, __builtin_convertvector(value, u8x16));
+    }
+    group = (uint8_t)(multiplier + 16.0f * zero);
+    return reduce_sum(error[0] + error[1]);
+}
+
+// The largest lane, and zero at least.
+inline float peak_of(f32x16 x) {
+    float part[LANES];
+    store(part, maximum(x, f32x16{}));
+    for (int width = LANES / 2; width; width /= 2)
+        for (int i = 0; i < width; i++) part[i] = part[i] > part[i + width] ? part[i] : part[i + width];
+    return part[0];
+}
+
+inline void Int4::round(const float *values, RoundedChunk &to) {
+    constexpr int64_t SIZE = GROUP_WORDS * 4;
+    float high[CHUNK_GROUPS], low[CHUNK_GROUPS], scale = 0;
+    for (int64_t g = 0; g < CHUNK_GROUPS; g++) {
+        const f32x16 a = load<f32x16>(values + g * SIZE), b = load<f32x16>(values + g * SIZE + LANES);
+        high[g] = peak_of(maximum(a, b)), low[g] = -peak_of(maximum(-a, -b));
+        scale = std::max({scale, (high[g] - low[g]) / 225.0f, high[g] / 127.0f, -low[g] / 127.0f});
+    }
+    const bool some = scale >= LEAST_SCALE;
+    const float inverse = some ? 1.0f / scale : 0.0f;
+    to.scale = some ? scale : 0.0f;
+    for (int64_t g = 0; g < CHUNK_GROUPS; g++) {
+        alignas(64) float steps[SIZE];
+        for (int64_t i = 0; i < SIZE; i += LANES) store(steps + i, load<f32x16>(values + g * SIZE + i) * inverse);
+        const float ends = (high[g] + low[g]) * inverse;
+        const float spanning = std::min(std::max(std::ceil((high[g] - low[g]) * inverse / 15.0f), 1.0f), 15.0f);
+        uint8_t finer[SIZE], group, *const bytes = to.bytes + g * SIZE;
+        const float wide = round_group(steps, ends, spanning, bytes, to.groups[g]);
+        const float fine = round_group(steps, ends, std::max(spanning - 1.0f, 1.0f), finer, group);
+        if (fine < wide) std::memcpy(bytes, finer, sizeof finer), to.groups[g] = group;
+    }
+}
+
+inline void Int8::round(const float *values, RoundedChunk &to) {
+    f32x16 most{};
+    for (int64_t i = 0; i < CHUNK; i += LANES) {
+        const f32x16 value = load<f32x16>(values + i);
+        most = maximum(most, maximum(value, -value));
+    }
+    const float scale = peak_of(most) / 127.0f;
+    const bool some = scale >= LEAST_SCALE;
+    const float inverse = some ? 1.0f / scale : 0.0f;
+    to.scale = some ? scale : 0.0f;
+    for (int64_t i = 0; i < CHUNK; i += LANES)
+        store(to.bytes + i, __builtin_convertvector(nearest(load<f32x16>(values + i) * inverse), i8x16));
+}
+
+// A weight as it comes.
+struct Dense {
+    const void *weight;  // [rows, cols], contiguous
     int64_t rows, cols;
 };
 
-// Lay out the rows of a block, with zeros for what is beyond them and beyond K.
-template <class Weight> void pack_block(const Quantized &from, int64_t first, uint8_t *chunk) {
-    const int64_t chunks = chunks_of(from.cols), groups = (from.cols + 31) / 32, count = std::min(SIDE, from.rows - first);
-    for (int64_t c = 0; c < chunks; c++) {
-        const int64_t words = words_of(from.cols, c);
+// Round the rows of a block and lay them out, with zeros for those beyond; whether all are finite.
+template <class Weight, class E> inline bool pack_block(const Dense &from, int64_t first, uint8_t *chunk) {
+    const int64_t count = std::min(SIDE, from.rows - first);
+    bool finite = true;
+    for (int64_t c = 0; c < chunks_of(from.cols); c++) {
         uint32_t rows[SIDE][CHUNK_WORDS] = {};
         std::memset(chunk, 0, Weight::HEAD_BYTES);
         for (int64_t out = 0; out < count; out++) {
-            const int64_t row = first + out, k = c * CHUNK, g = c * CHUNK_GROUPS;
-            std::memcpy(rows[out], from.values + row * from.cols + k, std::min(CHUNK, from.cols - k));
-            std::memcpy(chunk + out * 4, from.scales + row * chunks + c, 4);
-            for (int64_t i = 0; from.groups && i < std::min(CHUNK_GROUPS, groups - g); i++)
-                chunk[SIDE * 4 + i * SIDE + out] = from.groups[row * groups + g + i];
+            float values[CHUNK] = {};
+            RoundedChunk rounded;
+            const int64_t k = c * CHUNK, held = std::min(CHUNK, from.cols - k);
+            E::read((const typename E::Scalar *)from.weight + (first + out) * from.cols + k, held, values);
+            i32x16 all{};  // 0 as long as all are finite: a number less itself is 0 only then
+            for (int64_t i = 0; i < CHUNK; i += LANES) all |= load<f32x16>(values + i) - load<f32x16>(values + i) != 0.0f;
+            for (int lane = 0; lane < LANES; lane++) finite &= all[lane] == 0;
+            if (!finite) return false;
+            Weight::round(values, rounded);
+            std::memcpy(rows[out], rounded.bytes, CHUNK);
+            std::memcpy(chunk + out * 4, &rounded.scale, 4);
+            for (int64_t g = 0; g < (Weight::HEAD_BYTES - SIDE * 4) / SIDE; g++)
+                chunk[SIDE * 4 + g * SIDE + out] = rounded.groups[g];
         }
         chunk += Weight::HEAD_BYTES;
-        for (int64_t w = 0; w < words; w++, chunk += Weight::WORD_BYTES) {
+        for (int64_t w = 0; w < words_of(from.cols, c); w++, chunk += Weight::WORD_BYTES) {
             uint32_t word[SIDE];
             for (int64_t out = 0; out < SIDE; out++) word[out] = rows[out][w];
             Weight::pack_word(word, (uint32_t *)chunk);
         }
     }
+    return true;
 }
 
-template <class Weight> void pack(const Quantized &from, uint8_t *packed) {
+// Whether all of the weight is finite; if not, `packed` is of no use.
+template <class Weight, class E> inline bool pack(const Dense &from, uint8_t *packed, int64_t threads) {
     const int64_t bytes = block_bytes<Weight>(from.cols);
-#pragma omp parallel for schedule(static)
+    bool finite = true;
+#pragma omp parallel for schedule(static) reduction(&& : finite) num_threads((int)threads)
     for (int64_t block = 0; block < blocks_of(from.rows); block++)
-        pack_block<Weight>(from, block * SIDE, packed + block * bytes);
+        finite = pack_block<Weight, E>(from, block * SIDE, packed + block * bytes) && finite;
+    return finite;
 }
 
 }  // namespace argosy
