@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from statistics import quantiles
 from typing import TYPE_CHECKING
 
 import torch
@@ -68,7 +67,7 @@ def microseconds(run: Linear, x: Tensor) -> float:
 
 
 def compare(outs: int, cols: int, rows: tuple[int, ...], threads: int, seconds: float) -> None:
-    """Print a line for each number of rows: the lower quartile of each linear's times."""
+    """Print a line for each number of rows: the least of each linear's times, since others may use the machine."""
     copies = max(1, min(32, ROTATED_BYTES // (outs * cols)))
     weight = (torch.randn(outs, cols) * cols**-0.5).bfloat16()
     kernels = load_kernels()
@@ -88,7 +87,7 @@ def compare(outs: int, cols: int, rows: tuple[int, ...], threads: int, seconds: 
             for name, several in linears.items():
                 times[name].append(microseconds(several[turn % copies], x))
             turn += 1
-        best = {name: quantiles(found)[0] for name, found in times.items()}
+        best = {name: min(found) for name, found in times.items()}
         line: dict[str, float] = {"outs": outs, "cols": cols, "rows": count}
         line |= {f"{name}_us": round(value, 1) for name, value in best.items()}
         line |= {
