@@ -6,7 +6,7 @@
 // Packed weight: [ceil(N / 32)][padded K / 32 steps][2 panels][16 words][16 outputs], a word holding two neighbours
 // along K; N and K are padded with zeros. A block of 32 outputs is read front to back, and a panel of a step is an
 // operand of the matrix unit as it lies. The rows of x are packed to operands too, since in x they lie a power of
-// two apart too often: [tile of 16 rows][step][row][16 words].
+// two apart too often: [tile of rows][step][row][a line of 16 words, as the unit wants them].
 
 #include <sys/mman.h>
 
@@ -35,7 +35,6 @@ namespace {
 
 using namespace argosy;
 
-constexpr int64_t GROUP = 8;       // most blocks of a work item: its sums stay in the second-level cache
 constexpr int64_t FEW_ROWS = 64;   // up to which an item takes block after block, else a depth of all blocks
 constexpr int64_t ALONE_ROWS = 32; // up to which the caller packs x: a meeting of the threads costs more
 constexpr int64_t THREAD_WEIGHTS = 1 << 18;  // met by up to a hundred rows in the time that it takes to wake a thread
@@ -111,9 +110,14 @@ template <class Unit> struct Linear {
             pass.once = passes == 1;
             pass.wanted = pass.once ? pass.weight + AHEAD : weight_at(turn + 1);
             const uint8_t *const enough = pass.wanted + pass.steps * STEP_BYTES;
+            // Each block asks for its share of the next part of x.
+            const bool more = item.rows > FEW_ROWS && part + 1 < parts;
+            pass.x_lines = more ? parts_of(tile_rows * Unit::LINE / 64, item.blocks) : 0;
+            const int64_t later = pass.steps * (tile_rows * Unit::LINE + block * pass.x_lines * 64);
             for (int64_t done = 0; done < item.rows; done += pass_rows) {
                 pass.rows = std::min(pass_rows, item.rows - done);
                 pass.lines = pass.wanted < enough ? parts_of(STEP_BYTES / 64, passes) : 0;
+                pass.x_wanted = pass.x + later;
                 Unit::run(pass);
                 pass.x += Unit::PASS_TILES * tile_bytes;
                 pass.wanted += pass.steps * pass.lines * 64;
@@ -155,7 +159,7 @@ template <class Unit> void run(const ArgosyLinear &a) {
     const int64_t chunk = even(tiles, Unit::CHUNK_ROWS / linear.tile_rows) * linear.tile_rows;
     const int64_t chunks = parts_of(a.rows, chunk);
     const int64_t shares = parts_of(threads * (a.rows <= FEW_ROWS ? 8 : 4), chunks);
-    const int64_t wanted = std::max(parts_of(blocks, GROUP), shares);
+    const int64_t wanted = std::max(parts_of(blocks, Unit::GROUP), shares);
     const int64_t groups = std::min(parts_of(wanted, threads) * threads, blocks);
     uint8_t *const inputs = scratch<0>(tiles * linear.tile_bytes);
     const bool alone = a.rows <= ALONE_ROWS;
@@ -163,7 +167,8 @@ template <class Unit> void run(const ArgosyLinear &a) {
 #pragma omp parallel num_threads((int)threads)
     {
         [[maybe_unused]] const Unit unit((uint8_t)linear.tile_rows);
-        float *const sums = (float *)scratch<1>((Unit::CHUNK_ROWS + Unit::TILE_ROWS) * GROUP * SIDE * sizeof(float));
+        constexpr int64_t MOST_ROWS = Unit::CHUNK_ROWS + Unit::TILE_ROWS;  // the last pass may be half empty
+        float *const sums = (float *)scratch<1>(MOST_ROWS * Unit::GROUP * SIDE * sizeof(float));
         if (!alone) {
 #pragma omp for schedule(static)
             for (int64_t tile = 0; tile < tiles; tile++) linear.pack_tile(inputs, tile);
@@ -214,7 +219,4 @@ void argosy_linear(const ArgosyLinear *call) {
 #endif
     run<VectorUnit>(*call);
 }
-
-// The same by the vector unit, for tests.
-void argosy_linear_vector(const ArgosyLinear *call) { run<VectorUnit>(*call); }
 }

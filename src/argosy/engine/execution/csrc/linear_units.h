@@ -12,17 +12,21 @@ constexpr int64_t PANEL_BYTES = 1024;  // sixteen words of sixteen outputs
 constexpr int64_t STEP_BYTES = 2048;   // both panels of a step
 constexpr int64_t AHEAD = 8192;        // bytes of weight asked for before they are used, where they are used once
 
-// A few rows by one block over some steps; meanwhile `lines` cache lines a step are asked for.
+// A few rows by one block over some steps; meanwhile some cache lines a step of what comes next are asked for.
 struct LinearPass {
     const uint8_t *x;       // operands: tiles of [step][row][line]
     const uint8_t *weight;  // [step][panel][word][16 outputs]
-    const uint8_t *wanted;
+    const uint8_t *wanted, *x_wanted;
     float *sums;            // [rows][32], which are begun or added to
-    int64_t rows, tile_rows, tile_bytes, steps, lines;
+    int64_t rows, tile_rows, tile_bytes, steps, lines, x_lines;
     bool first, once;       // once: no other pass uses this weight, and `wanted` is AHEAD of it
 };
 
 // Sums by vector multiply-adds: as many rows at once as the register file has sums for.
+//
+// A unit says: rows of a tile and tiles of a pass, most rows and blocks of a work item (their sums stay in the
+// second-level cache), up to how many rows a block is read once for all steps, and else how many steps of a block
+// stay in the first-level cache for all rows; bytes of an operand's row, and how to pack one.
 struct VectorUnit {
     using Word = native_u32;
     using Sum = native_f32;
@@ -33,9 +37,8 @@ struct VectorUnit {
 #else
     static constexpr int64_t PANELS = 1, TILE_ROWS = 3;
 #endif
-    static constexpr int64_t PASS_TILES = 1, CHUNK_ROWS = 266;
-    static constexpr int64_t WHOLE_ROWS = TILE_ROWS;  // up to which a block is read once, for all steps
-    static constexpr int64_t DEPTH = 14;  // steps of a block that stay in the first-level cache for all rows
+    static constexpr int64_t PASS_TILES = 1, CHUNK_ROWS = 266, GROUP = 16;
+    static constexpr int64_t WHOLE_ROWS = TILE_ROWS, DEPTH = 14;
     static constexpr int WIDE = PANELS * 16 / NATIVE;
 
     explicit VectorUnit(uint8_t) {}
@@ -94,14 +97,18 @@ struct VectorUnit {
         constexpr int64_t WORDS = R <= 2 ? 16 : 2;
         for (int64_t panel = 0; panel < 2; panel += PANELS) {
             const uint8_t *x = pass.x, *weight = pass.weight + panel * PANEL_BYTES, *wanted = pass.wanted;
+            const uint8_t *x_wanted = pass.x_wanted;
             float *const to = pass.sums + panel * 16;
             Sum sum[R][WIDE];
             for (int r = 0; r < R; r++)
                 for (int v = 0; v < WIDE; v++)
                     sum[r][v] = pass.first ? Sum{} : load<Sum>(to + r * SIDE + v * NATIVE);
             for (int64_t step = 0; step < pass.steps; step++) {
-                if (!ONCE)
+                if (!ONCE) {
                     for (int64_t line = 0; line < pass.lines; line++, wanted += 64) __builtin_prefetch(wanted);
+                    for (int64_t line = 0; line < pass.x_lines; line++, x_wanted += 64)
+                        __builtin_prefetch(x_wanted, 0, 2);
+                }
                 for (int64_t word = 0; word < 16; word += WORDS)
                     add_words<R, ONCE, WORDS>(sum, x + word * 4, weight + word * 64);
                 x += pass.tile_rows * LINE;
@@ -122,9 +129,8 @@ struct VectorUnit {
 #ifdef ARGOSY_AMX
 // Sums by the matrix unit: tiles 0-3 collect, 4-5 hold rows of x, 6-7 panels of the weight.
 struct MatrixUnit {
-    static constexpr int64_t TILE_ROWS = 16, PASS_TILES = 2, CHUNK_ROWS = 256;
-    static constexpr int64_t WHOLE_ROWS = 64;
-    static constexpr int64_t DEPTH = 10;
+    static constexpr int64_t TILE_ROWS = 16, PASS_TILES = 2, CHUNK_ROWS = 256, GROUP = 8;
+    static constexpr int64_t WHOLE_ROWS = 64, DEPTH = 10;
     static constexpr int64_t LINE = 64;
 
     AmxTiles tiles;
