@@ -26,7 +26,9 @@ def machine() -> dict[str, str | int]:
     return {
         "cpu": fields.get("model name", platform.processor()),
         "cpus": sum(name.strip() == "processor" for name, _ in found),
-        "units": " ".join(flag for flag in flags if flag.startswith(("amx", "avx512_bf16"))),
+        "units": " ".join(
+            flag for flag in flags if flag.startswith(("amx", "avx512_bf16", "avx512_vnni"))
+        ),
         "memory_gib": round(int(memory_kib()) / 2**20),
         "system": platform.system(),
         "python": platform.python_version(),

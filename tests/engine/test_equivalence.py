@@ -41,10 +41,16 @@ VARIETY = [
 ]
 
 
+def weights_of(dtype: str) -> dict[str, str]:
+    """The options of a core whose weights are held so."""
+    quantized = dtype.startswith("int")
+    return {"dtype": "bfloat16", "quantize": dtype} if quantized else {"dtype": dtype}
+
+
 @cache
 def plain_core(dtype: str = "bfloat16", path: str = DEFAULT) -> EngineCore:
     """One core for each dtype and path; the path is the one of the running test."""
-    return core_of(BUNDLED, prefix_cache=False, dtype=dtype)
+    return core_of(BUNDLED, prefix_cache=False, **weights_of(dtype))
 
 
 @cache
@@ -79,15 +85,15 @@ def same(answers: dict[str, Answer], dtype: str = "bfloat16", path: str = DEFAUL
         assert answer.finish == expected.finish
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8", "int4"])
 def test_batched(dtype: str) -> None:
     same(run(plain_core(dtype), requests()), dtype)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8", "int4"])
 @pytest.mark.parametrize("budget", [8, 17, 64])
 def test_chunked(budget: int, dtype: str) -> None:
-    core = core_of(BUNDLED, max_step_tokens=budget, max_seqs=5, dtype=dtype)
+    core = core_of(BUNDLED, max_step_tokens=budget, max_seqs=5, **weights_of(dtype))
     same(run(core, requests()), dtype)
 
 
@@ -98,18 +104,20 @@ def test_batched_and_chunked_on_every_path(path: str) -> None:
     same(run(core, requests()), path=path)
 
 
-def test_prefix_hits() -> None:
-    core = core_of(BUNDLED, dtype="bfloat16")
+@pytest.mark.parametrize("dtype", ["bfloat16", "int4"])
+def test_prefix_hits(dtype: str) -> None:
+    core = core_of(BUNDLED, **weights_of(dtype))
     run(core, requests())
     again = run(core, requests())
     assert sum(answer.cached_tokens or 0 for answer in again.values()) > 100
-    same(again)
+    same(again, dtype)
 
 
-def test_preemption_in_a_tiny_pool() -> None:
-    core = core_of(BUNDLED, dtype="bfloat16", num_blocks=11, max_seqs=8)
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_preemption_in_a_tiny_pool(dtype: str) -> None:
+    core = core_of(BUNDLED, num_blocks=11, max_seqs=8, **weights_of(dtype))
     core.scheduler.estimate.share = 0.0
-    same(run(core, requests()))
+    same(run(core, requests()), dtype)
     assert core.scheduler.preemptions > 0
 
 

@@ -44,9 +44,16 @@ def build(config: EngineConfig, progress: Callable[[str, float], None]) -> Built
     spec = _within(read_spec(path), config)
     device = _device(config)
     dtype = device.default_dtype if config.dtype == "auto" else DTYPES[config.dtype]
-    with _packs(config, spec, (state, str(dtype), device.packing(dtype))) as packs:
+    held = f"{str(dtype).removeprefix('torch.')} {config.quantize or ''}".rstrip()
+    with _packs(config, spec, (state, held, device.packing(dtype))) as packs:
         decoder = load_decoder(
-            path, spec, device, dtype, lambda done: progress("loading weights", done), packs=packs
+            path,
+            spec,
+            device,
+            dtype,
+            lambda done: progress("loading weights", done),
+            quantize=config.quantize,
+            packs=packs,
         )
     kv_bytes_per_token = spec.kv_bytes_per_token(dtype.itemsize)
     limits = resolve(
@@ -72,8 +79,8 @@ def build(config: EngineConfig, progress: Callable[[str, float], None]) -> Built
         limits=limits,
         kv_bytes_per_token=kv_bytes_per_token,
         load_s=time.monotonic() - begin,
-        fingerprint=state,
-        backend=f"{device.name} {str(dtype).removeprefix('torch.')} {attention.name}",
+        fingerprint=f"{state} {held}",
+        backend=f"{device.name} {held} {attention.name}",
     )
 
 

@@ -12,6 +12,7 @@ import torch
 
 from argosy.engine.execution.attention_cpu import cpu_attention
 from argosy.engine.execution.linear_cpu import cpu_linear
+from argosy.engine.execution.linear_int_cpu import int_linear
 from argosy.engine.execution.native import NativeUnavailable, kernels_in_use, load_kernels
 from argosy.engine.execution.pack_cache import in_memory
 from argosy.engine.execution.rows_cpu import RowOps, cpu_rows
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from argosy.engine.config import WeightFormat
     from argosy.engine.execution.batch import Attention
     from argosy.engine.execution.pack_cache import Keep
 
@@ -62,10 +64,15 @@ class Device(Protocol):
         ...
 
     def linear(
-        self, weight: Tensor, bias: Tensor | None, keep: Keep = in_memory
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        form: WeightFormat | None = None,
+        keep: Keep = in_memory,
     ) -> Callable[[Tensor], Tensor]:
         """Pack weight [N, K] and bias [N] once; the result maps [T, K] to [T, N] in their dtype.
 
+        form: what to round the weight to. ValueError: this device cannot compute with it.
         Weights that `keep` has already are on meta: only their shape and dtype count.
         """
         ...
@@ -132,9 +139,19 @@ class _Cpu:
             return ""
 
     def linear(
-        self, weight: Tensor, bias: Tensor | None, keep: Keep = in_memory
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        form: WeightFormat | None = None,
+        keep: Keep = in_memory,
     ) -> Callable[[Tensor], Tensor]:
-        return cpu_linear(weight, bias, self.threads, keep)
+        if form is None:
+            return cpu_linear(weight, bias, self.threads, keep)
+        if form == "fp8":
+            raise ValueError(
+                "the CPU has no fp8 weights; set quantize to int8 or int4, or take a CUDA device"
+            )
+        return int_linear(weight, bias, form, self.threads, keep)
 
     def attention(
         self,

@@ -30,6 +30,9 @@ BUILD_TIMEOUT_S = 120.0
 
 log = structlog.get_logger(__name__)
 
+_SUFFIXES = ((torch.float32, "float32"), (torch.bfloat16, "bfloat16"))
+"""The dtypes that functions come in, by the ends of their names."""
+
 
 class NativeUnavailable(Exception):  # noqa: N818 - a state of the machine, with its remedy
     """The native kernels cannot be had here; the message says why, and what would help."""
@@ -111,6 +114,7 @@ class Kernels:
     gate: by activation, then dtype; take the address of a GateCall.
     linear_bytes: (outs, cols) to the size of a packed weight.
     linear_pack: (weight's address, outs, cols, address of that many bytes, threads).
+    linear_int: by format, what its integer weights need.
     """
 
     def __init__(self, path: Path, isa: str) -> None:
@@ -132,6 +136,30 @@ class Kernels:
         self.linear_pack = _function(
             library, "argosy_linear_pack", None, pointer, size, size, pointer, size
         )
+        self.linear_int = {name: IntKernels(library, name) for name in ("int8", "int4")}
+
+
+class IntKernels:
+    """The functions of linear_int.cpp for one format.
+
+    size: (outs, cols) to the bytes of a packed weight.
+    pack: by dtype: (weight's address, outs, cols, address to pack to, threads) to whether all is finite.
+    compute: by dtype, takes the address of a LinearCall.
+    """
+
+    def __init__(self, library: ctypes.CDLL, name: str) -> None:
+        pointer, size = ctypes.c_void_p, ctypes.c_int64
+        self.size = _function(library, f"argosy_linear_{name}_bytes", size, size, size)
+        self.pack = {
+            dtype: _function(
+                library,
+                f"argosy_linear_{name}_pack_{suffix}",
+                size,
+                *(pointer, size, size, pointer, size),
+            )
+            for dtype, suffix in _SUFFIXES
+        }
+        self.compute = _by_dtype(library, f"linear_{name}")
 
 
 def _function(
@@ -148,7 +176,7 @@ def _by_dtype(library: ctypes.CDLL, name: str) -> dict[torch.dtype, Callable[...
     """The variants of a function that takes the address of its call."""
     return {
         dtype: _function(library, f"argosy_{name}_{suffix}", None, ctypes.c_void_p)
-        for dtype, suffix in ((torch.float32, "float32"), (torch.bfloat16, "bfloat16"))
+        for dtype, suffix in _SUFFIXES
     }
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from argosy.engine.config import WeightFormat
     from argosy.engine.execution.device import Device
     from argosy.engine.execution.spec import ModelSpec
 
@@ -36,16 +37,18 @@ def load_decoder(
     dtype: torch.dtype,
     progress: Callable[[float], None],
     *,
+    quantize: WeightFormat | None = None,
     packs: PackCache | None = None,
 ) -> Decoder:
     """Build the decoder of `spec` with the weights in the directory `path`, ready to compute.
 
     `progress` is told the part done, 0 to 1. Weights that `packs` has are not read. Memory stays at the packed
     weights plus one matrix; the embedding stays mapped from the file when its dtype is `dtype`.
-    Raises ValueError naming file and tensor when one is missing, damaged or of the wrong shape.
+    Raises ValueError naming file and tensor when one is missing, damaged or of the wrong shape, and
+    when the device has no weights in the format `quantize`.
     """
     packs = packs or PackCache()
-    decoder = Decoder(spec, device, dtype)
+    decoder = Decoder(spec, device, dtype, quantize)
     checkpoint = Checkpoint(path)
     total = sum(parameter.numel() for parameter in decoder.parameters())
     done = 0

@@ -7,7 +7,7 @@
 #include <cstring>
 
 // AMX_MADD: c += a . b in float32 for bfloat16 a [16][words] rows of pairs, b [words][16] pairs.
-// AMX_MADD_INT8: the same in int32 for signed bytes, four to a word.
+// AMX_MADD_INT8: the same in int32 for bytes, four to a word, those of a signed and those of b unsigned.
 #if defined(ARGOSY_AMX_EMULATED)
 #define ARGOSY_AMX 1
 #include "amx_emulated.h"
@@ -29,7 +29,7 @@
 #define AMX_STORE(t, to, stride) \
     asm volatile("tilestored %%tmm" #t ", (%0,%1,1)" ::"r"((void *)(to)), "r"((int64_t)(stride)) : "memory")
 #define AMX_MADD(c, a, b) asm volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::: "memory")
-#define AMX_MADD_INT8(c, a, b) asm volatile("tdpbssd %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::: "memory")
+#define AMX_MADD_INT8(c, a, b) asm volatile("tdpbsud %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::: "memory")
 #endif
 
 #ifdef ARGOSY_AMX

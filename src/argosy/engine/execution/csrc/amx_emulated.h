@@ -66,7 +66,7 @@ struct EmulatedTile {
         }
     }
 
-    // TDPBSSD: sums of four products of signed bytes.
+    // TDPBSUD: sums of four products of signed with unsigned bytes.
     void add_int8(const EmulatedTile &a, const EmulatedTile &b) {
         check_operands(a, b);
         for (int r = 0; r < rows; r++) {
@@ -74,7 +74,7 @@ struct EmulatedTile {
             for (int k = 0; k < b.rows; k++) {
                 const uint32_t four = a.word(r, k);
                 const i32x16 fours = b.row<i32x16>(k);
-                for (int i = 0; i < 4; i++) sum += (fours << (24 - 8 * i) >> 24) * (int32_t)(int8_t)(four >> 8 * i);
+                for (int i = 0; i < 4; i++) sum += (fours >> 8 * i & 255) * (int32_t)(int8_t)(four >> 8 * i);
             }
             store(data[r], sum);
         }
