@@ -67,6 +67,13 @@ def alone(dtype: str = "bfloat16") -> dict[str, Answer]:
     return found
 
 
+@pytest.fixture(params=[0, 1], ids=lambda depth: f"inflight{depth}", name="depth")
+def a_depth(request: pytest.FixtureRequest) -> int:
+    """How many steps are under way while the next one is planned."""
+    depth: int = request.param
+    return depth
+
+
 def same(answers: dict[str, Answer], dtype: str = "bfloat16") -> None:
     for name, answer in answers.items():
         expected = alone(dtype)[name]
@@ -77,41 +84,46 @@ def same(answers: dict[str, Answer], dtype: str = "bfloat16") -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_batched(dtype: str) -> None:
-    same(run(plain_core(dtype), requests()), dtype)
+def test_batched(dtype: str, depth: int) -> None:
+    core = core_of(BUNDLED, inflight=depth, prefix_cache=False, dtype=dtype)
+    same(run(core, requests()), dtype)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("budget", [8, 17, 64])
-def test_chunked(budget: int, dtype: str) -> None:
-    core = core_of(BUNDLED, max_step_tokens=budget, max_seqs=5, dtype=dtype)
+def test_chunked(budget: int, dtype: str, depth: int) -> None:
+    core = core_of(BUNDLED, inflight=depth, max_step_tokens=budget, max_seqs=5, dtype=dtype)
     same(run(core, requests()), dtype)
 
 
-def test_prefix_hits() -> None:
-    core = core_of(BUNDLED, dtype="bfloat16")
+def test_prefix_hits(depth: int) -> None:
+    core = core_of(BUNDLED, inflight=depth, dtype="bfloat16")
     run(core, requests())
     again = run(core, requests())
     assert sum(answer.cached_tokens or 0 for answer in again.values()) > 100
     same(again)
 
 
-def test_preemption_in_a_tiny_pool() -> None:
-    core = core_of(BUNDLED, dtype="bfloat16", num_blocks=11, max_seqs=8)
+def test_preemption_in_a_tiny_pool(depth: int) -> None:
+    core = core_of(BUNDLED, inflight=depth, dtype="bfloat16", num_blocks=11, max_seqs=8)
     core.scheduler.estimate.share = 0.0
     same(run(core, requests()))
     assert core.scheduler.preemptions > 0
 
 
-def test_host_tier() -> None:
-    core = core_of(BUNDLED, dtype="bfloat16", num_blocks=11, max_seqs=3, host_kv_bytes=1 << 24)
+def test_host_tier(depth: int) -> None:
+    core = core_of(
+        BUNDLED, inflight=depth, dtype="bfloat16", num_blocks=11, max_seqs=3, host_kv_bytes=1 << 24
+    )
     same(run(core, requests()))
     same(run(core, requests()))
     assert core.scheduler.memory.host_hit_tokens > 0
 
 
-def test_rotten_host_blocks_are_recomputed_and_counted() -> None:
-    core = core_of(BUNDLED, dtype="bfloat16", num_blocks=11, max_seqs=3, host_kv_bytes=1 << 24)
+def test_rotten_host_blocks_are_recomputed_and_counted(depth: int) -> None:
+    core = core_of(
+        BUNDLED, inflight=depth, dtype="bfloat16", num_blocks=11, max_seqs=3, host_kv_bytes=1 << 24
+    )
     run(core, requests())
     for block in core.executor.host.blocks.values():  # type: ignore[attr-defined]
         block.numpy()[7] ^= 1
@@ -120,13 +132,13 @@ def test_rotten_host_blocks_are_recomputed_and_counted() -> None:
 
 
 @pytest.mark.parametrize("number", range(len(VARIETY)), ids=lambda number: f"params{number}")
-def test_resume_at_every_token(number: int) -> None:
+def test_resume_at_every_token(number: int, depth: int) -> None:
     request, whole = requests()[number], alone()[str(number)]
     resumed = [
         msgspec.structs.replace(request, id=str(index), output=whole.tokens[:index])
         for index in range(1, len(whole.tokens))
     ]
-    core = core_of(BUNDLED, dtype="bfloat16")
+    core = core_of(BUNDLED, inflight=depth, dtype="bfloat16")
     for name, answer in run(core, resumed).items():
         index = int(name)
         assert answer.tokens == whole.tokens[index:]
@@ -134,7 +146,7 @@ def test_resume_at_every_token(number: int) -> None:
         assert answer.finish == whole.finish
 
 
-def test_siblings_fork() -> None:
+def test_siblings_fork(depth: int) -> None:
     """`n` choices: the siblings take over the lead's prompt, and each is what it would be alone."""
     request = requests()[1]
     several = [
@@ -146,7 +158,7 @@ def test_siblings_fork() -> None:
         )
         for index in range(4)
     ]
-    answers = run(core_of(BUNDLED, dtype="bfloat16"), several)
+    answers = run(core_of(BUNDLED, inflight=depth, dtype="bfloat16"), several)
     assert all((answers[str(i)].cached_tokens or 0) >= len(request.prompt) - 1 for i in (1, 2, 3))
     for one in several:
         single = run(plain_core(), [msgspec.structs.replace(one, lead=None)])
@@ -154,5 +166,10 @@ def test_siblings_fork() -> None:
 
 
 @pytest.mark.parametrize("batching", ["static", "dynamic"])
-def test_batching_modes(batching: str) -> None:
-    same(run(core_of(BUNDLED, dtype="bfloat16", batching=batching, max_seqs=4), requests()))
+def test_batching_modes(batching: str, depth: int) -> None:
+    same(
+        run(
+            core_of(BUNDLED, inflight=depth, dtype="bfloat16", batching=batching, max_seqs=4),
+            requests(),
+        )
+    )

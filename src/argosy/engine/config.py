@@ -35,6 +35,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     batching: Batching = "continuous"
     batch_wait_s: float = 0.05
     """How long `dynamic` batching waits for a fuller batch."""
+    inflight: int | None = None
+    """Steps under way while the next one is planned; by default what suits the device."""
     block_size: int = 16
     num_blocks: int | None = None
     kv_memory_bytes: int | None = None

@@ -32,6 +32,8 @@ class Built:
     load_s: float
     backend: str
     fingerprint: str
+    inflight: int
+    """Steps under way while the next one is planned."""
 
 
 def build(config: EngineConfig, progress: Callable[[str, float], None]) -> Built:
@@ -59,7 +61,7 @@ def build(config: EngineConfig, progress: Callable[[str, float], None]) -> Built
         limits=limits,
         vocab_size=spec.vocab_size,
         eos_token_ids=list(spec.eos_token_ids),
-        device=device.torch_device,
+        device=device,
     )
     if config.warmup:
         _warm_up(executor, limits, lambda done: progress("warming up", done))
@@ -70,6 +72,7 @@ def build(config: EngineConfig, progress: Callable[[str, float], None]) -> Built
         kv_bytes_per_token=kv_bytes_per_token,
         load_s=time.monotonic() - begin,
         fingerprint=state,
+        inflight=device.inflight if config.inflight is None else config.inflight,
         backend=f"{device.name} {str(dtype).removeprefix('torch.')} {attention.name}",
     )
 
@@ -105,6 +108,6 @@ def _warm_up(
             samples=[True],
             admitted=[Admission(0, [0] * size, size, params, blocks)],
         )
-        executor.execute(plan)
+        executor.launch(plan).result()
         progress((number + 1) / len(sizes))
     executor.reset()

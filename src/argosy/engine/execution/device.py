@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, Self
 
 import psutil
 import torch
@@ -31,6 +32,26 @@ class Event(Protocol):
         """Return once all work launched before the event is done."""
         ...
 
+    def since(self, earlier: Self) -> float:
+        """Seconds of the device's time between two events that are done."""
+        ...
+
+
+class Graph(Protocol):
+    """Work of the device, recorded once: launched again, it computes from what its inputs hold then."""
+
+    def replay(self) -> None:
+        """Launch it."""
+        ...
+
+
+class Recorder(Protocol):
+    """Makes graphs. All graphs of a recorder share one pool of memory: the largest comes first."""
+
+    def record(self, work: Callable[[], None]) -> Graph:
+        """Record what `work` launches; the tensors it uses must stay where they are."""
+        ...
+
 
 class Device(Protocol):
     """What the engine needs of the hardware. Immutable; its methods have no hidden state."""
@@ -48,6 +69,16 @@ class Device(Protocol):
     @property
     def default_dtype(self) -> torch.dtype:
         """The dtype to compute in when the settings say "auto"."""
+        ...
+
+    @property
+    def inflight(self) -> int:
+        """How many steps are best under way while the next one is planned."""
+        ...
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """Makes graphs, where launching costs enough to need them."""
         ...
 
     def free_bytes(self) -> int:
@@ -77,8 +108,12 @@ class Device(Protocol):
         """Allocate a paged KV cache and the attention over it. ValueError: shapes it cannot do."""
         ...
 
-    def to_device(self, tensor: Tensor) -> Tensor:
-        """Stage a host tensor: a copy where device and host differ, else the tensor itself."""
+    def to_device(self, tensor: Tensor, into: Tensor | None = None) -> Tensor:
+        """Launch a copy of a host tensor, over `into` if given; the tensor itself where that will do."""
+        ...
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """Launch a copy to the host, there once an event marked after it is done."""
         ...
 
     def event(self) -> Event:
@@ -86,11 +121,18 @@ class Device(Protocol):
         ...
 
 
-class _Done:
+class Moment:
     """The event of a device that finishes work before it returns."""
 
+    def __init__(self) -> None:
+        self._at = time.perf_counter()
+
     def synchronize(self) -> None:
-        return
+        """See `Event`."""
+
+    def since(self, earlier: Self) -> float:
+        """See `Event`."""
+        return self._at - earlier._at
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +150,14 @@ class _Cpu:
     @property
     def torch_device(self) -> torch.device:
         return torch.device("cpu")
+
+    @property
+    def inflight(self) -> int:
+        return 0
+
+    @property
+    def recorder(self) -> Recorder | None:
+        return None
 
     def free_bytes(self) -> int:
         free = psutil.virtual_memory().available
@@ -138,11 +188,14 @@ class _Cpu:
             threads=self.threads,
         )
 
-    def to_device(self, tensor: Tensor) -> Tensor:
+    def to_device(self, tensor: Tensor, into: Tensor | None = None) -> Tensor:
+        return tensor if into is None else into.copy_(tensor)
+
+    def to_host(self, tensor: Tensor) -> Tensor:
         return tensor
 
     def event(self) -> Event:
-        return _Done()
+        return Moment()
 
 
 def cpu_device(threads: int | None) -> Device:

@@ -1,33 +1,52 @@
-"""Runs plans: moves blocks, builds the batch, calls the model, samples."""
+"""Runs plans: moves blocks, launches model and sampler, and tells later what they gave."""
 
 from __future__ import annotations
 
+import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from argosy.engine.execution.host_store import HostStore
-from argosy.engine.execution.sampler import Sampler, describe
-from argosy.engine.execution.tables import SequenceTable
-from argosy.engine.scheduling import Logprob, Plan, StepResult
+from argosy.engine.execution.sampler import Sampled, Sampler, describe
+from argosy.engine.execution.tables import Inputs, SequenceTable
+from argosy.engine.scheduling import Durations, Logprob, Plan, StepResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from numpy.typing import NDArray
+
     from argosy.engine.config import EngineLimits
     from argosy.engine.execution.batch import Attention, Batch
+    from argosy.engine.execution.device import Device, Event
+    from argosy.engine.execution.tables import Packed
+
+NOT_FINITE = "the model gave numbers that are not finite"
+Spans = dict[int, tuple[int, int, int]]
+"""Chunk -> (first flat token, its position, how many): logits that predict prompt tokens."""
+
+
+class Flight(Protocol):
+    """A step that was launched."""
+
+    def result(self) -> StepResult:
+        """Wait until it is done; an exception means that nothing of it counts. Called once."""
+        ...
 
 
 class Executor(Protocol):
-    """Does what a plan says. The twin's prices it instead."""
+    """Does what plans say, in the order they are launched. The twin's prices them instead."""
 
-    def execute(self, plan: Plan) -> StepResult:
-        """One step; an exception means that nothing of it counts."""
+    def launch(self, plan: Plan) -> Flight:
+        """Begin a step, be the one before done or not; an exception means that nothing of it counts."""
         ...
 
     def reset(self) -> None:
-        """Forget all rows: every running sequence will be admitted again."""
+        """Forget all rows and steps: every running sequence will be admitted again."""
         ...
 
 
@@ -42,7 +61,7 @@ class TorchExecutor:
         limits: EngineLimits,
         vocab_size: int,
         eos_token_ids: list[int],
-        device: torch.device,
+        device: Device,
     ) -> None:
         self._model = model
         self._attention = attention
@@ -53,20 +72,26 @@ class TorchExecutor:
         self.host = HostStore()
         self._prompt_tops: dict[int, int] = {}
         """Row -> how many of the likeliest tokens to tell for each prompt position."""
+        self._table = SequenceTable(
+            limits.max_seqs,
+            limits.max_model_len,
+            limits.block_size,
+            limits.num_blocks,
+            device.torch_device,
+        )
         self.reset()
 
     def reset(self) -> None:
-        """Fresh tables; KV blocks stay as they are."""
-        limits = self._limits
-        self._table = SequenceTable(
-            limits.max_seqs, limits.max_model_len, limits.block_size, self._device
-        )
-        self._sampler = Sampler(limits.max_seqs, self._vocab, self._device)
+        """Free rows; KV blocks stay as they are. Raises what the device still has to complain of."""
+        self._device.event().synchronize()
+        self._table.forget()
+        self._sampler = Sampler(self._limits.max_seqs, self._vocab, self._device.torch_device)
         self._prompt_tops.clear()
 
     @torch.inference_mode()
-    def execute(self, plan: Plan) -> StepResult:
-        """Apply the plan and compute it."""
+    def launch(self, plan: Plan) -> Flight:
+        """Apply the plan and launch what it computes."""
+        begin = time.perf_counter()
         corrupt = self._move_blocks(plan)
         for admission in plan.admitted:
             self._table.admit(admission)
@@ -78,17 +103,27 @@ class TorchExecutor:
                 self._prompt_tops[admission.row] = params.prompt_logprobs
         self._table.place(plan.placed)
         if not plan.rows:
-            return StepResult([], corrupt=corrupt)
+            return Landed(StepResult([], corrupt=corrupt))
         spans = self._prompt_spans(plan)
-        wanted = None
-        if spans:
-            ranges = [torch.arange(first, first + count) for first, _, count in spans.values()]
-            wanted = torch.cat(ranges).to(self._device)
-        batch = self._table.batch(plan, wanted)
+        packed = self._table.pack(plan, _flat_tokens(spans))
+        inputs = Inputs(self._device.to_device(packed.data), packed.shape)
+        batch = self._table.gather(inputs)
+        launched = time.perf_counter()
+        ready = self._device.event()
         logits = self._model(batch, self._attention)
-        prompt_logprobs = self._prompt_logprobs(plan, batch, logits, spans)
-        tokens, logprobs, failed = self._sample(plan, batch, logits)
-        return StepResult(tokens, logprobs, prompt_logprobs, failed, corrupt)
+        computed = self._device.event()
+        prompt_logprobs = self._prompt_logprobs(plan, packed, logits, spans)
+        sampled = self._sample(packed, inputs, logits)
+        tokens = None if sampled is None else self._device.to_host(sampled.tokens)
+        return _Flight(
+            plan=plan,
+            tokens=tokens,
+            sampled=sampled,
+            prompt_logprobs=prompt_logprobs,
+            corrupt=corrupt,
+            events=(ready, computed, self._device.event()),
+            launch_s=launched - begin,
+        )
 
     def _move_blocks(self, plan: Plan) -> list[int]:
         """Offloads, copies, restores; returns the blocks that could not be restored intact."""
@@ -105,26 +140,18 @@ class TorchExecutor:
                 self._attention.write_block(block, data)
         return corrupt
 
-    def _sample(
-        self, plan: Plan, batch: Batch, logits: Tensor
-    ) -> tuple[list[int], dict[int, Logprob], dict[int, str]]:
-        chunks = [chunk for chunk, samples in enumerate(plan.samples) if samples]
-        tokens = [-1] * len(plan.rows)
-        if not chunks:
-            return tokens, {}, {}
-        picked = torch.tensor(chunks, device=self._device)
-        rows, positions = batch.rows[picked], batch.seq_lens[picked].to(torch.int64)
-        if len(logits) != len(chunks):
-            logits = logits[torch.searchsorted(batch.logit_index, batch.cu_q[picked + 1] - 1)]
-        sampled = self._sampler(logits, rows, positions)
-        self._table.append(rows, positions, sampled.tokens)
-        for chunk, token in zip(chunks, sampled.tokens.tolist(), strict=True):
-            tokens[chunk] = token
-        failed = {chunks[i]: "the model gave numbers that are not finite" for i in sampled.invalid}
-        return tokens, {chunks[i]: lp for i, lp in sampled.logprobs.items()}, failed
+    def _sample(self, packed: Packed, inputs: Inputs, logits: Tensor) -> Sampled | None:
+        """Tokens for the chunks that sample; the next batch finds them in the table."""
+        if not len(packed.sampled):
+            return None
+        if len(packed.sampled) != len(packed.logit_index):
+            picked = torch.from_numpy(np.searchsorted(packed.logit_index, packed.sampled))
+            logits = logits[self._device.to_device(picked)]
+        sampled = self._sampler(logits, inputs.sample_rows, inputs.sample_positions)
+        self._table.append(inputs.sample_rows, inputs.sample_positions, sampled.tokens)
+        return sampled
 
-    def _prompt_spans(self, plan: Plan) -> dict[int, tuple[int, int, int]]:
-        """Chunk -> (first flat token, its position, how many): logits that predict prompt tokens."""
+    def _prompt_spans(self, plan: Plan) -> Spans:
         if not self._prompt_tops:
             return {}
         spans, flat = {}, 0
@@ -138,14 +165,73 @@ class TorchExecutor:
         return spans
 
     def _prompt_logprobs(
-        self, plan: Plan, batch: Batch, logits: Tensor, spans: dict[int, tuple[int, int, int]]
+        self, plan: Plan, packed: Packed, logits: Tensor, spans: Spans
     ) -> dict[int, list[Logprob]]:
         """For each span, the log-probabilities of the tokens that follow its positions."""
         found: dict[int, list[Logprob]] = {}
         for chunk, (flat, start, count) in spans.items():
             row = plan.rows[chunk]
-            first = int(torch.searchsorted(batch.logit_index, flat))
+            first = int(np.searchsorted(packed.logit_index, flat))
             logprobs = torch.log_softmax(logits[first : first + count], dim=-1)
             following = self._table.tokens[row, start + 1 : start + 1 + count]
             found[chunk] = describe(logprobs, following, [self._prompt_tops[row]] * count)
         return found
+
+
+def _flat_tokens(spans: Spans) -> NDArray[np.int64] | None:
+    """The flat tokens of all spans."""
+    if not spans:
+        return None
+    return np.concatenate([np.arange(first, first + count) for first, _, count in spans.values()])
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """A step that is done already."""
+
+    given: StepResult
+
+    def result(self) -> StepResult:
+        """See `Flight`."""
+        return self.given
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Flight:
+    """A step whose tokens are on their way to the host."""
+
+    plan: Plan
+    tokens: Tensor | None
+    """[C] int64, in host memory: complete after the last event."""
+    sampled: Sampled | None
+    prompt_logprobs: dict[int, list[Logprob]]
+    corrupt: list[int]
+    events: tuple[Event, Event, Event]
+    """Inputs there, logits computed, tokens sampled and copied."""
+    launch_s: float
+
+    def result(self) -> StepResult:
+        """See `Flight`."""
+        ready, computed, done = self.events
+        done.synchronize()
+        samples = self.plan.samples
+        durations = Durations(self.launch_s, computed.since(ready), done.since(computed))
+        if self.tokens is None or self.sampled is None:
+            return StepResult(
+                [-1] * len(samples),
+                prompt_logprobs=self.prompt_logprobs,
+                corrupt=self.corrupt,
+                durations=durations,
+            )
+        chunks = [chunk for chunk, sampled in enumerate(samples) if sampled]
+        tokens = [-1] * len(samples)
+        for chunk, token in zip(chunks, self.tokens.tolist(), strict=True):
+            tokens[chunk] = token
+        return StepResult(
+            tokens,
+            {chunks[i]: lp for i, lp in self.sampled.logprobs.items()},
+            self.prompt_logprobs,
+            {chunks[i]: NOT_FINITE for i in self.sampled.invalid},
+            self.corrupt,
+            durations,
+        )

@@ -1,16 +1,26 @@
-"""The engine loop: requests in, one step at a time, deltas out; a step that fails costs one request."""
+"""The engine loop: requests in, step after step, deltas out; a step that fails costs one request.
+
+A step is planned, launched and committed. Up to `inflight` steps are under way while the next one is
+planned: the host's work then hides behind the device's, and a stop is seen one step late, when a token
+too many was sampled already; the scheduler drops it.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NoReturn
 
 import structlog
 
 from argosy.engine.config import EngineConfig
 from argosy.engine.execution.build import build
+from argosy.engine.execution.executor import Flight
 from argosy.engine.scheduling import Limits, Plan, Progress, Scheduler, Sequence, StepResult
 from argosy.engine.scheduling.admission import Batching, Continuous, Dynamic, Static
 from argosy.engine.scheduling.plan import Logprob
+from argosy.engine.serving.core.phases import PhaseSeconds
 from argosy.engine.serving.wire import (
     Delta,
     EngineRequest,
@@ -26,6 +36,17 @@ log = structlog.get_logger(__name__)
 MAX_FAILED_STEPS = 64
 """So many failed steps in a row mean that the worker itself is broken."""
 QUEUE_REPORT_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class _Crashed:
+    """A step that could not even be launched; those before it are landed first."""
+
+    error: Exception
+
+    def result(self) -> NoReturn:
+        """See `Flight`."""
+        raise self.error
 
 
 class EngineCore:
@@ -75,7 +96,11 @@ class EngineCore:
         """Request -> prompt positions whose log-probabilities were sent."""
         self._news: list[Delta] = []
         """Deltas that came up between steps."""
+        self._inflight = built.inflight
+        self._flights: deque[tuple[Plan, Flight]] = deque()
+        """Steps under way, the oldest first."""
         self._failures = 0
+        self._spent = PhaseSeconds()
         self._prompt_tokens = 0
         self._generated_tokens = 0
         self._queued_tokens = 0
@@ -84,7 +109,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
-        return self.scheduler.has_work or bool(self._news)
+        return self.scheduler.has_work or bool(self._news) or bool(self._flights)
 
     def add(self, request: EngineRequest) -> None:
         """Line up a request; one that the door should have refused is answered with an error delta."""
@@ -125,16 +150,17 @@ class EngineCore:
         deltas, self._news = self._news, []
         deltas += [self._last(seq, "timeout") for seq in self.scheduler.expire(now)]
         plan = self.scheduler.schedule(now)
-        launched = self._clock()
+        planned = self._clock()
+        self._spent.plan += planned - now
+        depth = self._inflight if plan.tokens else 0
         try:
-            result = self.executor.execute(plan)
-        except Exception as error:
-            log.exception("step_failed", failures=self._failures)
-            deltas += self._recover(error)
-        else:
-            self._failures = 0
-            deltas += self._commit(plan, result)
-        return Outputs(deltas, self._stats(plan, now, launched))
+            flight = self.executor.launch(plan)
+        except Exception as error:  # noqa: BLE001 - whatever it was, it is this step's result
+            flight, depth = _Crashed(error), 0
+        self._flights.append((plan, flight))
+        while len(self._flights) > depth:
+            deltas += self._land()
+        return Outputs(deltas, self._stats(plan, now, planned))
 
     def _problem(self, request: EngineRequest) -> str | None:
         """Why a request cannot be run at all."""
@@ -147,12 +173,22 @@ class EngineCore:
             return f"{total} tokens exceed the {self.ready.max_model_len} that fit"
         return None
 
-    def _commit(self, plan: Plan, result: StepResult) -> list[Delta]:
+    def _land(self) -> list[Delta]:
+        """Wait for the oldest step under way and take in what it gave."""
+        plan, flight = self._flights.popleft()
+        try:
+            result = flight.result()
+        except Exception as error:
+            log.exception("step_failed", failures=self._failures)
+            return self._recover(error)
+        landed = self._clock()
+        self._failures = 0
         deltas = []
         for item in self.scheduler.commit(result):
             delta = self._delta(plan, result, item)
             if delta is not None:
                 deltas.append(delta)
+        self._spent.add(result.durations, self._clock() - landed)
         return deltas
 
     def _delta(self, plan: Plan, result: StepResult, item: Progress) -> Delta | None:
@@ -236,6 +272,7 @@ class EngineCore:
             raise error
         if _out_of_memory(error):
             self.scheduler.shrink()
+        self._flights.clear()
         ended = self.scheduler.fail()
         self.executor.reset()
         reason = "the engine failed on this request; the error is in the server's log"
@@ -265,6 +302,7 @@ class EngineCore:
             host_hit_tokens_total=memory.host_hit_tokens,
             preemptions_total=scheduler.preemptions,
             corrupt_blocks_total=memory.corrupt_blocks,
+            phase_s_total=self._spent.totals(),
         )
 
 
