@@ -16,7 +16,7 @@ from argosy.engine.execution.tables import Inputs, SequenceTable
 from argosy.engine.scheduling import Durations, Logprob, Plan, StepResult
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
@@ -76,7 +76,6 @@ class TorchExecutor:
             limits.max_seqs,
             limits.max_model_len,
             limits.block_size,
-            limits.num_blocks,
             device.torch_device,
         )
         self.reset()
@@ -118,7 +117,7 @@ class TorchExecutor:
         return _Flight(
             plan=plan,
             tokens=tokens,
-            sampled=sampled,
+            told=({}, []) if sampled is None else (sampled.logprobs, sampled.invalid),
             prompt_logprobs=prompt_logprobs,
             corrupt=corrupt,
             events=(ready, computed, self._device.event()),
@@ -203,7 +202,8 @@ class _Flight:
     plan: Plan
     tokens: Tensor | None
     """[C] int64, in host memory: complete after the last event."""
-    sampled: Sampled | None
+    told: tuple[dict[int, Logprob], list[int]]
+    """By index into `tokens`: log-probabilities, and those whose logits were not finite."""
     prompt_logprobs: dict[int, list[Logprob]]
     corrupt: list[int]
     events: tuple[Event, Event, Event]
@@ -214,24 +214,19 @@ class _Flight:
         """See `Flight`."""
         ready, computed, done = self.events
         done.synchronize()
-        samples = self.plan.samples
-        durations = Durations(self.launch_s, computed.since(ready), done.since(computed))
-        if self.tokens is None or self.sampled is None:
-            return StepResult(
-                [-1] * len(samples),
-                prompt_logprobs=self.prompt_logprobs,
-                corrupt=self.corrupt,
-                durations=durations,
-            )
-        chunks = [chunk for chunk, sampled in enumerate(samples) if sampled]
-        tokens = [-1] * len(samples)
-        for chunk, token in zip(chunks, self.tokens.tolist(), strict=True):
-            tokens[chunk] = token
+        tokens = [] if self.tokens is None else self.tokens.tolist()
+        size = len(self.plan.samples)
+        chunks: Sequence[int] = range(size)
+        if len(tokens) < size:
+            chunks = [chunk for chunk in chunks if self.plan.samples[chunk]]
+            drawn = dict(zip(chunks, tokens, strict=True))
+            tokens = [drawn.get(chunk, -1) for chunk in range(size)]
+        logprobs, invalid = self.told
         return StepResult(
             tokens,
-            {chunks[i]: lp for i, lp in self.sampled.logprobs.items()},
+            {chunks[i]: logprob for i, logprob in logprobs.items()},
             self.prompt_logprobs,
-            {chunks[i]: NOT_FINITE for i in self.sampled.invalid},
+            {chunks[i]: NOT_FINITE for i in invalid},
             self.corrupt,
-            durations,
+            Durations(self.launch_s, computed.since(ready), done.since(computed)),
         )

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from argosy.engine.scheduling import Admission, Plan
 
 
+NO_BLOCK = -1
+
+
 class Shape(NamedTuple):
     """What all steps have in common that one recording of the device's work can serve."""
 
@@ -69,12 +72,10 @@ class Inputs:
 class SequenceTable:
     """Tokens and KV pages of R rows of at most `max_len` tokens, and of one row more, for padding.
 
-    The padding row has the one block `num_blocks`, which no sequence is given.
+    The padding row has no blocks: its token goes to a negative slot, and its sequence's length is 0.
     """
 
-    def __init__(
-        self, rows: int, max_len: int, block_size: int, num_blocks: int, device: torch.device
-    ) -> None:
+    def __init__(self, rows: int, max_len: int, block_size: int, device: torch.device) -> None:
         self.prompt_lens = np.zeros(rows + 1, dtype=np.int64)
         self._block_size = block_size
         self._padding = rows
@@ -82,7 +83,8 @@ class SequenceTable:
         self._stride = max_len + 1
         self._width = -(-max_len // block_size)
         self._blocks = np.zeros((rows + 1, self._width), dtype=np.int64)
-        self._blocks[rows] = num_blocks
+        self._blocks[rows] = NO_BLOCK
+        self._counting = np.arange(rows + 1)
         self._token_news: dict[int, list[int]] = {}
         """Row -> its tokens, where the device does not know them yet."""
         self._page_news: dict[int, int] = {}
@@ -109,7 +111,7 @@ class SequenceTable:
         self._token_news, self._page_news = {}, {}
 
     def uniform(self, plan: Plan) -> bool:
-        """Whether `pack_decodes` can do it: a single token for each, and at most a page for each."""
+        """Whether `pack_padded` can do it: a single token for each, and at most a page for each."""
         sequences = len(plan.rows)
         return (
             plan.tokens == sequences
@@ -120,63 +122,75 @@ class SequenceTable:
 
     def pack(self, plan: Plan, wanted: NDArray[np.int64] | None = None) -> Packed:
         """What the device needs for `plan`; logits are wanted where it samples, and at `wanted`."""
-        chunks = np.array((plan.rows, plan.starts, plan.counts))
-        ends = chunks[1] + chunks[2]
-        return self._pack(
-            chunks, np.array(plan.samples), wanted, -(-int(ends.max()) // self._block_size)
-        )
-
-    def pack_decodes(self, plan: Plan, size: int) -> Packed:
-        """The same for a `uniform` plan, filled up with the padding row to `size` sequences.
-
-        Its shape depends on `size` alone.
-        """
-        used = len(plan.rows)
-        chunks = np.ones((3, size), dtype=np.int64)
-        chunks[0, :used], chunks[0, used:] = plan.rows, self._padding
-        chunks[1, :used], chunks[1, used:] = plan.starts, 0
-        samples = np.ones(size, dtype=np.bool_)
-        return self._pack(chunks, samples, None, self._width, pages=size)
-
-    def _pack(
-        self,
-        chunks: NDArray[np.int64],
-        samples: NDArray[np.bool_],
-        wanted: NDArray[np.int64] | None,
-        width: int,
-        pages: int = 0,
-    ) -> Packed:
-        """Rows, starts and counts of the chunks [3, S] as one buffer.
-
-        pages: how many new ones to tell, known ones of the padding row among them.
-        """
-        rows, starts, counts = chunks
+        size = len(plan.rows)
+        rows = np.fromiter(plan.rows, np.int64, size)
+        starts = np.fromiter(plan.starts, np.int64, size)
+        if wanted is None and plan.tokens == size and all(plan.samples):
+            seq_lens = starts + 1
+            return self._pack_singles(rows, starts, seq_lens, self._pages_of(seq_lens))
+        counts = np.fromiter(plan.counts, np.int64, size)
+        samples = np.fromiter(plan.samples, np.bool_, size)
         ends, seq_lens = counts.cumsum(), starts + counts
-        total = int(ends[-1])
-        if total == len(rows):
-            row_of, positions = rows, starts
-        else:
-            row_of = rows.repeat(counts)
-            positions = np.arange(total) + (seq_lens - ends).repeat(counts)
-        index, offset = np.divmod(positions, self._block_size)
+        row_of = rows.repeat(counts)
+        positions = np.arange(len(row_of)) + (seq_lens - ends).repeat(counts)
         sampled = ends[samples] - 1
         logit_index = sampled if wanted is None else np.union1d(sampled, wanted)
         data, layout = pack(
             (
-                row_of * self._stride + positions,
-                positions,
-                self._blocks[row_of, index] * self._block_size + offset,
+                *self._places(row_of, positions),
                 rows,
                 logit_index,
                 rows[samples],
                 seq_lens[samples],
-                *self._news(pages),
+                *self._news(),
             ),
             (np.concatenate(((0,), ends)), seq_lens),
         )
-        return Packed(torch.from_numpy(data), Shape(layout, width), logit_index, sampled)
+        shape = Shape(layout, self._pages_of(seq_lens))
+        return Packed(torch.from_numpy(data), shape, logit_index, sampled)
 
-    def _news(self, least_pages: int) -> tuple[NDArray[np.int64], ...]:
+    def pack_padded(self, plan: Plan, size: int) -> Packed:
+        """The same for a `uniform` plan, filled up with the padding row to `size` sequences.
+
+        The shape depends on `size` alone.
+        """
+        used = len(plan.rows)
+        rows, starts = np.full(size, self._padding), np.zeros(size, dtype=np.int64)
+        rows[:used], starts[:used] = plan.rows, plan.starts
+        seq_lens = starts + 1
+        seq_lens[used:] = 0
+        return self._pack_singles(rows, starts, seq_lens, self._width, pages=size)
+
+    def _pack_singles(
+        self,
+        rows: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        seq_lens: NDArray[np.int64],
+        width: int,
+        pages: int = 0,
+    ) -> Packed:
+        """One token for each of these rows, of which each is sampled; at least `pages` pages are told."""
+        order = self._counting[: len(rows)]
+        data, layout = pack(
+            (*self._places(rows, positions), rows, order, rows, seq_lens, *self._news(pages)),
+            (self._counting[: len(rows) + 1], seq_lens),
+        )
+        return Packed(torch.from_numpy(data), Shape(layout, width), order, order)
+
+    def _places(
+        self, row_of: NDArray[np.int64], positions: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Of each flat token: its place in `tokens`, its position, its slot in the KV cache."""
+        size = self._block_size
+        index = positions // size
+        slots = (self._blocks[row_of, index] - index) * size + positions
+        return row_of * self._stride + positions, positions, slots
+
+    def _pages_of(self, seq_lens: NDArray[np.int64]) -> int:
+        """Pages of the longest."""
+        return -(-int(seq_lens.max()) // self._block_size)
+
+    def _news(self, least_pages: int = 0) -> tuple[NDArray[np.int64], ...]:
         """Places and values of the tokens, then of the pages, that the device does not know yet."""
         tokens, pages = self._token_news, self._page_news
         self.forget()
@@ -189,7 +203,7 @@ class SequenceTable:
         if pages or known:
             place = self._padding * self._width
             page_at = np.array([*pages, *[place] * known])
-            page = np.array([*pages.values(), *[int(self._blocks[self._padding, 0])] * known])
+            page = np.array([*pages.values(), *[NO_BLOCK] * known])
         return token_at, token, page_at, page
 
     def gather(self, inputs: Inputs) -> Batch:
