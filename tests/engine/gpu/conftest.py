@@ -9,6 +9,7 @@ import pytest
 import torch
 
 INTERPRETED = not torch.cuda.is_available()
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 
 if INTERPRETED:
     # Triton reads it when it is imported and when a kernel is declared; other tests must not see it.
@@ -16,7 +17,7 @@ if INTERPRETED:
         raise RuntimeError("Triton was imported before the tests of its kernels could say how")
     os.environ["TRITON_INTERPRET"] = "1"
     try:
-        from argosy.engine.execution.gpu import rows  # noqa: F401
+        from argosy.engine.execution.gpu import attention, rows  # noqa: F401
         from tests.engine.gpu import interpreter
     finally:
         del os.environ["TRITON_INTERPRET"]
@@ -31,4 +32,4 @@ def _interpreting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def device() -> torch.device:
-    return torch.device("cpu" if INTERPRETED else "cuda")
+    return DEVICE

@@ -27,7 +27,7 @@ GATE_TILE = 1024
 
 @dataclass(frozen=True, slots=True)
 class TritonRows:
-    """The `RowOps` of a GPU, but for rotation, which its attention does."""
+    """The `RowOps` of a GPU."""
 
     def norm(self, kind: NormKind, weight: Tensor, eps: float) -> Norm:
         """See `RowOps`."""
