@@ -81,7 +81,6 @@ SHAPES = [
     pytest.param({"lengths": [70], "head_dim": 80, "rotary_dim": 20}, id="rotated-in-part"),
     pytest.param({"lengths": [90, 10], "head_dim": 96, "rotary_dim": 96}, id="rotated-96"),
     pytest.param({"lengths": [130, 40], "head_dim": 128, "heads": 8, "kv_heads": 1}, id="gqa-8"),
-    pytest.param({"lengths": [70], "head_dim": 256, "heads": 40, "kv_heads": 1}, id="mqa-40-256"),
     pytest.param({"lengths": [40], "head_dim": 16, "heads": 71, "kv_heads": 1}, id="mqa-71"),
     pytest.param({"lengths": [150, 33], "window": 17}, id="window"),
     pytest.param({"lengths": [200, 10], "window": 64, "softcap": 3.0}, id="window-softcap"),
@@ -97,6 +96,13 @@ SHAPES = [
 def test_matches_dense_attention(shape: dict[str, int], block_size: int, dtype: str) -> None:
     world = GpuWorld(**shape, block_size=block_size, dtype=dtype)  # type: ignore[arg-type]
     assert_right(world, world.go(world.whole()))
+
+
+def test_heads_of_256_are_done_in_bfloat16_only() -> None:
+    world = GpuWorld([70], head_dim=256, heads=40, kv_heads=1, dtype="bfloat16")
+    assert_right(world, world.go(world.whole()))
+    with pytest.raises(ValueError, match="serve it in bfloat16"):
+        replace(world, dtype="float32").attention()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 KV_FLOAT8 = torch.float8_e4m3fn
 FLOAT8_MOST = 448.0
 """The largest number of e4m3; what is beyond it is stored as it."""
+HEAD_BYTES = 512
+"""Most bytes of a head's row."""
 SCRATCH_BYTES = 128 << 20
 """Most memory for ranges that await merging; beyond it each program does all ranges of its rows."""
 
@@ -54,8 +56,12 @@ class TritonAttention(BlockStore):
 
         dtype: of the cache; float8_e4m3fn halves it. processors: of the device, to keep them all busy.
         scales: float32 [layers, 2, kv_heads], what a float8 cache's keys and values are multiplied by
-        when read; 1 where None.
+        when read; 1 where None. Raises ValueError for heads that the kernels have no room for.
         """
+        if _width(head_dim) * dtype.itemsize > HEAD_BYTES:
+            raise ValueError(
+                f"a head of {head_dim} in {dtype} has no room on a GPU's processor; serve it in bfloat16"
+            )
         shape = (layers, num_blocks, kv_heads, block_size, head_dim)
         super().__init__(
             torch.zeros(shape, dtype=dtype, device=device),
@@ -125,7 +131,7 @@ class TritonAttention(BlockStore):
         tokens, heads, head_dim = q.shape
         sequences, kv_heads = len(batch.seq_lens), self.keys.shape[2]
         single = tokens == sequences
-        tile = _tile(heads // kv_heads, head_dim, single=single)
+        tile = _tile(heads // kv_heads, _width(head_dim) * q.element_size(), single=single)
         units = tokens if single else tokens // tile.tokens + sequences
         window = spec.window or 0
         ranges = triton.cdiv(batch.page_table.shape[1] * self._block_size, RANGE)
@@ -165,7 +171,7 @@ class TritonAttention(BlockStore):
             ROTARY=0 if rope is None else rope[0].shape[-1],
             SOFTCAP=spec.softcap is not None,
             ALONE=hands == 1,
-            PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+            PRECISION="tf32x3",  # of float32: three products that together carry 22 bits
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
@@ -200,16 +206,16 @@ class _Tile:
     stages: int
 
 
-def _tile(group: int, head_dim: int, *, single: bool) -> _Tile:
+def _tile(group: int, head_bytes: int, *, single: bool) -> _Tile:
     """The tile for `group` query heads a KV head, one token a sequence (decode) or several.
 
     64 rows are the least that Hopper's matrix unit takes, and decode, which waits for memory, pads
     to them: the same instruction then sums for decode and for prefill. 128 rows halve what prefill
-    reads of the cache. A head of 256 leaves room for 64 rows only. Three stages keep about 64 KiB
-    of keys and values on their way to a processor, twice what its share of the bandwidth needs.
+    reads of the cache. A head above 256 bytes leaves room for 64 rows only. Three stages keep about
+    64 KiB of keys and values on their way to a processor, twice what its share of the bandwidth needs.
     """
     least = max(64, triton.next_power_of_2(group))
-    if head_dim > 128:
+    if head_bytes > 256:
         return _Tile(least, 1 if single else least // group, warps=8, stages=2)
     rows = least if single else max(128, least)
     return _Tile(rows, 1 if single else rows // group, warps=rows // 16, stages=3)
