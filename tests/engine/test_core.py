@@ -38,6 +38,13 @@ class Saboteur:
         flight = self._inner.launch(plan)
         return Sabotaged(flight, plan, self._act) if self._late else flight
 
+    @property
+    def unprepared(self) -> int:
+        return self._inner.unprepared
+
+    def prepare(self) -> None:
+        self._inner.prepare()
+
     def reset(self) -> None:
         self._inner.reset()
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol, Self
 import psutil
 import torch
 
+from argosy.engine.config import KV_SHARE_OF_FREE
 from argosy.engine.execution.attention_cpu import cpu_attention
 from argosy.engine.execution.linear_cpu import cpu_linear
 from argosy.engine.execution.rows_cpu import RowOps, cpu_rows
@@ -40,16 +41,16 @@ class Event(Protocol):
 class Graph(Protocol):
     """Work of the device, recorded once: launched again, it computes from what its inputs hold then."""
 
-    def replay(self) -> None:
-        """Launch it."""
+    def replay(self) -> Tensor:
+        """Launch it; what it gives lies where it did the last time."""
         ...
 
 
 class Recorder(Protocol):
     """Makes graphs. All graphs of a recorder share one pool of memory: the largest comes first."""
 
-    def record(self, work: Callable[[], None]) -> Graph:
-        """Record what `work` launches; the tensors it uses must stay where they are."""
+    def record(self, work: Callable[[], Tensor]) -> Graph:
+        """Do `work` once, then record what it launches; the tensors it reads must stay where they are."""
         ...
 
 
@@ -81,8 +82,20 @@ class Device(Protocol):
         """Makes graphs, where launching costs enough to need them."""
         ...
 
+    @property
+    def kv_share(self) -> float:
+        """Part of the free memory that the KV cache takes unless told otherwise."""
+        ...
+
     def free_bytes(self) -> int:
         """Bytes that may still be allocated here, now."""
+        ...
+
+    def working_bytes(self, key: str, largest_step: Callable[[], object]) -> int:
+        """Bytes to keep free for computing. `largest_step` may be run to find out.
+
+        key: what the answer depends on besides the device: model, format and limits.
+        """
         ...
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
@@ -105,7 +118,10 @@ class Device(Protocol):
         block_size: int,
         dtype: torch.dtype,
     ) -> Attention:
-        """Allocate a paged KV cache and the attention over it. ValueError: shapes it cannot do."""
+        """Allocate a paged KV cache and the attention over it. ValueError: what it cannot do.
+
+        dtype: of the cache.
+        """
         ...
 
     def to_device(self, tensor: Tensor, into: Tensor | None = None) -> Tensor:
@@ -159,6 +175,14 @@ class _Cpu:
     def recorder(self) -> Recorder | None:
         return None
 
+    @property
+    def kv_share(self) -> float:
+        return KV_SHARE_OF_FREE
+
+    def working_bytes(self, key: str, largest_step: Callable[[], object]) -> int:
+        del key, largest_step
+        return 0  # the share leaves enough
+
     def free_bytes(self) -> int:
         free = psutil.virtual_memory().available
         return max(0, min([free, *_cgroup_headrooms()]))
@@ -177,6 +201,10 @@ class _Cpu:
         block_size: int,
         dtype: torch.dtype,
     ) -> Attention:
+        if dtype.itemsize == 1:
+            raise ValueError(
+                "the CPU has no fp8 KV cache; leave kv_dtype at auto, or take a CUDA device"
+            )
         return cpu_attention(
             layers=layers,
             heads=heads,

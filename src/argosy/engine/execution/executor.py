@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from argosy.engine.execution.graphs import DecodeGraphs
 from argosy.engine.execution.host_store import HostStore
 from argosy.engine.execution.sampler import Sampled, Sampler, describe
 from argosy.engine.execution.tables import Inputs, SequenceTable
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from argosy.engine.config import EngineLimits
     from argosy.engine.execution.batch import Attention, Batch
-    from argosy.engine.execution.device import Device, Event
+    from argosy.engine.execution.device import Device, Event, Recorder
     from argosy.engine.execution.tables import Packed
 
 NOT_FINITE = "the model gave numbers that are not finite"
@@ -49,9 +50,21 @@ class Executor(Protocol):
         """Forget all rows and steps: every running sequence will be admitted again."""
         ...
 
+    @property
+    def unprepared(self) -> int:
+        """How often `prepare` has still something to do."""
+        ...
+
+    def prepare(self) -> None:
+        """Do a piece of what makes later steps faster; called between two steps."""
+        ...
+
 
 class TorchExecutor:
-    """The executor that computes. `model(batch, attention)` gives float32 logits [L, V]."""
+    """The executor that computes. `model(batch, attention)` gives logits [L, V].
+
+    recorder: makes graphs of decode steps; None where the device, or the model, does without.
+    """
 
     def __init__(
         self,
@@ -62,6 +75,7 @@ class TorchExecutor:
         vocab_size: int,
         eos_token_ids: list[int],
         device: Device,
+        recorder: Recorder | None = None,
     ) -> None:
         self._model = model
         self._attention = attention
@@ -78,6 +92,9 @@ class TorchExecutor:
             limits.block_size,
             device.torch_device,
         )
+        self._graphs = DecodeGraphs(
+            recorder, device, self._table, self._compute, limits.max_seqs
+        )
         self.reset()
 
     def reset(self) -> None:
@@ -86,6 +103,16 @@ class TorchExecutor:
         self._table.forget()
         self._sampler = Sampler(self._limits.max_seqs, self._vocab, self._device.torch_device)
         self._prompt_tops.clear()
+
+    @property
+    def unprepared(self) -> int:
+        """See `Executor`."""
+        return self._graphs.missing
+
+    @torch.inference_mode()
+    def prepare(self) -> None:
+        """See `Executor`."""
+        self._graphs.record()
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Flight:
@@ -104,12 +131,17 @@ class TorchExecutor:
         if not plan.rows:
             return Landed(StepResult([], corrupt=corrupt))
         spans = self._prompt_spans(plan)
-        packed = self._table.pack(plan, _flat_tokens(spans))
-        inputs = Inputs(self._device.to_device(packed.data), packed.shape)
-        batch = self._table.gather(inputs)
-        launched = time.perf_counter()
-        ready = self._device.event()
-        logits = self._model(batch, self._attention)
+        recorded = None if spans else self._graphs.find(plan)
+        if recorded is None:
+            packed = self._table.pack(plan, _flat_tokens(spans))
+            inputs = Inputs(self._device.to_device(packed.data), packed.shape)
+            batch = self._table.gather(inputs)
+            launched, ready = time.perf_counter(), self._device.event()
+            logits = self._compute(batch)
+        else:
+            packed, inputs = self._table.pack_padded(plan, recorded.size), recorded.inputs
+            launched, ready = time.perf_counter(), self._device.event()
+            logits = self._graphs.launch(recorded, packed)
         computed = self._device.event()
         prompt_logprobs = self._prompt_logprobs(plan, packed, logits, spans)
         sampled = self._sample(packed, inputs, logits)
@@ -123,6 +155,9 @@ class TorchExecutor:
             events=(ready, computed, self._device.event()),
             launch_s=launched - begin,
         )
+
+    def _compute(self, batch: Batch) -> Tensor:
+        return self._model(batch, self._attention)
 
     def _move_blocks(self, plan: Plan) -> list[int]:
         """Offloads, copies, restores; returns the blocks that could not be restored intact."""
@@ -141,13 +176,15 @@ class TorchExecutor:
 
     def _sample(self, packed: Packed, inputs: Inputs, logits: Tensor) -> Sampled | None:
         """Tokens for the chunks that sample; the next batch finds them in the table."""
-        if not len(packed.sampled):
+        count = len(packed.sampled)
+        if not count:
             return None
-        if len(packed.sampled) != len(packed.logit_index):
+        if count != len(packed.logit_index):
             picked = torch.from_numpy(np.searchsorted(packed.logit_index, packed.sampled))
             logits = logits[self._device.to_device(picked)]
-        sampled = self._sampler(logits, inputs.sample_rows, inputs.sample_positions)
-        self._table.append(inputs.sample_rows, inputs.sample_positions, sampled.tokens)
+        rows, positions = inputs.sample_rows[:count], inputs.sample_positions[:count]
+        sampled = self._sampler(logits[:count], rows, positions)
+        self._table.append(rows, positions, sampled.tokens)
         return sampled
 
     def _prompt_spans(self, plan: Plan) -> Spans:

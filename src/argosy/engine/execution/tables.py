@@ -175,7 +175,8 @@ class SequenceTable:
             (*self._places(rows, positions), rows, order, rows, seq_lens, *self._news(pages)),
             (self._counting[: len(rows) + 1], seq_lens),
         )
-        return Packed(torch.from_numpy(data), Shape(layout, width), order, order)
+        wanted = order[: np.count_nonzero(seq_lens)]  # padding has none
+        return Packed(torch.from_numpy(data), Shape(layout, width), wanted, wanted)
 
     def _places(
         self, row_of: NDArray[np.int64], positions: NDArray[np.int64]

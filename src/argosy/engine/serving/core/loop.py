@@ -36,6 +36,8 @@ log = structlog.get_logger(__name__)
 MAX_FAILED_STEPS = 64
 """So many failed steps in a row mean that the worker itself is broken."""
 QUEUE_REPORT_S = 0.1
+PREPARE_EVERY = 32
+"""While there is something to compute, what makes steps faster waits for so many of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +111,8 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
-        return self.scheduler.has_work or bool(self._news) or bool(self._flights)
+        requests = self.scheduler.has_work or self._news or self._flights
+        return bool(requests) or self.executor.unprepared > 0
 
     def add(self, request: EngineRequest) -> None:
         """Line up a request; one that the door should have refused is answered with an error delta."""
@@ -150,6 +153,8 @@ class EngineCore:
         deltas, self._news = self._news, []
         deltas += [self._last(seq, "timeout") for seq in self.scheduler.expire(now)]
         plan = self.scheduler.schedule(now)
+        if self.executor.unprepared and not (plan.tokens and plan.step % PREPARE_EVERY):
+            self.executor.prepare()
         planned = self._clock()
         self._spent.plan += planned - now
         depth = self._inflight if plan.tokens else 0
