@@ -30,6 +30,12 @@ DType = Annotated[
     Literal["auto", "bfloat16", "float32", "float16"],
     Option(help="How weights and KV are held.", rich_help_panel=MODEL),
 ]
+Quantize = Annotated[
+    Literal["int8", "int4", "fp8"] | None,
+    Option(
+        help="Round weights as they are loaded; fp8 needs a CUDA device.", rich_help_panel=MODEL
+    ),
+]
 Template = Annotated[
     str | None, Option(help="Jinja file to use instead of the model's.", rich_help_panel=MODEL)
 ]

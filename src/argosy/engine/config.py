@@ -8,6 +8,9 @@ import msgspec
 
 Batching = Literal["continuous", "dynamic", "static"]
 DType = Literal["auto", "bfloat16", "float32", "float16"]
+IntFormat = Literal["int8", "int4"]
+WeightFormat = Literal["int8", "int4", "fp8"]
+"""How the large matrices may be held instead of in the dtype; fp8 is for CUDA devices."""
 
 
 COMPUTE_ENVIRONMENT = {"GOMP_SPINCOUNT": "10000"}
@@ -23,6 +26,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     revision: str | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: DType = "auto"
+    quantize: WeightFormat | None = None
+    """Round weights to this format as they are loaded; None keeps them in the dtype."""
     threads: int | None = None
     max_model_len: int | None = None
     """Most tokens of one sequence, prompt and output; at most what the model was made for."""

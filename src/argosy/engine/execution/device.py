@@ -14,6 +14,7 @@ import torch
 from argosy.engine.config import KV_SHARE_OF_FREE
 from argosy.engine.execution.attention_cpu import cpu_attention
 from argosy.engine.execution.linear_cpu import cpu_linear
+from argosy.engine.execution.linear_int_cpu import int_linear
 from argosy.engine.execution.rows_cpu import RowOps, cpu_rows
 
 if TYPE_CHECKING:
@@ -21,8 +22,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from argosy.engine.config import WeightFormat
     from argosy.engine.execution.batch import Attention
 
+WARM_SIZES = (1, 2, 3, 4, 8, 16, 32, 64)
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
@@ -83,6 +86,11 @@ class Device(Protocol):
         ...
 
     @property
+    def warm_sizes(self) -> tuple[int, ...]:
+        """Numbers of tokens whose steps take code paths of their own: run once before serving."""
+        ...
+
+    @property
     def kv_share(self) -> float:
         """Part of the free memory that the KV cache takes unless told otherwise."""
         ...
@@ -98,8 +106,13 @@ class Device(Protocol):
         """
         ...
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-        """Pack weight [N, K] and bias [N] once; the result maps [T, K] to [T, N] in their dtype."""
+    def linear(
+        self, weight: Tensor, bias: Tensor | None, form: WeightFormat | None = None
+    ) -> Callable[[Tensor], Tensor]:
+        """Pack weight [N, K] and bias [N] once; the result maps [T, K] to [T, N] in their dtype.
+
+        form: what to round the weight to. ValueError: this device cannot compute with it.
+        """
         ...
 
     @property
@@ -176,6 +189,10 @@ class _Cpu:
         return None
 
     @property
+    def warm_sizes(self) -> tuple[int, ...]:
+        return WARM_SIZES
+
+    @property
     def kv_share(self) -> float:
         return KV_SHARE_OF_FREE
 
@@ -187,8 +204,16 @@ class _Cpu:
         free = psutil.virtual_memory().available
         return max(0, min([free, *_cgroup_headrooms()]))
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-        return cpu_linear(weight, bias, self.threads)
+    def linear(
+        self, weight: Tensor, bias: Tensor | None, form: WeightFormat | None = None
+    ) -> Callable[[Tensor], Tensor]:
+        if form is None:
+            return cpu_linear(weight, bias, self.threads)
+        if form == "fp8":
+            raise ValueError(
+                "the CPU has no fp8 weights; set quantize to int8 or int4, or take a CUDA device"
+            )
+        return int_linear(weight, bias, form, self.threads)
 
     def attention(
         self,

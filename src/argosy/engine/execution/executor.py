@@ -92,9 +92,7 @@ class TorchExecutor:
             limits.block_size,
             device.torch_device,
         )
-        self._graphs = DecodeGraphs(
-            recorder, device, self._table, self._compute, limits.max_seqs
-        )
+        self._graphs = DecodeGraphs(recorder, device, self._table, self._compute, limits.max_seqs)
         self.reset()
 
     def reset(self) -> None:
@@ -103,6 +101,11 @@ class TorchExecutor:
         self._table.forget()
         self._sampler = Sampler(self._limits.max_seqs, self._vocab, self._device.torch_device)
         self._prompt_tops.clear()
+
+    @property
+    def attention_name(self) -> str:
+        """Which attention is in use, for the log."""
+        return self._attention.name
 
     @property
     def unprepared(self) -> int:

@@ -81,6 +81,7 @@ class Kernels:
     gate: by activation, then dtype; take the address of a GateCall.
     linear_bytes: (outs, cols) to the size of a packed weight.
     linear_pack: (weight's address, outs, cols, address of that many bytes).
+    linear_int: by format, what its integer weights need.
     """
 
     def __init__(self, path: Path) -> None:
@@ -99,6 +100,25 @@ class Kernels:
         self.linear_pack = _function(
             library, "argosy_linear_pack", None, pointer, size, size, pointer
         )
+        self.linear_int = {name: IntKernels(library, name) for name in ("int8", "int4")}
+
+
+class IntKernels:
+    """The functions of linear_int.cpp for one format.
+
+    size: (outs, cols) to the bytes of a packed weight.
+    pack: (addresses of values, groups or None, and scales; rows, cols; address to pack to).
+    compute: by dtype, takes the address of a LinearCall.
+    """
+
+    def __init__(self, library: ctypes.CDLL, name: str) -> None:
+        pointer, size = ctypes.c_void_p, ctypes.c_int64
+        self.size = _function(library, f"argosy_linear_{name}_bytes", size, size, size)
+        arrays = (pointer, pointer, pointer)
+        self.pack = _function(
+            library, f"argosy_linear_{name}_pack", None, *arrays, size, size, pointer
+        )
+        self.compute = _by_dtype(library, f"linear_{name}")
 
 
 def _function(

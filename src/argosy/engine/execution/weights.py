@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from argosy.engine.config import WeightFormat
     from argosy.engine.execution.device import Device
     from argosy.engine.execution.spec import ModelSpec
 
@@ -33,14 +34,17 @@ def load_decoder(
     device: Device,
     dtype: torch.dtype,
     progress: Callable[[float], None],
+    *,
+    quantize: WeightFormat | None = None,
 ) -> Decoder:
     """Build the decoder of `spec` with the weights in the directory `path`, ready to compute.
 
     `progress` is told the part done, 0 to 1. Memory stays at the packed weights plus one matrix; the
     embedding stays mapped from the file when its dtype is `dtype`.
-    Raises ValueError naming file and tensor when one is missing, damaged or of the wrong shape.
+    Raises ValueError naming file and tensor when one is missing, damaged or of the wrong shape, and
+    when the device has no weights in the format `quantize`.
     """
-    decoder = Decoder(spec, device, dtype)
+    decoder = Decoder(spec, device, dtype, quantize)
     checkpoint = Checkpoint(path)
     total = sum(parameter.numel() for parameter in decoder.parameters())
     done = 0

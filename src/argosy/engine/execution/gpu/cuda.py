@@ -28,24 +28,23 @@ def cuda_device(index: int = 0) -> Device:
         raise ValueError(
             "no GPU is visible; look at nvidia-smi and CUDA_VISIBLE_DEVICES, or set device to cpu"
         )
-    runtime = Cuda(index, (0, 0))
-    capability = torch.cuda.get_device_capability(runtime.torch_device)
-    if capability < LEAST_CAPABILITY:
+    torch.cuda.set_device(index)
+    runtime = Cuda(index)
+    if runtime.capability < LEAST_CAPABILITY:
         raise ValueError(
             f"{runtime.name} has no bfloat16; take a GPU of the Ampere generation or later, "
             "or set device to cpu"
         )
-    torch.cuda.set_device(runtime.torch_device)
-    return GpuDevice(Cuda(index, torch.cuda.graph_pool_handle()))
+    return GpuDevice(runtime)
 
 
-@dataclass(frozen=True, slots=True)
 class Cuda:
     """The `Runtime` of one GPU, on torch's current stream."""
 
-    index: int
-    pool: tuple[int, int]
-    """The memory that all recorded graphs share."""
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self._pool = torch.cuda.graph_pool_handle()
+        """The memory that all recorded graphs share."""
 
     @property
     def name(self) -> str:
@@ -100,7 +99,7 @@ class Cuda:
             work()  # compiles kernels and allocates what libraries keep: neither can be recorded
         torch.cuda.current_stream(self.index).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             given = work()
         return CudaGraph(graph, given)
 

@@ -26,6 +26,8 @@ KV_SHARE = 0.95
 """Of what weights and the largest step leave free; the rest is for fragments and what cannot be foreseen."""
 MARGIN_BYTES = 512 << 20
 """Kept beside the largest step: recorded decode steps have a pool of their own."""
+WARM_SIZES = (1, 2, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 512, 1024)
+"""Every tile of the kernels, with token counts that are and are not multiples of 16, which they are compiled for."""
 LEAST_CAPABILITY = (8, 0)
 """Ampere: the first with bfloat16 in its matrix unit."""
 FLOAT8_CAPABILITY = (8, 9)
@@ -106,6 +108,11 @@ class GpuDevice:
     def recorder(self) -> Recorder | None:
         """See `Device`."""
         return self.runtime
+
+    @property
+    def warm_sizes(self) -> tuple[int, ...]:
+        """See `Device`."""
+        return WARM_SIZES
 
     @property
     def kv_share(self) -> float:
