@@ -25,10 +25,12 @@ def install() -> None:
     """Conversions round to nearest, ties to even, and matrices of any float type multiply.
 
     As it comes, the interpreter cuts float32 to bfloat16 off and multiplies the bits of bfloat16
-    numbers as if they were integers.
+    numbers as if they were integers. A kernel's own functions are also called without preparing the
+    language anew each time, which the launch has done: it is most of what a test would wait for.
     """
     interpreter._convert_float = _convert  # noqa: SLF001 - it offers no other way
     interpreter.InterpreterBuilder.create_dot = _dot
+    interpreter.InterpretedFunction.__call__ = _call
 
 
 def _read(data: NDArray[Any], dtype: Any) -> torch.Tensor:  # noqa: ANN401 - a Triton type
@@ -49,3 +51,14 @@ def _dot(builder: Any, a: Any, b: Any, d: Any, precision: Any, imprecise: Any) -
     for k in range(left.shape[1]):
         total.addcmul_(left[:, k : k + 1], right[k : k + 1])
     return interpreter.TensorHandle(total.numpy(), d.dtype.scalar)
+
+
+_prepared: set[int] = set()
+
+
+def _call(function: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    home = id(function.fn.__globals__)
+    if home not in _prepared:
+        _prepared.add(home)
+        interpreter._patch_lang(function.fn)  # noqa: SLF001
+    return function.rewrite()(*args, **kwargs)
