@@ -25,27 +25,40 @@ def install() -> None:
     """Conversions round to nearest, ties to even, and matrices of any float type multiply.
 
     As it comes, the interpreter cuts float32 to bfloat16 off and multiplies the bits of bfloat16
-    numbers as if they were integers.
+    numbers as if they were integers. A kernel's own functions are also called without preparing the
+    language anew each time, which the launch has done: it is most of what a test would wait for.
     """
-    interpreter._convert_float = _convert  # noqa: SLF001 - it offers no other way
+    interpreter._convert_float = _convert
     interpreter.InterpreterBuilder.create_dot = _dot
+    interpreter.InterpretedFunction.__call__ = _call
 
 
-def _read(data: NDArray[Any], dtype: Any) -> torch.Tensor:  # noqa: ANN401 - a Triton type
+def _read(data: NDArray[Any], dtype: Any) -> torch.Tensor:
     flat = torch.from_numpy(np.ascontiguousarray(data).reshape(-1).view(np.uint8))
     return flat.view(_TORCH[dtype.scalar]).reshape(data.shape)
 
 
-def _convert(data: NDArray[Any], source: Any, target: Any, rounding: Any) -> NDArray[Any]:  # noqa: ANN401
+def _convert(data: NDArray[Any], source: Any, target: Any, rounding: Any) -> NDArray[Any]:
     found = _read(data, source).float().to(_TORCH[target.scalar]).contiguous()
     bits = np.dtype(f"uint{target.scalar.primitive_bitwidth}")
     return found.reshape(-1).view(torch.uint8).numpy().view(bits).reshape(data.shape)
 
 
-def _dot(builder: Any, a: Any, b: Any, d: Any, precision: Any, imprecise: Any) -> Any:  # noqa: ANN401
-    """d + a @ b, one column of `a` after the other: an element's sum is blind to the shape around it."""
+def _dot(builder: Any, a: Any, b: Any, d: Any, precision: Any, imprecise: Any) -> Any:
+    """The sum of d and a @ b, one column of `a` after the other: an element's sum is blind to the shape around it."""
     left, right = (_read(x.data, x.dtype).float() for x in (a, b))
     total = torch.from_numpy(np.array(d.data, dtype=np.float32))
     for k in range(left.shape[1]):
         total.addcmul_(left[:, k : k + 1], right[k : k + 1])
     return interpreter.TensorHandle(total.numpy(), d.dtype.scalar)
+
+
+_prepared: set[int] = set()
+
+
+def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
+    home = id(function.fn.__globals__)
+    if home not in _prepared:
+        _prepared.add(home)
+        interpreter._patch_lang(function.fn)
+    return function.rewrite()(*args, **kwargs)

@@ -74,24 +74,23 @@ MANY = 1000
 
 SHAPES = [
     pytest.param({"lengths": [1]}, id="one-token"),
-    pytest.param({"lengths": [150, 3, 64, 65]}, id="mixed"),
+    pytest.param({"lengths": [130, 3, 64, 65]}, id="mixed"),
     pytest.param({"lengths": [70, 20], "head_dim": 16, "heads": 3, "kv_heads": 3}, id="mha-16"),
     pytest.param({"lengths": [70, 20], "head_dim": 24, "heads": 6, "kv_heads": 1}, id="mqa-24"),
     pytest.param({"lengths": [90], "head_dim": 64, "heads": 14, "kv_heads": 2}, id="gqa-7-64"),
     pytest.param({"lengths": [70], "head_dim": 80, "rotary_dim": 20}, id="rotated-in-part"),
     pytest.param({"lengths": [90, 10], "head_dim": 96, "rotary_dim": 96}, id="rotated-96"),
-    pytest.param({"lengths": [130, 40], "head_dim": 128, "heads": 8, "kv_heads": 1}, id="gqa-8"),
+    pytest.param({"lengths": [70, 20], "head_dim": 128, "heads": 8, "kv_heads": 1}, id="gqa-8"),
     pytest.param({"lengths": [40], "head_dim": 16, "heads": 71, "kv_heads": 1}, id="mqa-71"),
-    pytest.param({"lengths": [150, 33], "window": 17}, id="window"),
-    pytest.param({"lengths": [200, 10], "window": 64, "softcap": 3.0}, id="window-softcap"),
+    pytest.param({"lengths": [110, 33], "window": 17}, id="window"),
+    pytest.param({"lengths": [140, 10], "window": 64, "softcap": 3.0}, id="window-softcap"),
     pytest.param({"lengths": [70, 10], "window": 1}, id="window-of-one"),
     pytest.param({"lengths": [90, 10], "softcap": 30.0}, id="softcap"),
-    pytest.param({"lengths": [600, 30], "head_dim": 16}, id="two-ranges"),
+    pytest.param({"lengths": [530, 30], "head_dim": 16, "kv_heads": 1}, id="two-ranges"),
 ]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("block_size", [16, 32])
+@pytest.mark.parametrize(("block_size", "dtype"), [(16, "bfloat16"), (32, "float32")])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_matches_dense_attention(shape: dict[str, int], block_size: int, dtype: str) -> None:
     world = GpuWorld(**shape, block_size=block_size, dtype=dtype)  # type: ignore[arg-type]
@@ -105,12 +104,11 @@ def test_heads_of_256_are_done_in_bfloat16_only() -> None:
         replace(world, dtype="float32").attention()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("window", [None, 40, 560])
+@pytest.mark.parametrize(("window", "dtype"), [(None, "bfloat16"), (514, "float32")])
 def test_same_bits_however_cut(window: int | None, dtype: str) -> None:
     """Decode and prefill, alone and in company, one program for all ranges or one for each."""
     world = GpuWorld(
-        [1100, 33, 7],
+        [530, 33, 7],
         window=window,
         dtype=dtype,
         softcap=20.0,
@@ -121,10 +119,10 @@ def test_same_bits_however_cut(window: int | None, dtype: str) -> None:
     whole = world.go(world.whole())
     assert_right(world, whole)
     alone = [[(i, 0, n)] for i, n in enumerate(world.lengths)]
-    steps: list[list[Chunk]] = [[(0, 0, 1030), (2, 0, 3)], [(1, 0, 32), (0, 1030, 61)]]
-    steps += [[(2, 3, 1), (0, 1091, 1)], [(0, 1092, 1)], [(2, 4, 3), (1, 32, 1), (0, 1093, 7)]]
-    for processors in (1, 2, MANY):
-        assert_same_bits(world.go(alone, processors), whole)
+    steps: list[list[Chunk]] = [[(0, 0, 500), (2, 0, 3)], [(1, 0, 32), (0, 500, 17)]]
+    steps += [[(2, 3, 1), (0, 517, 1)], [(0, 518, 1)], [(2, 4, 3), (1, 32, 1), (0, 519, 11)]]
+    assert_same_bits(world.go(alone, MANY), whole)
+    for processors in (1, MANY):
         assert_same_bits(world.go(steps, processors), whole)
 
 
@@ -142,11 +140,12 @@ def test_queries_from_a_fused_projection() -> None:
     world = GpuWorld([50])
     q, k, v = world.qkv[0]
     fused = torch.cat([x.flatten(1) for x in (q, k, v)], 1)
-    views = [
+    q, k, v = (
         x.unflatten(1, (-1, world.head_dim))
         for x in fused.split([x.shape[1] * x.shape[2] for x in (q, k, v)], 1)
-    ]
-    out = world.attention()(*views, world.batch([(0, 0, 50)]), world.spec, None)
+    )
+    assert not q.is_contiguous()
+    out = world.attention()(q, k, v, world.batch([(0, 0, 50)]), world.spec, None)
     assert_same_bits([out], world.go(world.whole()))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 import pytest
 import torch
@@ -10,6 +10,9 @@ import torch
 from argosy.engine.execution.gpu.rows import TritonRows
 from argosy.engine.execution.rows_cpu import TorchRows
 from argosy.engine.execution.spec import Activation, NormKind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy plays the GPU here
 SIZES = (2560, 1024, 320, 128, 70, 7)
@@ -73,8 +76,11 @@ def test_a_row_has_the_same_bits_in_any_batch(
 ) -> None:
     ops, x = TritonRows(), drawn(70, 2 * size, dtype=dtype, device=device)
     weight = drawn(2 * size, dtype=dtype, device=device)
-    ways = [ops.norm(kind, weight, 1e-6) for kind in get_args(NormKind)]
-    for way in (*ways, *(ops.gate(activation) for activation in get_args(Activation))):
+    ways: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        *(ops.norm(kind, weight, 1e-6) for kind in get_args(NormKind)),
+        *(ops.gate(activation) for activation in get_args(Activation)),
+    ]
+    for way in ways:
         whole = way(x)
         for first, last in ((0, 1), (1, 4), (31, 64), (69, 70)):
             assert torch.equal(way(x[first:last]), whole[first:last])

@@ -66,7 +66,8 @@ def store(
     tl.store(values + place, value.to(values.dtype.element_ty), mask=held)
 
 
-@triton.jit
+# Numbers that change from step to step must not make new kernels.
+@triton.jit(do_not_specialize=["page_stride", "tokens", "sequences", "window"])
 def attend(
     q,
     keys,
@@ -168,7 +169,7 @@ def attend(
             tl.store(totals + part, total, mask=mine)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "window"])
 def merge_ranges(
     out,
     sums,

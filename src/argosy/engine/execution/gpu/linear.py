@@ -79,7 +79,7 @@ class Float8Linear:
 
 
 def float8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [R, K] as e4m3 [R, K] times a scale for each row, float32 [R]: its largest element / 448."""
+    """X [R, K] as e4m3 [R, K] times a scale for each row, float32 [R]: its largest element / 448."""
     if x.stride(1) != 1:
         x = x.contiguous()
     rows, cols = x.shape
@@ -148,7 +148,7 @@ def _launch(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])  # or each kind of batch would make a new kernel
 def _multiply(
     x,
     weight,

@@ -94,7 +94,7 @@ class _TritonNorm:
         return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # or each kind of batch would make a new kernel
 def _norm(
     x,
     mixed,
