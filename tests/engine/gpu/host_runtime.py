@@ -23,17 +23,17 @@ class Tape(TorchDispatchMode):
     """What a piece of work does: operations, kernels, the shapes they see, and where what they did not make lies."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self.steps: list[tuple[object, ...]] = []
         self._made: set[int] = set()
 
     def __torch_dispatch__(
         self,
-        func: Any,  # noqa: ANN401
-        types: Any,  # noqa: ANN401
+        func: Any,
+        types: Any,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401
+    ) -> Any:
         self.steps.append((str(func), *map(self._seen, tree_leaves((args, kwargs)))))
         given = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(given):
@@ -50,7 +50,7 @@ class Tape(TorchDispatchMode):
     def kernel(self, launch: Callable[..., None]) -> Callable[..., None]:
         """`GridExecutor.__call__`, with the launch taken down and what the interpreter does for it left out."""
 
-        def call(executor: GridExecutor, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        def call(executor: GridExecutor, *args: Any, **kwargs: Any) -> None:
             name = executor.fn.__name__
             leaves = tree_leaves((executor.grid, args, kwargs))
             self.steps.append((name, *map(self._seen, leaves)))
