@@ -120,16 +120,15 @@ def test_decodes_are_the_same_padded_and_see_sampled_tokens_and_new_blocks(
     admitted, _ = step
     table, model = filled(admitted)
     rows = sorted(model.tokens)
-    first = Plan(
-        1, rows=rows, starts=[0] * len(rows), counts=[1] * len(rows), samples=[True] * len(rows)
-    )
-    assert not table.uniform(first), "the device has not been told of the tokens"
-    packed = table.pack(first)
-    table.gather(Inputs(packed.data, packed.shape))
-    assert table.uniform(first)
+    ends, every = [len(model.tokens[row]) for row in rows], [True] * len(rows)
+    prefill = Plan(1, rows=rows, starts=[0] * len(rows), counts=ends, samples=every)
+    assert not table.uniform(Plan(0)), "the device has not been told of the tokens"
+    packed = table.pack(prefill)
+    inputs = Inputs(packed.data, packed.shape)
+    table.gather(inputs)
+    assert table.uniform(Plan(0))
     drawn = data.draw(st.lists(st.integers(0, 99), min_size=len(rows), max_size=len(rows)))
-    ends = [len(model.tokens[row]) for row in rows]
-    table.append(torch.tensor(rows), torch.tensor(ends), torch.tensor(drawn))
+    table.append(inputs, torch.tensor(drawn))
     placed = []
     for row, end, token in zip(rows, ends, drawn, strict=True):
         model.tokens[row].append(token)
@@ -137,7 +136,7 @@ def test_decodes_are_the_same_padded_and_see_sampled_tokens_and_new_blocks(
             model.blocks[row].append(1000 + row)
             placed.append((row, end // BLOCK, 1000 + row))
     table.place(placed)
-    plan = Plan(2, rows=rows, starts=ends, counts=[1] * len(rows), samples=[True] * len(rows))
+    plan = Plan(2, rows=rows, starts=ends, counts=[1] * len(rows), samples=every)
     size = data.draw(st.integers(len(rows), ROWS))
     if table.uniform(plan) and data.draw(st.booleans()):
         packed = table.pack_padded(plan, size)

@@ -187,7 +187,7 @@ class TorchExecutor:
             logits = logits[self._device.to_device(picked)]
         rows, positions = inputs.sample_rows[:count], inputs.sample_positions[:count]
         sampled = self._sampler(logits[:count], rows, positions)
-        self._table.append(rows, positions, sampled.tokens)
+        self._table.append(inputs, sampled.tokens)
         return sampled
 
     def _prompt_spans(self, plan: Plan) -> Spans:

@@ -85,7 +85,7 @@ class DecodeGraphs:
 
     def _record(self, recorder: Recorder, size: int) -> Recorded:
         packed = self._table.pack_padded(Plan(0), size)
-        data = self._device.to_device(packed.data.clone())
+        data = self._device.to_device(packed.data)
         inputs = Inputs(data, packed.shape)
         graph = recorder.record(lambda: self._model(self._table.gather(inputs)))
         return Recorded(size, inputs, data, graph)

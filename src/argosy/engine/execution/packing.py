@@ -44,7 +44,8 @@ def pack(
     starts = layout.starts()
     buffer = np.zeros(starts[-1], dtype=np.int64)
     for at, array in zip(starts, longs, strict=False):
-        buffer[at : at + len(array)] = array
+        if len(array):
+            buffer[at : at + len(array)] = array
     halves = buffer.view(np.int32)
     for at, array in zip(starts[len(longs) :], ints, strict=False):
         halves[2 * at : 2 * at + len(array)] = array
@@ -55,6 +56,9 @@ def unpack(buffer: Tensor, layout: Layout) -> tuple[list[Tensor], list[Tensor]]:
     """The arrays again, as views of the buffer (int64, and int32)."""
     starts = layout.starts()
     halves = buffer.view(torch.int32)
-    longs = [buffer[at : at + n] for at, n in zip(starts, layout.longs, strict=False)]
+    nothing = buffer[:0]
+    longs = [
+        buffer[at : at + n] if n else nothing for at, n in zip(starts, layout.longs, strict=False)
+    ]
     rest = zip(starts[len(layout.longs) :], layout.ints, strict=False)
     return longs, [halves[2 * at : 2 * at + n] for at, n in rest]

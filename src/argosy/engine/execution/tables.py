@@ -59,6 +59,7 @@ class Inputs:
                 self.logit_index,
                 self.sample_rows,
                 self.sample_positions,
+                self.sample_at,
                 self.new_token_at,
                 self.new_tokens,
                 self.new_page_at,
@@ -89,8 +90,9 @@ class SequenceTable:
         """Row -> its tokens, where the device does not know them yet."""
         self._page_news: dict[int, int] = {}
         """Place among all rows' pages -> the block that is there now."""
-        self.tokens = torch.zeros(rows + 1, self._stride, dtype=torch.int64).to(device)
+        self.tokens = torch.zeros(rows + 1, self._stride, dtype=torch.int64, device=device)
         self._pages = torch.from_numpy(self._blocks.astype(np.int32)).to(device)
+        self._flat_tokens, self._flat_pages = self.tokens.view(-1), self._pages.view(-1)
 
     def admit(self, admission: Admission) -> None:
         """Fill a row for a sequence that joins the batch."""
@@ -127,7 +129,7 @@ class SequenceTable:
         starts = np.fromiter(plan.starts, np.int64, size)
         if wanted is None and plan.tokens == size and all(plan.samples):
             seq_lens = starts + 1
-            return self._pack_singles(rows, starts, seq_lens, self._pages_of(seq_lens))
+            return self._pack_singles(rows, starts, seq_lens, size, self._pages_of(seq_lens))
         counts = np.fromiter(plan.counts, np.int64, size)
         samples = np.fromiter(plan.samples, np.bool_, size)
         ends, seq_lens = counts.cumsum(), starts + counts
@@ -142,6 +144,7 @@ class SequenceTable:
                 logit_index,
                 rows[samples],
                 seq_lens[samples],
+                (rows * self._stride + seq_lens)[samples],
                 *self._news(),
             ),
             (np.concatenate(((0,), ends)), seq_lens),
@@ -159,24 +162,29 @@ class SequenceTable:
         rows[:used], starts[:used] = plan.rows, plan.starts
         seq_lens = starts + 1
         seq_lens[used:] = 0
-        return self._pack_singles(rows, starts, seq_lens, self._width, pages=size)
+        return self._pack_singles(rows, starts, seq_lens, used, self._width, pages=size)
 
     def _pack_singles(
         self,
         rows: NDArray[np.int64],
         positions: NDArray[np.int64],
         seq_lens: NDArray[np.int64],
+        used: int,
         width: int,
         pages: int = 0,
     ) -> Packed:
-        """One token for each of these rows, of which each is sampled; at least `pages` pages are told."""
+        """One token for each of these rows, of which the first `used` are sampled.
+
+        At least `pages` pages are told.
+        """
+        at, _, slots = self._places(rows, positions)
         order = self._counting[: len(rows)]
+        news = self._news(pages)
         data, layout = pack(
-            (*self._places(rows, positions), rows, order, rows, seq_lens, *self._news(pages)),
+            (at, positions, slots, rows, order, rows, seq_lens, at + 1, *news),
             (self._counting[: len(rows) + 1], seq_lens),
         )
-        wanted = order[: np.count_nonzero(seq_lens)]  # padding has none
-        return Packed(torch.from_numpy(data), Shape(layout, width), wanted, wanted)
+        return Packed(torch.from_numpy(data), Shape(layout, width), order[:used], order[:used])
 
     def _places(
         self, row_of: NDArray[np.int64], positions: NDArray[np.int64]
@@ -209,7 +217,7 @@ class SequenceTable:
 
     def gather(self, inputs: Inputs) -> Batch:
         """Take the news and gather the batch; work of the device alone."""
-        tokens, pages = self.tokens.view(-1), self._pages.view(-1)
+        tokens, pages = self._flat_tokens, self._flat_pages
         if len(inputs.new_tokens):
             tokens.index_copy_(0, inputs.new_token_at, inputs.new_tokens)
         if len(inputs.new_pages):
@@ -225,9 +233,9 @@ class SequenceTable:
             logit_index=inputs.logit_index,
         )
 
-    def append(self, rows: Tensor, positions: Tensor, tokens: Tensor) -> None:
-        """Record sampled tokens: `tokens[i]` is the token at `positions[i]` of `rows[i]`."""
-        self.tokens[rows, positions] = tokens
+    def append(self, inputs: Inputs, tokens: Tensor) -> None:
+        """Record sampled tokens: `tokens[i]` is that of `inputs.sample_rows[i]`; padding gets none."""
+        self._flat_tokens.index_copy_(0, inputs.sample_at[: len(tokens)], tokens)
 
 
 class RaggedTable:
