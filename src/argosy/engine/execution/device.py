@@ -44,16 +44,16 @@ class Event(Protocol):
 class Graph(Protocol):
     """Work of the device, recorded once: launched again, it computes from what its inputs hold then."""
 
-    def replay(self) -> Tensor:
-        """Launch it; what it gives lies where it did the last time."""
+    def replay(self) -> None:
+        """Launch it."""
         ...
 
 
 class Recorder(Protocol):
     """Makes graphs. All graphs of a recorder share one pool of memory: the largest comes first."""
 
-    def record(self, work: Callable[[], Tensor]) -> Graph:
-        """Do `work` once, then record what it launches; the tensors it reads must stay where they are."""
+    def record(self, work: Callable[[], object]) -> Graph:
+        """Record what `work` launches, which was done before; what it reads and writes must stay in place."""
         ...
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import structlog
+import torch
 
 from argosy.engine.execution.tables import Inputs
 from argosy.engine.scheduling import Plan
@@ -33,6 +34,7 @@ class Recorded:
     inputs: Inputs
     data: Tensor
     """The buffer that `inputs` are views of."""
+    logits: Tensor
     graph: Graph
 
 
@@ -52,6 +54,8 @@ class DecodeGraphs:
         self._table = table
         self._model = model
         self._recorded: dict[int, Recorded] = {}
+        self._logits: Tensor | None = None
+        """[largest size, V]: what every recording writes; its own would stay allocated for each."""
         sizes = [size for size in SIZES if size < max_seqs]
         self._missing = [] if recorder is None else [*sizes, min(max_seqs, SIZES[-1])]
 
@@ -81,11 +85,16 @@ class DecodeGraphs:
     def launch(self, recorded: Recorded, packed: Packed) -> Tensor:
         """Hand over the step and launch it: logits [size, V], overwritten by the next launch."""
         self._device.to_device(packed.data, recorded.data)
-        return recorded.graph.replay()
+        recorded.graph.replay()
+        return recorded.logits
 
     def _record(self, recorder: Recorder, size: int) -> Recorded:
         packed = self._table.pack_padded(Plan(0), size)
         data = self._device.to_device(packed.data)
         inputs = Inputs(data, packed.shape)
-        graph = recorder.record(lambda: self._model(self._table.gather(inputs)))
-        return Recorded(size, inputs, data, graph)
+        first = self._model(self._table.gather(inputs))  # compiles kernels: that cannot be recorded
+        if self._logits is None:
+            self._logits = torch.empty_like(first)
+        logits = self._logits[:size]
+        graph = recorder.record(lambda: logits.copy_(self._model(self._table.gather(inputs))))
+        return Recorded(size, inputs, data, logits, graph)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 import torch
@@ -91,17 +90,12 @@ class Cuda:
         """See `Runtime`."""
         return CudaEvent()
 
-    def record(self, work: Callable[[], Tensor]) -> Graph:
+    def record(self, work: Callable[[], object]) -> Graph:
         """See `Recorder`."""
-        side = torch.cuda.Stream(self.index)
-        side.wait_stream(torch.cuda.current_stream(self.index))
-        with torch.cuda.stream(side):
-            work()  # compiles kernels and allocates what libraries keep: neither can be recorded
-        torch.cuda.current_stream(self.index).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            given = work()
-        return CudaGraph(graph, given)
+            work()
+        return graph
 
 
 class CudaEvent:
@@ -118,16 +112,3 @@ class CudaEvent:
     def since(self, earlier: Self) -> float:
         """See `Event`."""
         return float(earlier._event.elapsed_time(self._event)) / 1000.0
-
-
-@dataclass(frozen=True, slots=True)
-class CudaGraph:
-    """A recorded piece of work."""
-
-    graph: torch.cuda.CUDAGraph
-    given: Tensor
-
-    def replay(self) -> Tensor:
-        """See `Graph`."""
-        self.graph.replay()
-        return self.given

@@ -73,7 +73,7 @@ class Runtime(Protocol):
         """Mark the work launched so far."""
         ...
 
-    def record(self, work: Callable[[], Tensor]) -> Graph:
+    def record(self, work: Callable[[], object]) -> Graph:
         """See `Recorder`."""
         ...
 
