@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from argosy.engine.execution.gpu.attention import KV_FLOAT8, TritonAttention
-from tests.engine.gpu.conftest import DEVICE
+from tests.engine.gpu.device import DEVICE
 from tests.engine.test_attention import World, assert_right, assert_same_bits, type_of
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from argosy.engine.execution.gpu.linear import TILES, LinearFormat, float8_rows, pack
-from tests.engine.gpu.conftest import DEVICE
+from tests.engine.gpu.device import DEVICE
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy plays the GPU here
 FORMATS: tuple[LinearFormat, ...] = ("plain", "float8")

@@ -24,7 +24,7 @@ WAVE = 132
 """Programs that keep every processor of an H200 at work."""
 TILES = (
     # outputs, tokens, warps, stages. A stage is 128 bytes * (outputs + tokens).
-    (128, 256, 8, 4),
+    (128, 256, 8, 3),
     (128, 128, 8, 4),
     (64, 128, 4, 4),
     (64, 64, 4, 6),
