@@ -127,10 +127,12 @@ def test_same_bits_however_cut(window: int | None, dtype: str) -> None:
         assert_same_bits(world.go(steps, processors), whole)
 
 
-def test_a_row_with_nan_stays_alone() -> None:
-    world = GpuWorld([80, 30], dtype="bfloat16")
+@pytest.mark.parametrize("cache", [None, KV_FLOAT8])
+@pytest.mark.parametrize("which", [0, 1, 2], ids=["query", "key", "value"])
+def test_a_row_with_nan_says_so_and_stays_alone(which: int, cache: torch.dtype | None) -> None:
+    world = GpuWorld([80, 30], dtype="bfloat16", cache=cache)
     clean = world.go(world.whole())
-    world.qkv[0][0][40] = torch.nan
+    world.qkv[0][which][40] = torch.nan
     sick = world.go(world.whole())
     assert sick[0][40].isnan().all()
     assert_same_bits([sick[1]], [clean[1]])

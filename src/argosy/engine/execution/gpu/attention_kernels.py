@@ -55,8 +55,8 @@ def store(
     if FLOAT8:
         key = key.to(tl.float32) / tl.load(scales + head)[:, None]
         value = value.to(tl.float32) / tl.load(scales + KV_HEADS + head)[:, None]
-        key = tl.minimum(tl.maximum(key, -MOST), MOST)
-        value = tl.minimum(tl.maximum(value, -MOST), MOST)
+        key = tl.clamp(key, -MOST, MOST, propagate_nan=tl.PropagateNan.ALL)
+        value = tl.clamp(value, -MOST, MOST, propagate_nan=tl.PropagateNan.ALL)
     place = ((slot // BLOCK * KV_HEADS + head) * BLOCK + slot % BLOCK)[:, None] * HEAD_DIM
     place += col[None, :]
     tl.store(keys + place, key.to(keys.dtype.element_ty), mask=held)
