@@ -147,7 +147,7 @@ def all_attention() -> None:
     for cache in (BFLOAT16, FLOAT8):
         constants = {
             "KV_HEADS": 8,
-            "HEAD_TILE": 8,
+            "ROWS": attention.STORE_ROWS,
             "HEAD_DIM": 128,
             "WIDTH": 128,
             "BLOCK": 16,
@@ -155,7 +155,7 @@ def all_attention() -> None:
             "FLOAT8": cache == FLOAT8,
             "MOST": 448.0,
         }
-        types = {"keys": cache, "values": cache}
+        types = {"keys": cache, "values": cache, "tokens": "i32"}
         report(f"store {cache}", attention_kernels.store, constants, types, num_warps=4)
     constants = {**shared, "ROWS": 4, "WINDOWED": False}
     types = {"tokens": "i32"}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from argosy.engine.execution.gpu.attention import KV_FLOAT8, TritonAttention
-from tests.engine.gpu.conftest import DEVICE
+from tests.engine.gpu.device import DEVICE
 from tests.engine.test_attention import World, assert_right, assert_same_bits, type_of
 
 if TYPE_CHECKING:
@@ -104,7 +104,8 @@ def test_heads_of_256_are_done_in_bfloat16_only() -> None:
         replace(world, dtype="float32").attention()
 
 
-@pytest.mark.parametrize(("window", "dtype"), [(None, "bfloat16"), (514, "float32")])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("window", [None, 514])
 def test_same_bits_however_cut(window: int | None, dtype: str) -> None:
     """Decode and prefill, alone and in company, one program for all ranges or one for each."""
     world = GpuWorld(
@@ -121,15 +122,17 @@ def test_same_bits_however_cut(window: int | None, dtype: str) -> None:
     alone = [[(i, 0, n)] for i, n in enumerate(world.lengths)]
     steps: list[list[Chunk]] = [[(0, 0, 500), (2, 0, 3)], [(1, 0, 32), (0, 500, 17)]]
     steps += [[(2, 3, 1), (0, 517, 1)], [(0, 518, 1)], [(2, 4, 3), (1, 32, 1), (0, 519, 11)]]
-    assert_same_bits(world.go(alone, MANY), whole)
     for processors in (1, MANY):
+        assert_same_bits(world.go(alone, processors), whole)
         assert_same_bits(world.go(steps, processors), whole)
 
 
-def test_a_row_with_nan_stays_alone() -> None:
-    world = GpuWorld([80, 30], dtype="bfloat16")
+@pytest.mark.parametrize("cache", [None, KV_FLOAT8])
+@pytest.mark.parametrize("which", [0, 1, 2], ids=["query", "key", "value"])
+def test_a_row_with_nan_says_so_and_stays_alone(which: int, cache: torch.dtype | None) -> None:
+    world = GpuWorld([80, 30], dtype="bfloat16", cache=cache)
     clean = world.go(world.whole())
-    world.qkv[0][0][40] = torch.nan
+    world.qkv[0][which][40] = torch.nan
     sick = world.go(world.whole())
     assert sick[0][40].isnan().all()
     assert_same_bits([sick[1]], [clean[1]])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from argosy.engine.execution.gpu.linear import TILES, LinearFormat, float8_rows, pack
-from tests.engine.gpu.conftest import DEVICE
+from tests.engine.gpu.device import DEVICE
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy plays the GPU here
 FORMATS: tuple[LinearFormat, ...] = ("plain", "float8")
@@ -89,3 +89,17 @@ def test_rows_that_lie_apart_are_taken_as_they_are() -> None:
     linear = pack(weight, None)
     assert torch.equal(linear(wide[:, 1]), linear(wide[:, 1].contiguous()))
     assert linear(wide[:0, 1]).shape == (0, 40)
+
+
+@pytest.mark.parametrize("linear_format", FORMATS)
+def test_a_row_that_is_not_finite_says_so_and_stays_alone(linear_format: LinearFormat) -> None:
+    x, weight = drawn(9, 200), drawn(40, 200)
+    linear = pack(weight, None, linear_format)
+    clean = linear(x)
+    x[3, 7], x[5, 0] = torch.nan, torch.inf
+    sick = linear(x)
+    for row in range(9):
+        if row in {3, 5}:
+            assert not sick[row].isfinite().any()
+        else:
+            assert torch.equal(sick[row], clean[row])

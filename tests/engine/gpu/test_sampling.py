@@ -8,7 +8,7 @@ import torch
 
 from argosy.engine.execution.gpu.sampling import VOCAB_TILE, draw
 from argosy.engine.execution.randomness import uniform
-from tests.engine.gpu.conftest import DEVICE
+from tests.engine.gpu.device import DEVICE
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy plays the GPU here
 VOCABS = (1, 5, 160, VOCAB_TILE, 2 * VOCAB_TILE + 77)

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 KV_FLOAT8 = torch.float8_e4m3fn
 FLOAT8_MOST = 448.0
 """The largest number of e4m3; what is beyond it is stored as it."""
+STORE_ROWS = 16
+"""Heads of tokens that one program stores: 128 threads with 16 bytes of each of two at a time."""
 HEAD_BYTES = 512
 """Most bytes of a head's row."""
 SCRATCH_BYTES = 128 << 20
@@ -104,7 +106,7 @@ class TritonAttention(BlockStore):
         self, k: Tensor, v: Tensor, batch: Batch, spec: AttentionSpec, rope: RopeRows | None
     ) -> None:
         tokens, kv_heads, head_dim = k.shape
-        store[(tokens,)](
+        store[(triton.cdiv(tokens * kv_heads, STORE_ROWS),)](
             k,
             v,
             self.keys[spec.layer],
@@ -114,10 +116,11 @@ class TritonAttention(BlockStore):
             self._scales[spec.layer],
             k.stride(0),
             v.stride(0),
+            tokens,
             KV_HEADS=kv_heads,
-            HEAD_TILE=triton.next_power_of_2(kv_heads),
             HEAD_DIM=head_dim,
             WIDTH=_width(head_dim),
+            ROWS=STORE_ROWS,
             BLOCK=self._block_size,
             ROTARY=0 if rope is None else rope[0].shape[-1],
             FLOAT8=self._float8,

@@ -18,7 +18,8 @@ RANGE_TILES = tl.constexpr(RANGE // 64)
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit
+# Numbers that change from step to step must not make new kernels.
+@triton.jit(do_not_specialize=["tokens"])
 def store(
     k,
     v,
@@ -30,43 +31,38 @@ def store(
     scales,
     k_stride,
     v_stride,
+    tokens,
     KV_HEADS: tl.constexpr,
-    HEAD_TILE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     ROTARY: tl.constexpr,
     FLOAT8: tl.constexpr,
     MOST: tl.constexpr,
 ):
-    """Put one token's keys, rotated, and values into the cache."""
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + token)
-    if slot < 0:
-        return
-    head = tl.arange(0, HEAD_TILE)
+    """Put keys, rotated, and values of ROWS heads of one or more tokens into the cache."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    token = (row // KV_HEADS).to(tl.int64)
+    head = row % KV_HEADS
     col = tl.arange(0, WIDTH)
-    held = (head < KV_HEADS)[:, None] & (col < HEAD_DIM)[None, :]
-    tokens = token + tl.zeros_like(head)
-    key = _turned(k, token * k_stride + head * HEAD_DIM, tokens, col, held, first, second, ROTARY)
-    value = tl.load(
-        v + token * v_stride + head[:, None] * HEAD_DIM + col[None, :], mask=held, other=0.0
-    )
+    slot = tl.load(slots + token, mask=token < tokens, other=-1)
+    held = (slot >= 0)[:, None] & (col < HEAD_DIM)[None, :]
+    origin = token * k_stride + head * HEAD_DIM
+    key = _turned(k, origin, token, col, held, first, second, ROTARY)
+    place = (token * v_stride + head * HEAD_DIM)[:, None] + col[None, :]
+    value = tl.load(v + place, mask=held, other=0.0)
     if FLOAT8:
-        known = head < KV_HEADS
-        key = key.to(tl.float32) / tl.load(scales + head, mask=known, other=1.0)[:, None]
-        value = (
-            value.to(tl.float32) / tl.load(scales + KV_HEADS + head, mask=known, other=1.0)[:, None]
-        )
-        key = tl.minimum(tl.maximum(key, -MOST), MOST)
-        value = tl.minimum(tl.maximum(value, -MOST), MOST)
-    row = (slot // BLOCK * KV_HEADS + head) * BLOCK + slot % BLOCK
-    place = row[:, None] * HEAD_DIM + col[None, :]
+        key = key.to(tl.float32) / tl.load(scales + head)[:, None]
+        value = value.to(tl.float32) / tl.load(scales + KV_HEADS + head)[:, None]
+        key = tl.clamp(key, -MOST, MOST, propagate_nan=tl.PropagateNan.ALL)
+        value = tl.clamp(value, -MOST, MOST, propagate_nan=tl.PropagateNan.ALL)
+    place = ((slot // BLOCK * KV_HEADS + head) * BLOCK + slot % BLOCK)[:, None] * HEAD_DIM
+    place += col[None, :]
     tl.store(keys + place, key.to(keys.dtype.element_ty), mask=held)
     tl.store(values + place, value.to(values.dtype.element_ty), mask=held)
 
 
-# Numbers that change from step to step must not make new kernels.
 @triton.jit(do_not_specialize=["page_stride", "tokens", "sequences", "window"])
 def attend(
     q,
