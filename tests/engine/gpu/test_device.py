@@ -15,7 +15,7 @@ from argosy.engine.serving.wire import EngineRequest
 from argosy.models import BUNDLED
 from argosy.protocol import SamplingParams
 from tests.engine.driver import Answer, core_of, run
-from tests.engine.gpu.conftest import INTERPRETED
+from tests.engine.gpu.device import INTERPRETED
 from tests.engine.gpu.host_runtime import HostRuntime
 from tests.engine.reference import make_reference
 

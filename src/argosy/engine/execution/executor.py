@@ -12,7 +12,7 @@ from torch import Tensor
 
 from argosy.engine.execution.graphs import DecodeGraphs
 from argosy.engine.execution.host_store import HostStore
-from argosy.engine.execution.sampler import Sampled, Sampler, describe
+from argosy.engine.execution.sampler import Sampled, Sampler
 from argosy.engine.execution.tables import Inputs, SequenceTable
 from argosy.engine.scheduling import Durations, Logprob, Plan, StepResult
 
@@ -211,9 +211,10 @@ class TorchExecutor:
         for chunk, (flat, start, count) in spans.items():
             row = plan.rows[chunk]
             first = int(np.searchsorted(packed.logit_index, flat))
-            logprobs = torch.log_softmax(logits[first : first + count], dim=-1)
             following = self._table.tokens[row, start + 1 : start + 1 + count]
-            found[chunk] = describe(logprobs, following, [self._prompt_tops[row]] * count)
+            found[chunk] = self._sampler.describe(
+                logits[first : first + count], following, self._prompt_tops[row]
+            )
         return found
 
 

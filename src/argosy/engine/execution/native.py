@@ -73,6 +73,26 @@ class GateCall(ctypes.Structure):
     )
 
 
+class DrawCall(ctypes.Structure):
+    """`ArgosyDraw` of sampling.cpp, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("logits", "which", "scale", "top_k", "top_p")),
+        *((name, ctypes.c_void_p) for name in ("least", "chance", "tokens")),
+        *((name, ctypes.c_int64) for name in ("rows", "vocab", "stride", "threads")),
+    )
+
+
+class TellingCall(ctypes.Structure):
+    """`ArgosyTelling` of sampling.cpp, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("logits", "which", "tokens", "counts", "ranks")),
+        *((name, ctypes.c_void_p) for name in ("masses", "own", "largest", "ids", "likeliest")),
+        *((name, ctypes.c_int64) for name in ("rows", "vocab", "stride", "most", "threads")),
+    )
+
+
 class Kernels:
     """The loaded library. Its functions trust their arguments and run without the GIL.
 
@@ -92,6 +112,8 @@ class Kernels:
         self.attention_bfloat16 = _function(library, "argosy_attention_bfloat16", None, pointer)
         self.linear = _function(library, "argosy_linear", None, pointer)
         self.norm = _by_dtype(library, "norm")
+        self.draw = _by_dtype(library, "draw")
+        self.tell = _by_dtype(library, "tell")
         self.gate: dict[Activation, dict[torch.dtype, Callable[..., int]]] = {
             "silu": _by_dtype(library, "silu"),
             "gelu_tanh": _by_dtype(library, "gelu_tanh"),

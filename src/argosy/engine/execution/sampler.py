@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from argosy.engine.execution.draws import LOG2E, DrawOps, Draws, TorchDraws
+from argosy.engine.execution.draws_cpu import cpu_draws
+from argosy.engine.execution.penalties import Penalties
 from argosy.engine.execution.randomness import uniform
 from argosy.engine.execution.tables import RaggedTable
 from argosy.engine.scheduling import Logprob
@@ -19,6 +23,7 @@ if TYPE_CHECKING:
     from argosy.engine.scheduling import Admission
 
 NEG_INF = float("-inf")
+STEEPEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +31,9 @@ class Sampled:
     """What `Sampler` drew for S rows."""
 
     tokens: Tensor
-    """[S] int64."""
+    """[S] int64; 0 for rows that are invalid."""
     logprobs: dict[int, Logprob]
-    """By batch index, for the rows that asked."""
+    """By batch index, for the valid rows that asked; of the logits as the model gave them."""
     invalid: list[int]
     """Batch indices whose logits were not finite."""
 
@@ -36,77 +41,106 @@ class Sampled:
 class Sampler:
     """The sampling parameters of R rows, and the counts that penalties need."""
 
-    def __init__(self, rows: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self, rows: int, vocab_size: int, device: torch.device, ops: DrawOps | None = None
+    ) -> None:
         self._vocab = vocab_size
         self._device = device
-        self._rows = rows
-        self._temperature = np.zeros(rows, np.float32)
-        self._top_k = np.zeros(rows, np.int64)
+        self._ops = ops or draws_for(device)
+        self._scale = np.zeros(rows, np.float32)
+        self._top_k = np.full(rows, vocab_size, np.int64)
         self._top_p = np.ones(rows, np.float32)
-        self._min_p = np.zeros(rows, np.float32)
-        self._repetition = np.ones(rows, np.float32)
-        self._presence = np.zeros(rows, np.float32)
-        self._frequency = np.zeros(rows, np.float32)
+        self._least = np.full(rows, NEG_INF, np.float32)
         self._seeds = np.zeros(rows, np.uint64)
-        self._penalised = np.zeros(rows, bool)
         self._min_positions = np.zeros(rows, np.int64)
         self._top_logprobs = np.full(rows, -1, np.int64)
+        self._restricted = np.zeros(rows, bool)
+        """Rows with a logit bias or allowed tokens."""
+        self._penalties = Penalties(rows, vocab_size, device)
+        self._scratch = torch.empty(0, vocab_size, device=device)
         self._bias = RaggedTable(rows, device)
         self._allowed = RaggedTable(rows, device)
         self._barred = RaggedTable(rows, device)
         """Tokens that may not come before `min_tokens`."""
-        self._counts: Tensor | None = None
-        """[R, V] int32: how often each token was output; allocated when a penalty is first used."""
-        self._seen: Tensor | None = None
-        """[R, V] bool: tokens of the prompt."""
 
     def admit(self, admission: Admission, ends: list[int]) -> None:
         """Take over a row; `ends` are the tokens that may not be sampled before `min_tokens`."""
         row, params = admission.row, admission.params
-        self._temperature[row] = params.temperature
-        self._top_k[row] = params.top_k if 0 < params.top_k < self._vocab else 0
+        heat = params.temperature
+        self._scale[row] = min(LOG2E / heat, STEEPEST) if heat > 0 else 0.0
+        self._top_k[row] = min(params.top_k, self._vocab) if params.top_k > 0 else self._vocab
         self._top_p[row] = params.top_p
-        self._min_p[row] = params.min_p
-        self._repetition[row] = params.repetition_penalty
-        self._presence[row] = params.presence_penalty
-        self._frequency[row] = params.frequency_penalty
+        self._least[row] = math.log2(params.min_p) if params.min_p > 0 else NEG_INF
         self._seeds[row] = np.uint64(params.seed or 0)
         self._min_positions[row] = admission.prompt_len + params.min_tokens
         self._top_logprobs[row] = -1 if params.logprobs is None else params.logprobs
         self._bias.set(row, list(params.logit_bias), list(params.logit_bias.values()))
         allowed = list(params.allowed_token_ids)
         self._allowed.set(row, allowed, [0.0] * len(allowed))
+        self._restricted[row] = bool(params.logit_bias) or bool(allowed)
         barred = ends if params.min_tokens > 0 else []
         self._barred.set(row, barred, [0.0] * len(barred))
-        self._penalised[row] = (
-            params.repetition_penalty != 1.0
-            or params.presence_penalty != 0.0
-            or params.frequency_penalty != 0.0
-        )
-        if self._penalised[row]:
-            self._count(row, admission.tokens, admission.prompt_len)
+        self._penalties.admit(admission)
 
     def __call__(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Sampled:
-        """Draw the token at `positions[i]` for `rows[i]` from `logits[i]` ([S, V] float32, overwritten)."""
-        where = rows.cpu().numpy()
-        finite = torch.isfinite(logits.sum(dim=-1))
+        """Draw the token at `positions[i]` for `rows[i]` from `logits[i]` ([S, V], left as they are)."""
+        where, places = rows.cpu().numpy(), positions.cpu().numpy()
+        draws = self._draws(where, places)
+        edited = self._restricted[where] | self._penalties.active[where]
+        edited |= places < self._min_positions[where]
+        plain = np.flatnonzero(~edited)
+        tokens = self._ops.draw(logits, plain, draws.of(plain) if edited.any() else draws)
+        if edited.any():
+            some = np.flatnonzero(edited)
+            drawn = self._draw_edited(logits, some, where[some], places[some], draws.of(some))
+            tokens = torch.empty_like(rows).index_copy_(0, self._index(plain), tokens)
+            tokens.index_copy_(0, self._index(some), drawn)
+        unsound = tokens < 0
         invalid: list[int] = []
-        if not bool(finite.all()):
-            invalid = torch.nonzero(~finite).flatten().tolist()
-            logits[invalid] = 0.0
-        asked = np.flatnonzero(self._top_logprobs[where] >= 0)
-        raw = torch.log_softmax(logits[asked], dim=-1) if asked.size else None
-        self._restrict(logits, rows, positions)
-        self._penalise(logits, rows, where)
-        tokens = self._draw(logits, where, positions.cpu().numpy())
-        if self._penalised[where].any():
-            self._record(rows, where, tokens)
-        logprobs: dict[int, Logprob] = {}
-        if raw is not None:
-            tops = [int(k) for k in self._top_logprobs[where[asked]]]
-            found = describe(raw, tokens[torch.from_numpy(asked)], tops)
-            logprobs = dict(zip(asked.tolist(), found, strict=True))
-        return Sampled(tokens, logprobs, invalid)
+        if bool(unsound.any()):
+            invalid = torch.nonzero(unsound).flatten().tolist()
+            tokens.clamp_(min=0)
+        self._penalties.record(where, tokens)
+        return Sampled(tokens, self._tell(logits, where, tokens, invalid), invalid)
+
+    def describe(self, logits: Tensor, tokens: Tensor, top: int) -> list[Logprob]:
+        """Log-probability and rank of `tokens[i]` under `logits[i]` ([N, V]), and the `top` likeliest."""
+        which = np.arange(len(tokens))
+        return describe(self._ops, logits, which, tokens, np.full(len(which), top, np.int64))
+
+    def _draws(self, where: NDArray[np.int64], positions: NDArray[np.int64]) -> Draws:
+        return Draws(
+            self._scale[where],
+            self._top_k[where],
+            self._top_p[where],
+            self._least[where],
+            uniform(self._seeds[where], positions),
+        )
+
+    def _draw_edited(
+        self,
+        logits: Tensor,
+        some: NDArray[np.int64],
+        which: NDArray[np.int64],
+        places: NDArray[np.int64],
+        draws: Draws,
+    ) -> Tensor:
+        """Draw for `which[i]` at `places[i]` from `logits[some[i]]`, changed as that row asks."""
+        part = self._copy(logits, some)
+        sound = part.amax(-1) < float("inf")  # asked now: what is changed may hide a NaN
+        self._restrict(part, self._index(which), self._index(places))
+        self._penalties.apply(part, which)
+        return torch.where(sound, self._ops.draw(part, np.arange(len(some)), draws), -1)
+
+    def _copy(self, logits: Tensor, some: NDArray[np.int64]) -> Tensor:
+        """The rows `some` in float32, where such copies always go: fresh pages cost more than the copying."""
+        if len(self._scratch) < len(some):
+            shape = (len(some), self._vocab)
+            self._scratch = torch.empty(shape, dtype=torch.float32, device=self._device)
+        part = self._scratch[: len(some)]
+        for into, row in zip(part, some.tolist(), strict=True):
+            into.copy_(logits[row])
+        return part
 
     def _restrict(self, logits: Tensor, rows: Tensor, positions: Tensor) -> None:
         """Logit bias, allowed tokens, and no end before `min_tokens`."""
@@ -124,114 +158,45 @@ class Sampler:
             early = (positions < least)[index]
             logits[index[early], ids[early]] = NEG_INF
 
-    def _penalise(self, logits: Tensor, rows: Tensor, where: NDArray[np.int64]) -> None:
-        """Repetition penalty over prompt and output; presence and frequency penalties over output."""
-        some = np.flatnonzero(self._penalised[where])
-        if not some.size or self._counts is None or self._seen is None:
-            return
-        index = torch.from_numpy(some).to(self._device)
-        which = rows[index]
-        part, counts = logits[index], self._counts[which]
-        repetition = self._column(self._repetition, where[some])
-        seen = self._seen[which] | (counts > 0)
-        part = torch.where(seen, torch.where(part > 0, part / repetition, part * repetition), part)
-        part -= self._column(self._frequency, where[some]) * counts
-        part -= self._column(self._presence, where[some]) * (counts > 0)
-        logits[index] = part
+    def _tell(
+        self, logits: Tensor, where: NDArray[np.int64], tokens: Tensor, invalid: list[int]
+    ) -> dict[int, Logprob]:
+        """The log-probabilities of the valid rows that asked."""
+        asked = np.setdiff1d(np.flatnonzero(self._top_logprobs[where] >= 0), invalid)
+        if not asked.size:
+            return {}
+        tops = self._top_logprobs[where[asked]]
+        found = describe(self._ops, logits, asked, tokens[self._index(asked)], tops)
+        return dict(zip(asked.tolist(), found, strict=True))
 
-    def _draw(
-        self, logits: Tensor, where: NDArray[np.int64], positions: NDArray[np.int64]
-    ) -> Tensor:
-        """Greedy rows take the likeliest token, the others invert their cumulative distribution."""
-        tokens = logits.argmax(dim=-1)
-        temperature = self._temperature[where]
-        ordered = (self._top_k[where] > 0) | (self._top_p[where] < 1.0)
-        for group, sort in ((ordered, True), (~ordered, False)):
-            some = np.flatnonzero((temperature > 0) & group)
-            if not some.size:
-                continue
-            index = torch.from_numpy(some).to(self._device)
-            scaled = logits[index] / self._column(self._temperature, where[some])
-            chance = torch.from_numpy(uniform(self._seeds[where[some]], positions[some]))
-            if sort:
-                scaled, ids = self._head(scaled, where[some])
-            probs = self._above_min_p(torch.softmax(scaled, dim=-1), where[some])
-            cumulative = probs.double().cumsum(dim=-1)
-            target = chance.to(self._device)[:, None] * cumulative[:, -1:]
-            pick = torch.searchsorted(cumulative, target, right=True)
-            pick.clamp_(max=probs.shape[-1] - 1)
-            tokens[index] = (ids.gather(1, pick) if sort else pick).squeeze(1)
-        return tokens
-
-    def _head(self, scaled: Tensor, which: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """Top-k, then top-p of what is left: (logits in falling order with the rest at -inf, their ids)."""
-        falling, ids = torch.sort(scaled, dim=-1, descending=True, stable=True)
-        top_k = self._top_k[which]
-        most = np.where(top_k > 0, top_k, self._vocab)
-        place = torch.arange(self._vocab, device=self._device)
-        falling = falling.masked_fill(place >= self._column(most, None), NEG_INF)
-        probs = torch.softmax(falling, dim=-1)
-        before = probs.cumsum(dim=-1) - probs
-        top_p = self._column(self._top_p, which)
-        # The likeliest token always stays, and top_p = 1 cuts nothing however the sum was rounded.
-        cut = (before >= top_p) & (place > 0) & (top_p < 1.0)
-        return falling.masked_fill(cut, NEG_INF), ids
-
-    def _above_min_p(self, probs: Tensor, which: NDArray[np.int64]) -> Tensor:
-        """Drop the tokens less likely than min_p times the likeliest."""
-        if not self._min_p[which].any():
-            return probs
-        least = self._column(self._min_p, which) * probs.amax(dim=-1, keepdim=True)
-        return probs.masked_fill(probs < least, 0.0)
-
-    def _count(self, row: int, tokens: list[int], prompt_len: int) -> None:
-        if self._counts is None or self._seen is None:
-            shape = (self._rows, self._vocab)
-            self._counts = torch.zeros(shape, dtype=torch.int32, device=self._device)
-            self._seen = torch.zeros(shape, dtype=torch.bool, device=self._device)
-        ids = torch.tensor(tokens, device=self._device)
-        self._seen[row] = False
-        self._seen[row, ids[:prompt_len]] = True
-        self._counts[row] = torch.bincount(ids[prompt_len:], minlength=self._vocab)
-
-    def _record(self, rows: Tensor, where: NDArray[np.int64], tokens: Tensor) -> None:
-        if self._counts is not None:
-            index = torch.from_numpy(np.flatnonzero(self._penalised[where])).to(self._device)
-            self._counts[rows[index], tokens[index]] += 1
-
-    def _column(
-        self,
-        values: NDArray[np.float32] | NDArray[np.int64],
-        which: NDArray[np.int64] | None,
-    ) -> Tensor:
-        chosen = values if which is None else values[which]
-        return torch.from_numpy(chosen).to(self._device)[:, None]
+    def _index(self, some: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(some).to(self._device)
 
 
-def describe(logprobs: Tensor, tokens: Tensor, tops: list[int]) -> list[Logprob]:
-    """Log-probability and rank of `tokens[i]` under `logprobs[i]` ([N, V]), and the `tops[i]` likeliest."""
-    own = logprobs.gather(1, tokens[:, None])
-    ranks = (logprobs > own).sum(dim=-1) + 1
-    ids = _likeliest(logprobs, max(*tops, 1))
-    values = logprobs.gather(1, ids)
+def draws_for(device: torch.device) -> DrawOps:
+    """The operations for a device; on the CPU with the calling thread's number of torch threads."""
+    return cpu_draws(torch.get_num_threads()) if device.type == "cpu" else TorchDraws()
+
+
+def describe(
+    ops: DrawOps,
+    logits: Tensor,
+    which: NDArray[np.int64],
+    tokens: Tensor,
+    tops: NDArray[np.int64],
+) -> list[Logprob]:
+    """Log-probability and rank of `tokens[i]` under `logits[which[i]]`, and the `tops[i]` likeliest."""
+    told = ops.tell(logits, which, tokens, tops)
     rows = zip(
         tokens.tolist(),
-        own[:, 0].tolist(),
-        ranks.tolist(),
-        ids.tolist(),
-        values.tolist(),
-        tops,
+        told.own.tolist(),
+        told.ranks.tolist(),
+        told.ids.tolist(),
+        told.likeliest.tolist(),
+        tops.tolist(),
         strict=True,
     )
     return [
         Logprob(token, lp, rank, list(zip(likeliest[:k], theirs[:k], strict=True)))
         for token, lp, rank, likeliest, theirs, k in rows
     ]
-
-
-def _likeliest(logprobs: Tensor, count: int) -> Tensor:
-    """Ids of the `count` likeliest tokens of each row, [N, count]; of equals the lower id comes first."""
-    vocab = logprobs.shape[-1]
-    falling = torch.arange(vocab - 1, -1, -1, device=logprobs.device)
-    magnitude = logprobs.view(torch.int32).bitwise_and(0x7FFFFFFF).to(torch.int64)
-    return (falling - magnitude * vocab).topk(min(count, vocab), dim=-1).indices
