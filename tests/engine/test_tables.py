@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from argosy.engine.execution.packing import ALIGNMENT, pack, unpack
-from argosy.engine.execution.tables import Inputs, SequenceTable
+from argosy.engine.execution.tables import Inputs, Packed, SequenceTable
 from argosy.engine.scheduling import Admission, Plan
 from argosy.protocol import SamplingParams
 
@@ -67,9 +67,9 @@ def filled(admitted: list[Admission]) -> tuple[SequenceTable, Model]:
     return table, model
 
 
-def check(table: SequenceTable, inputs: Inputs, plan: Plan, model: Model) -> None:
-    """The batch of `inputs` is what the model says, and ends with padding that harms nobody."""
-    batch = table.gather(inputs)
+def check(table: SequenceTable, packed: Packed, plan: Plan, model: Model) -> None:
+    """The batch is what the model says, and ends with padding that harms nobody."""
+    batch = table.gather(Inputs(packed.data, packed.shape))
     flat = [
         (chunk, row, position)
         for chunk, (row, start, count) in enumerate(
@@ -92,10 +92,12 @@ def check(table: SequenceTable, inputs: Inputs, plan: Plan, model: Model) -> Non
         held = -(-end // BLOCK)
         assert pages[:held].tolist() == model.blocks[row][:held]
     sampled = [chunk for chunk, samples in enumerate(plan.samples) if samples]
-    assert inputs.sample_rows[: len(sampled)].tolist() == [plan.rows[chunk] for chunk in sampled]
-    assert inputs.sample_positions[: len(sampled)].tolist() == [ends[chunk] for chunk in sampled]
+    assert packed.sample_rows.tolist() == [plan.rows[chunk] for chunk in sampled]
+    assert packed.sample_positions.tolist() == [ends[chunk] for chunk in sampled]
     last = [int(batch.cu_q[chunk + 1]) - 1 for chunk in sampled]
     assert set(last) <= set(batch.logit_index.tolist())
+    wanted = packed.logit_index.tolist()
+    assert batch.logit_index[: len(wanted)].tolist() == wanted
 
 
 @given(steps(), st.data())
@@ -107,9 +109,7 @@ def test_a_batch_holds_the_chunks_of_its_plan(
     some = data.draw(st.none() | st.lists(st.integers(0, plan.tokens - 1), min_size=1))
     wanted = None if some is None else np.array(sorted(set(some)))
     packed = table.pack(plan, wanted)
-    inputs = Inputs(packed.data, packed.shape)
-    check(table, inputs, plan, model)
-    assert inputs.logit_index.tolist() == packed.logit_index.tolist()
+    check(table, packed, plan, model)
     assert sorted({*packed.sampled.tolist(), *(some or [])}) == packed.logit_index.tolist()
 
 
@@ -144,5 +144,5 @@ def test_decodes_are_the_same_padded_and_see_sampled_tokens_and_new_blocks(
         assert packed.shape == empty.shape, "one recording serves all steps of a size"
     else:
         packed = table.pack(plan)
-    check(table, Inputs(packed.data, packed.shape), plan, model)
+    check(table, packed, plan, model)
     assert packed.sampled.tolist() == list(range(len(rows)))

@@ -152,7 +152,7 @@ class TorchExecutor:
         return _Flight(
             plan=plan,
             tokens=tokens,
-            told=({}, []) if sampled is None else (sampled.logprobs, sampled.invalid),
+            logprobs={} if sampled is None else sampled.logprobs,
             prompt_logprobs=prompt_logprobs,
             corrupt=corrupt,
             events=(ready, computed, self._device.event()),
@@ -185,7 +185,7 @@ class TorchExecutor:
         if count != len(packed.logit_index):
             picked = torch.from_numpy(np.searchsorted(packed.logit_index, packed.sampled))
             logits = logits[self._device.to_device(picked)]
-        rows, positions = inputs.sample_rows[:count], inputs.sample_positions[:count]
+        rows, positions = map(torch.from_numpy, (packed.sample_rows, packed.sample_positions))
         sampled = self._sampler(logits[:count], rows, positions)
         self._table.append(inputs, sampled.tokens)
         return sampled
@@ -242,9 +242,9 @@ class _Flight:
 
     plan: Plan
     tokens: Tensor | None
-    """[C] int64, in host memory: complete after the last event."""
-    told: tuple[dict[int, Logprob], list[int]]
-    """By index into `tokens`: log-probabilities, and those whose logits were not finite."""
+    """[C] int64, in host memory: complete after the last event; below 0 where logits were not finite."""
+    logprobs: dict[int, Logprob]
+    """By index into `tokens`."""
     prompt_logprobs: dict[int, list[Logprob]]
     corrupt: list[int]
     events: tuple[Event, Event, Event]
@@ -255,19 +255,24 @@ class _Flight:
         """See `Flight`."""
         ready, computed, done = self.events
         done.synchronize()
-        tokens = [] if self.tokens is None else self.tokens.tolist()
-        size = len(self.plan.samples)
-        chunks: Sequence[int] = range(size)
-        if len(tokens) < size:
-            chunks = [chunk for chunk in chunks if self.plan.samples[chunk]]
-            drawn = dict(zip(chunks, tokens, strict=True))
-            tokens = [drawn.get(chunk, -1) for chunk in range(size)]
-        logprobs, invalid = self.told
+        drawn = [] if self.tokens is None else self.tokens.tolist()
+        samples = self.plan.samples
+        chunks: Sequence[int] = range(len(samples))
+        tokens = drawn
+        if len(drawn) < len(samples):
+            chunks = [chunk for chunk in chunks if samples[chunk]]
+            found = dict(zip(chunks, drawn, strict=True))
+            tokens = [found.get(chunk, -1) for chunk in range(len(samples))]
+        failed = {}
+        if drawn and min(drawn) < 0:
+            failed = {
+                chunk: NOT_FINITE for chunk, token in zip(chunks, drawn, strict=True) if token < 0
+            }
         return StepResult(
             tokens,
-            {chunks[i]: logprob for i, logprob in logprobs.items()},
+            {chunks[i]: logprob for i, logprob in self.logprobs.items()},
             self.prompt_logprobs,
-            {chunks[i]: NOT_FINITE for i in invalid},
+            failed,
             self.corrupt,
             Durations(self.launch_s, computed.since(ready), done.since(computed)),
         )

@@ -44,6 +44,10 @@ class Packed:
     """[L]: flat tokens whose logits are wanted, in rising order."""
     sampled: NDArray[np.int64]
     """[C]: those of them that a token is sampled from."""
+    sample_rows: NDArray[np.int64]
+    """[C]: the rows that it is sampled for."""
+    sample_positions: NDArray[np.int64]
+    """[C]: the positions of these tokens."""
 
 
 class Inputs:
@@ -57,8 +61,6 @@ class Inputs:
                 self.slots,
                 self.rows,
                 self.logit_index,
-                self.sample_rows,
-                self.sample_positions,
                 self.sample_at,
                 self.new_token_at,
                 self.new_tokens,
@@ -142,15 +144,15 @@ class SequenceTable:
                 *self._places(row_of, positions),
                 rows,
                 logit_index,
-                rows[samples],
-                seq_lens[samples],
                 (rows * self._stride + seq_lens)[samples],
                 *self._news(),
             ),
             (np.concatenate(((0,), ends)), seq_lens),
         )
         shape = Shape(layout, self._pages_of(seq_lens))
-        return Packed(torch.from_numpy(data), shape, logit_index, sampled)
+        return Packed(
+            torch.from_numpy(data), shape, logit_index, sampled, rows[samples], seq_lens[samples]
+        )
 
     def pack_padded(self, plan: Plan, size: int) -> Packed:
         """The same for a `uniform` plan, filled up with the padding row to `size` sequences.
@@ -181,10 +183,11 @@ class SequenceTable:
         order = self._counting[: len(rows)]
         news = self._news(pages)
         data, layout = pack(
-            (at, positions, slots, rows, order, rows, seq_lens, at + 1, *news),
+            (at, positions, slots, rows, order, at + 1, *news),
             (self._counting[: len(rows) + 1], seq_lens),
         )
-        return Packed(torch.from_numpy(data), Shape(layout, width), order[:used], order[:used])
+        shape, order = Shape(layout, width), order[:used]
+        return Packed(torch.from_numpy(data), shape, order, order, rows[:used], seq_lens[:used])
 
     def _places(
         self, row_of: NDArray[np.int64], positions: NDArray[np.int64]
@@ -234,8 +237,11 @@ class SequenceTable:
         )
 
     def append(self, inputs: Inputs, tokens: Tensor) -> None:
-        """Record sampled tokens: `tokens[i]` is that of `inputs.sample_rows[i]`; padding gets none."""
-        self._flat_tokens.index_copy_(0, inputs.sample_at[: len(tokens)], tokens)
+        """Record sampled tokens, in the order in which they were packed; padding gets none.
+
+        One below 0, of a row that failed while its next token may be under way, becomes token 0.
+        """
+        self._flat_tokens.index_copy_(0, inputs.sample_at[: len(tokens)], tokens.clamp(min=0))
 
 
 class RaggedTable:
