@@ -30,7 +30,11 @@ class Deltas:
         seq, chunk, token, finish = item
         if plan.starts[chunk] < seq.prompt_len:
             self.prompt_tokens += plan.counts[chunk]
-        told = self._prompt_news(plan, result, seq, chunk) if self._prompt_told else []
+        rare = finish is not None or token < 0 or result.logprobs or self._prompt_told
+        if not rare and seq.id not in self._fresh:  # a token and nothing else, as most are
+            self.generated_tokens += 1
+            return Delta(id=seq.id, tokens=[token])
+        told = self._prompt_news(plan, result, seq, chunk)
         if token < 0 and finish is None and not told:
             return None
         logprob = result.logprobs.get(chunk)
