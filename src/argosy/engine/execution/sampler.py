@@ -142,9 +142,9 @@ class Sampler:
             shape = (len(some), self._vocab)
             self._scratch = torch.empty(shape, dtype=torch.float32, device=self._device)
         part = self._scratch[: len(some)]
-        for into, row in zip(part, some.tolist(), strict=True):
-            into.copy_(logits[row])
-        return part
+        if logits.dtype == part.dtype:
+            return torch.index_select(logits, 0, self._index(some), out=part)
+        return part.copy_(logits[self._index(some)])
 
     def _restrict(self, logits: Tensor, rows: Tensor, positions: Tensor) -> None:
         """Logit bias, allowed tokens, and no end before `min_tokens`."""
