@@ -4,8 +4,8 @@
 
 The model is the bundled one, on one thread. plan: the scheduler; launch: the batch; sample: from logits
 to tokens, kernels included; commit: the scheduler takes results in and deltas are made; rest: what no phase
-counts, such as statistics and freeing the logits. overhead is launch + commit + rest; compute is what the model takes meanwhile.
-Lower quartiles over the steps: other processes only ever add.
+counts, such as statistics and freeing the logits. overhead is launch + commit + rest; compute is what the
+model takes meanwhile. Lower quartiles over the steps: other processes only ever add.
 """
 
 from __future__ import annotations
