@@ -76,6 +76,13 @@ def alone(dtype: str = "bfloat16", path: str = DEFAULT) -> dict[str, Answer]:
     return found
 
 
+@pytest.fixture(params=[0, 1], ids=lambda depth: f"inflight{depth}", name="depth")
+def a_depth(request: pytest.FixtureRequest) -> int:
+    """How many steps are under way while the next one is planned."""
+    depth: int = request.param
+    return depth
+
+
 def same(answers: dict[str, Answer], dtype: str = "bfloat16", path: str = DEFAULT) -> None:
     for name, answer in answers.items():
         expected = alone(dtype, path)[name]
@@ -86,14 +93,15 @@ def same(answers: dict[str, Answer], dtype: str = "bfloat16", path: str = DEFAUL
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8", "int4"])
-def test_batched(dtype: str) -> None:
-    same(run(plain_core(dtype), requests()), dtype)
+def test_batched(dtype: str, depth: int) -> None:
+    core = core_of(BUNDLED, inflight=depth, prefix_cache=False, **weights_of(dtype))
+    same(run(core, requests()), dtype)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8", "int4"])
 @pytest.mark.parametrize("budget", [8, 17, 64])
-def test_chunked(budget: int, dtype: str) -> None:
-    core = core_of(BUNDLED, max_step_tokens=budget, max_seqs=5, **weights_of(dtype))
+def test_chunked(budget: int, dtype: str, depth: int) -> None:
+    core = core_of(BUNDLED, inflight=depth, max_step_tokens=budget, max_seqs=5, **weights_of(dtype))
     same(run(core, requests()), dtype)
 
 
@@ -105,8 +113,8 @@ def test_batched_and_chunked_on_every_path(path: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int4"])
-def test_prefix_hits(dtype: str) -> None:
-    core = core_of(BUNDLED, **weights_of(dtype))
+def test_prefix_hits(dtype: str, depth: int) -> None:
+    core = core_of(BUNDLED, inflight=depth, **weights_of(dtype))
     run(core, requests())
     again = run(core, requests())
     assert sum(answer.cached_tokens or 0 for answer in again.values()) > 100
@@ -114,22 +122,26 @@ def test_prefix_hits(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-def test_preemption_in_a_tiny_pool(dtype: str) -> None:
-    core = core_of(BUNDLED, num_blocks=11, max_seqs=8, **weights_of(dtype))
+def test_preemption_in_a_tiny_pool(dtype: str, depth: int) -> None:
+    core = core_of(BUNDLED, inflight=depth, num_blocks=11, max_seqs=8, **weights_of(dtype))
     core.scheduler.estimate.share = 0.0
     same(run(core, requests()), dtype)
     assert core.scheduler.preemptions > 0
 
 
-def test_host_tier() -> None:
-    core = core_of(BUNDLED, dtype="bfloat16", num_blocks=11, max_seqs=3, host_kv_bytes=1 << 24)
+def test_host_tier(depth: int) -> None:
+    core = core_of(
+        BUNDLED, inflight=depth, dtype="bfloat16", num_blocks=11, max_seqs=3, host_kv_bytes=1 << 24
+    )
     same(run(core, requests()))
     same(run(core, requests()))
     assert core.scheduler.memory.host_hit_tokens > 0
 
 
-def test_rotten_host_blocks_are_recomputed_and_counted() -> None:
-    core = core_of(BUNDLED, dtype="bfloat16", num_blocks=11, max_seqs=3, host_kv_bytes=1 << 24)
+def test_rotten_host_blocks_are_recomputed_and_counted(depth: int) -> None:
+    core = core_of(
+        BUNDLED, inflight=depth, dtype="bfloat16", num_blocks=11, max_seqs=3, host_kv_bytes=1 << 24
+    )
     run(core, requests())
     for block in core.executor.host.blocks.values():  # type: ignore[attr-defined]
         block.numpy()[7] ^= 1
@@ -138,13 +150,13 @@ def test_rotten_host_blocks_are_recomputed_and_counted() -> None:
 
 
 @pytest.mark.parametrize("number", range(len(VARIETY)), ids=lambda number: f"params{number}")
-def test_resume_at_every_token(number: int) -> None:
+def test_resume_at_every_token(number: int, depth: int) -> None:
     request, whole = requests()[number], alone()[str(number)]
     resumed = [
         msgspec.structs.replace(request, id=str(index), output=whole.tokens[:index])
         for index in range(1, len(whole.tokens))
     ]
-    core = core_of(BUNDLED, dtype="bfloat16")
+    core = core_of(BUNDLED, inflight=depth, dtype="bfloat16")
     for name, answer in run(core, resumed).items():
         index = int(name)
         assert answer.tokens == whole.tokens[index:]
@@ -152,7 +164,7 @@ def test_resume_at_every_token(number: int) -> None:
         assert answer.finish == whole.finish
 
 
-def test_siblings_fork() -> None:
+def test_siblings_fork(depth: int) -> None:
     """`n` choices: the siblings take over the lead's prompt, and each is what it would be alone."""
     request = requests()[1]
     several = [
@@ -164,7 +176,7 @@ def test_siblings_fork() -> None:
         )
         for index in range(4)
     ]
-    answers = run(core_of(BUNDLED, dtype="bfloat16"), several)
+    answers = run(core_of(BUNDLED, inflight=depth, dtype="bfloat16"), several)
     assert all((answers[str(i)].cached_tokens or 0) >= len(request.prompt) - 1 for i in (1, 2, 3))
     for one in several:
         single = run(plain_core(), [msgspec.structs.replace(one, lead=None)])
@@ -172,5 +184,10 @@ def test_siblings_fork() -> None:
 
 
 @pytest.mark.parametrize("batching", ["static", "dynamic"])
-def test_batching_modes(batching: str) -> None:
-    same(run(core_of(BUNDLED, dtype="bfloat16", batching=batching, max_seqs=4), requests()))
+def test_batching_modes(batching: str, depth: int) -> None:
+    same(
+        run(
+            core_of(BUNDLED, inflight=depth, dtype="bfloat16", batching=batching, max_seqs=4),
+            requests(),
+        )
+    )

@@ -30,6 +30,10 @@ DType = Annotated[
     Literal["auto", "bfloat16", "float32", "float16"],
     Option(help="How weights and KV are held.", rich_help_panel=MODEL),
 ]
+Device = Annotated[
+    Literal["auto", "cpu", "cuda"],
+    Option(help="What computes; auto takes a GPU where there is one.", rich_help_panel=MODEL),
+]
 Quantize = Annotated[
     Literal["int8", "int4", "fp8"] | None,
     Option(
@@ -50,6 +54,13 @@ KvMemory = Annotated[
         parser=parse_size,
         metavar="SIZE",
         help="For the KV cache, like 8GiB; by default a part of what is free.",
+        rich_help_panel=MEMORY,
+    ),
+]
+KvDType = Annotated[
+    Literal["auto", "fp8"],
+    Option(
+        help="How the KV cache is held: like the model, or in 8 bits (GPU only).",
         rich_help_panel=MEMORY,
     ),
 ]

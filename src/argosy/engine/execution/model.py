@@ -71,8 +71,10 @@ class Decoder(nn.Module):
         ]
         self._stack: list[Layer] = [layer for layer in self.layers if isinstance(layer, Layer)]
 
-    def attention_for(self, num_blocks: int, block_size: int) -> Attention:
-        """Allocate a KV cache for this model, and the attention over it."""
+    def attention_for(
+        self, num_blocks: int, block_size: int, dtype: torch.dtype | None = None
+    ) -> Attention:
+        """Allocate a KV cache for this model, in its own dtype or another, and the attention over it."""
         return self._device.attention(
             layers=self.spec.layers,
             heads=self.spec.heads,
@@ -80,7 +82,7 @@ class Decoder(nn.Module):
             head_dim=self.spec.head_dim,
             num_blocks=num_blocks,
             block_size=block_size,
-            dtype=self._dtype,
+            dtype=dtype or self._dtype,
         )
 
     @torch.inference_mode()

@@ -91,6 +91,8 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     host_hit_tokens_total: int = 0
     preemptions_total: int = 0
     corrupt_blocks_total: int = 0
+    phase_s_total: dict[str, float] = {}
+    """Seconds by phase of the step: plan, launch, compute, sample, commit."""
 
 
 class Loading(msgspec.Struct, frozen=True, array_like=True, tag="loading"):
