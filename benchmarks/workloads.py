@@ -124,10 +124,12 @@ def rows(work: Sequence[Request], stamps: Stamps) -> list[Row]:
 
 
 def served_figures(summary: Summary) -> dict[str, float]:
-    """What W4 is judged by. Raises ValueError when a request failed or was cut short."""
-    wrong = summary.failed + summary.cancelled + summary.output_mismatches
-    if wrong or not summary.completed:
-        raise ValueError(f"W4: {wrong} of {wrong + summary.completed} answers were not as planned")
+    """What W4 is judged by. Raises ValueError when a request failed or had other lengths."""
+    asked = summary.completed + summary.failed + summary.cancelled
+    unlike = max(summary.input_mismatches, summary.output_mismatches)
+    wrong = summary.failed + summary.cancelled + unlike
+    if wrong or not asked:
+        raise ValueError(f"W4: {wrong} of {asked} requests did not go as planned")
     found = {"ttft": summary.latency["ttft"], "itl": summary.latency["itl"]}
     return {
         f"{metric}_{percentile}_ms": float(getattr(stats, percentile))

@@ -63,7 +63,7 @@ def server(settings: Settings, port: int) -> list[str]:
     """`argosy replica`."""
     quantized = [] if settings.weights == "bf16" else ["--quantize", settings.weights]
     return [
-        *(sys.executable, "-m", "argosy", "replica", settings.model),
+        *(sys.executable, "-m", "argosy.cli", "replica", settings.model),
         *("--port", str(port), "--dtype", "bfloat16", "--threads", str(settings.threads)),
         *("--kv-memory", f"{KV_GIB}GiB", "--max-seqs", str(MAX_SEQS)),
         *("--batching", settings.batching, *quantized),

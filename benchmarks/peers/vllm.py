@@ -1,4 +1,4 @@
-"""vLLM's CPU build: `LLM` offline, and `vllm serve`."""
+"""vLLM's CPU build: `LLM` offline, and its OpenAI server."""
 
 from __future__ import annotations
 
@@ -79,10 +79,10 @@ class Vllm:
 
 
 def server(settings: Settings, port: int) -> list[str]:
-    """`vllm serve`."""
+    """What `vllm serve` starts; the command itself looks for a package that its CPU build is not called."""
     prepare(settings)
     return [
-        *(str(Path(sys.prefix) / "bin" / "vllm"), "serve", settings.model),
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", settings.model),
         *("--port", str(port), "--dtype", "bfloat16"),
         *("--max-model-len", str(CONTEXT), "--max-num-seqs", str(MAX_SEQS)),
         *("--uvicorn-log-level", "warning"),
