@@ -9,6 +9,8 @@ cache off and on.
 W4: Poisson arrivals of W1's kind for 60 s over HTTP, from `argosy bench`: TTFT and ITL.
 
 Prints JSON lines, then a table. Every engine has a process of its own and is stopped while another computes.
+Engines with int8 and int4 weights (for W1 and W2) and transformers' continuous batching run when named:
+--engines argosy-int8,openvino-int8,llama.cpp-int8,transformers-cb.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from pathlib import Path
 from argosy.bench import BenchError, Row, run, summarize
 from benchmarks import workloads
 from benchmarks.checkpoints import SHAPES, make
-from benchmarks.peers.catalog import ENGINES, ROOT
+from benchmarks.peers.catalog import DEFAULT, ENGINES, ROOT
 from benchmarks.peers.worker import Settings
 from benchmarks.processes import Launch, PeerError, Session, served
 from benchmarks.report import Limits, Values, machine_rows, markdown, rows
@@ -51,10 +53,10 @@ class Bench:
     def round(self, number: int) -> None:
         """Each chosen workload once on each chosen engine."""
         asked = self.options.workloads
-        self._offline(number, [name for name in ("W1", "W2") if name in asked], prefix_cache=True)
+        alike = {"W1": "W1", "W2": "W2", "W3": "W3 on"}
+        self._offline(number, [alike[name] for name in alike if name in asked], prefix_cache=True)
         if "W3" in asked:
             self._offline(number, ["W3 off"], prefix_cache=False)
-            self._offline(number, ["W3 on"], prefix_cache=True)
         if "W4" in asked:
             for engine in self._with(["W4"]):
                 with self._blaming(engine):
@@ -176,7 +178,7 @@ def _options() -> argparse.Namespace:
     names, temporary = ("W1", "W2", "W3", "W4"), Path(tempfile.gettempdir()) / "argosy-bench"
     parser.add_argument("--shape", choices=tuple(SHAPES), default="qwen2-0.5b")
     parser.add_argument("--workloads", type=_choice(names), default=list(names))
-    parser.add_argument("--engines", type=_choice(tuple(ENGINES)), default=list(ENGINES))
+    parser.add_argument("--engines", type=_choice(tuple(ENGINES)), default=list(DEFAULT))
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--rate", type=float, default=workloads.RATE, help="of W4, requests/s")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))

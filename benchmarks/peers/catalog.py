@@ -9,7 +9,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 BATCHED = frozenset({"W1", "W2", "W3 off", "W3 on"})
 SERVED = BATCHED | {"W4"}
-QUANTIZED = frozenset({"W1", "W2"})
+FEW = frozenset({"W1", "W2"})
+DEFAULT = ("argosy", "vllm", "openvino", "llama.cpp", "transformers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +42,12 @@ ENGINES = {
     "vllm": Peer("vllm", SERVED, "vllm"),
     "openvino": Peer("openvino", SERVED, "openvino", paced=True),
     "llama.cpp": Peer("llama_cpp", SERVED, "llama-cpp"),
-    "transformers": Peer("transformers", BATCHED - {"W3 on"}, batching="static"),
+    "transformers": Peer("transformers", FEW, batching="static"),
     "transformers-cb": Peer("transformers", BATCHED),
-    "argosy-int8": Peer("argosy", QUANTIZED, weights="int8"),
-    "openvino-int8": Peer("openvino", QUANTIZED, "openvino", "int8"),
-    "llama.cpp-int8": Peer("llama_cpp", QUANTIZED, "llama-cpp", "int8"),
-    "argosy-int4": Peer("argosy", QUANTIZED, weights="int4"),
-    "openvino-int4": Peer("openvino", QUANTIZED, "openvino", "int4"),
-    "llama.cpp-int4": Peer("llama_cpp", QUANTIZED, "llama-cpp", "int4"),
+    "argosy-int8": Peer("argosy", FEW, weights="int8"),
+    "openvino-int8": Peer("openvino", FEW, "openvino", "int8"),
+    "llama.cpp-int8": Peer("llama_cpp", FEW, "llama-cpp", "int8"),
+    "argosy-int4": Peer("argosy", FEW, weights="int4"),
+    "openvino-int4": Peer("openvino", FEW, "openvino", "int4"),
+    "llama.cpp-int4": Peer("llama_cpp", FEW, "llama-cpp", "int4"),
 }
