@@ -66,7 +66,7 @@ $(PEERS)/%/.ready: benchmarks/peers/%.txt
 
 # The wheel has no server: its sources do.
 define llama-server
-cd $(PEERS)/llama-cpp && mkdir -p src && PIP_CONSTRAINT= bin/python -m pip download --quiet --no-deps --no-binary :all: $(LLAMA_CPP)
+cd $(PEERS)/llama-cpp && mkdir -p src && PIP_CONSTRAINT= bin/python -m pip download --quiet --no-deps --no-binary llama-cpp-python $(LLAMA_CPP)
 cd $(PEERS)/llama-cpp && tar xzf llama_cpp_python-*.tar.gz -C src --strip-components=1
 cd $(PEERS)/llama-cpp && cmake -S src/vendor/llama.cpp -B build -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON \
 	-DLLAMA_OPENSSL=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF \
