@@ -118,8 +118,10 @@ class Session(_Group):
     def _answer(self) -> Any:  # noqa: ANN401 - whatever the line holds
         watch = threading.Timer(self.launch.patience_s, self.signal, (signal.SIGKILL,))
         watch.start()
-        line = _pipe(self.process.stdout).readline()
-        watch.cancel()
+        try:
+            line = _pipe(self.process.stdout).readline()
+        finally:
+            watch.cancel()
         if not line:
             raise self.failure()
         return json.loads(line)
