@@ -53,6 +53,7 @@ def main() -> None:
         "versions": {package: version(package) for package in PACKAGES},
         "rows": [json.loads(line) for line in printed.splitlines() if line.startswith("{")],
     }
+    print("".join(line for line in printed.splitlines(keepends=True) if not line.startswith("{")))
     path = HERE / "results" / f"{result['date']}-{name}.json"
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
