@@ -69,7 +69,9 @@ def paged(
     q = torch.randn(tokens, HEADS, HEAD_DIM, dtype=dtype)
     k, v = (torch.randn(tokens, KV_HEADS, HEAD_DIM, dtype=dtype) for _ in range(2))
     specs = [AttentionSpec(layer, HEAD_DIM**-0.5) for layer in range(layers)]
-    return milliseconds(lambda: [attention(q, k, v, batch, s) for s in specs], seconds) / layers
+    return (
+        milliseconds(lambda: [attention(q, k, v, batch, s, None) for s in specs], seconds) / layers
+    )
 
 
 def sdpa(sequences: int, count: int, length: int, dtype: torch.dtype, seconds: float) -> float:

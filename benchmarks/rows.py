@@ -1,4 +1,4 @@
-"""Times norm, gate and rotation, native beside torch, call by call in turns; JSON lines."""
+"""Times norm and gate, native beside torch, call by call in turns; JSON lines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 ROWS = (1, 4, 16, 64, 256, 1024)
-HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM = 896, 4864, 14, 2, 64
+HIDDEN, INTERMEDIATE = 896, 4864
 
 
 def operations(ops: RowOps, rows: int) -> dict[str, Callable[[], object]]:
@@ -25,16 +25,12 @@ def operations(ops: RowOps, rows: int) -> dict[str, Callable[[], object]]:
     dtype = torch.bfloat16
     x, mixed = torch.randn(2, rows, HIDDEN).to(dtype)
     wide = torch.randn(rows, 2 * INTERMEDIATE).to(dtype)
-    heads = torch.randn(rows, HEADS + 2 * KV_HEADS, HEAD_DIM).to(dtype)
-    turned = heads[:, : HEADS + KV_HEADS]
-    turns = (torch.ones(rows, 1, HEAD_DIM), torch.zeros(rows, 1, HEAD_DIM))
     norm = ops.norm("narrow", torch.ones(HIDDEN, dtype=dtype), 1e-6)
     gate = ops.gate("silu")
     return {
         "norm": lambda: norm(x),
         "add and norm": lambda: norm.after_adding(x, mixed.zero_()),
         "silu gate": lambda: gate(wide),
-        "rotation": lambda: ops.rotate(turned, turns),
     }
 
 

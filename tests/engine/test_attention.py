@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from argosy.engine.execution.attention_cpu import cpu_attention
 from argosy.engine.execution.batch import AttentionSpec, Batch
 from argosy.engine.execution.native import Kernels, NativeUnavailable, load_kernels
+from argosy.engine.execution.rope import rope_rows, rope_table, rotated
+from argosy.engine.execution.spec import RopeSpec
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from argosy.engine.execution.batch import Attention
+    from argosy.engine.execution.rope import RopeRows
 
 type_of = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PathName = Literal["native", "torch"]
@@ -54,6 +57,7 @@ class World:
     dtype: str = "float32"
     window: int | None = None
     softcap: float | None = None
+    rotary_dim: int = 0
     layers: int = 2
     qkv: list[tuple[Tensor, Tensor, Tensor]] = field(init=False)
 
@@ -78,6 +82,12 @@ class World:
     def spec(self) -> AttentionSpec:
         scale = 2.0 / math.sqrt(self.head_dim)
         return AttentionSpec(self.layers - 1, scale, self.window, self.softcap)
+
+    def rope(self, positions: Tensor) -> RopeRows | None:
+        if not self.rotary_dim:
+            return None
+        spec = RopeSpec("default", 100.0, self.rotary_dim, max(self.lengths))
+        return rope_rows(rope_table(spec, max(self.lengths)), positions)
 
     def attention(self, path: PathName, threads: int = 2) -> Attention:
         attention = cpu_attention(
@@ -121,7 +131,8 @@ class World:
         for chunks in steps:
             parts = [[x[s : s + n] for x in self.qkv[i]] for i, s, n in chunks]
             q, k, v = (torch.cat(column) for column in zip(*parts, strict=True))
-            out = attention(q, k, v, self.batch(chunks), self.spec)
+            batch = self.batch(chunks)
+            out = attention(q, k, v, batch, self.spec, self.rope(batch.positions))
             assert out.dtype == q.dtype
             assert out.is_contiguous()
             pieces = out.split([n for _, _, n in chunks])
@@ -134,7 +145,11 @@ class World:
 
     def reference(self, sequence: int) -> Tensor:
         """Dense float64 attention of one sequence."""
-        q, k, v = (x.double() for x in self.qkv[sequence])
+        q, k, v = self.qkv[sequence]
+        rope = self.rope(torch.arange(len(q)))
+        if rope is not None:
+            q, k = rotated(q, rope), rotated(k, rope)
+        q, k, v = (x.double() for x in (q, k, v))
         k, v = (x.repeat_interleave(self.heads // self.kv_heads, 1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) * self.spec.scale
         if self.softcap:
@@ -172,6 +187,9 @@ SHAPES = [
     pytest.param({"lengths": [200, 10], "window": 64, "softcap": 3.0}, id="window-softcap"),
     pytest.param({"lengths": [70, 10], "window": 1}, id="window-of-one"),
     pytest.param({"lengths": [90, 10], "softcap": 30.0}, id="softcap"),
+    pytest.param({"lengths": [90, 10], "rotary_dim": 32}, id="rotated"),
+    pytest.param({"lengths": [70], "head_dim": 80, "rotary_dim": 20}, id="rotated-in-part"),
+    pytest.param({"lengths": [70], "head_dim": 6, "rotary_dim": 6}, id="rotated-6"),
 ]
 
 
@@ -191,7 +209,9 @@ def test_matches_dense_attention(
 def test_same_bits_however_cut(
     path: PathName, window: int | None, block_size: int, dtype: str
 ) -> None:
-    world = World([150, 33, 7], window=window, block_size=block_size, dtype=dtype, softcap=20.0)
+    world = World(
+        [150, 33, 7], window=window, block_size=block_size, dtype=dtype, softcap=20.0, rotary_dim=32
+    )
     whole = world.run(path, world.whole())
     alone = [[(i, 0, n)] for i, n in enumerate(world.lengths)]
     singly = [max(0, n - 25) for n in world.lengths]  # from here on, token by token
@@ -244,6 +264,7 @@ def test_random_worlds_in_random_steps(data: st.DataObject) -> None:
         dtype=data.draw(st.sampled_from(["float32", "bfloat16"])),
         window=data.draw(st.none() | st.integers(1, 150)),
         softcap=data.draw(st.none() | st.floats(1.0, 50.0)),
+        rotary_dim=data.draw(st.sampled_from([0, 2, 8])),
     )
     done = [0] * len(world.lengths)
     steps: list[list[Chunk]] = []
@@ -285,8 +306,26 @@ def test_queries_from_a_fused_projection(path: PathName) -> None:
     ]
     assert not views[0].is_contiguous()
     batch = world.batch([(0, 0, 50)])
-    out = world.attention(path)(views[0], views[1], views[2], batch, world.spec)
+    out = world.attention(path)(views[0], views[1], views[2], batch, world.spec, None)
     assert_same_bits([out], world.run(path, world.whole()))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rotation_rounds_once_to_the_dtype(path: PathName, dtype: str) -> None:
+    """As if queries and keys had been rotated and rounded before they came."""
+    turning = World([70, 20], head_dim=64, dtype=dtype, rotary_dim=48)
+    before = World([70, 20], head_dim=64, dtype=dtype)
+    for i, (q, k, v) in enumerate(turning.qkv):
+        rope = turning.rope(torch.arange(len(q)))
+        assert rope is not None
+        before.qkv[i] = (rotated(q, rope), rotated(k, rope), v)
+    kept = [x.clone() for row in turning.qkv for x in row]
+    ours, theirs = (world.run(path, world.whole()) for world in (turning, before))
+    if path == "torch" or dtype == "bfloat16":
+        assert_same_bits(ours, theirs)
+    else:  # a fused multiply-add may round once less than torch's operations
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    assert_same_bits([x for row in turning.qkv for x in row], kept)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -295,7 +334,7 @@ def test_blocks_can_be_copied_and_taken_elsewhere(path: PathName, dtype: str) ->
     expected = world.run(path, world.whole())[0]
     attention = world.attention(path)
     q, k, v = world.qkv[0]
-    attention(q[:39], k[:39], v[:39], world.batch([(0, 0, 39)]), world.spec)
+    attention(q[:39], k[:39], v[:39], world.batch([(0, 0, 39)]), world.spec, None)
     mine, others = world.pages[0].tolist(), world.pages[1].tolist()
 
     attention.copy_blocks(list(zip(mine, others, strict=True)))
@@ -307,7 +346,7 @@ def test_blocks_can_be_copied_and_taken_elsewhere(path: PathName, dtype: str) ->
         attention.write_block(block, zeros)
 
     for where in (attention, elsewhere):
-        out = where(q[39:], k[39:], v[39:], world.batch([(1, 39, 1)]), world.spec)
+        out = where(q[39:], k[39:], v[39:], world.batch([(1, 39, 1)]), world.spec, None)
         assert_same_bits([out], [expected[39:]])
 
 

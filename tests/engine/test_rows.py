@@ -1,4 +1,4 @@
-"""Norms, gates and rotation: native beside torch, and each row's bits its own."""
+"""Norms and gates: native beside torch, and each row's bits its own."""
 
 from __future__ import annotations
 
@@ -30,12 +30,6 @@ def native(threads: int = 2) -> NativeRows:
 def drawn(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     generator = torch.Generator().manual_seed(sum(shape))
     return (torch.randn(*shape, generator=generator) * 3).to(dtype)
-
-
-def turns(tokens: int, rotary_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    angles = drawn(tokens, 1, rotary_dim // 2, dtype=torch.float32)
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
@@ -77,31 +71,10 @@ def test_gates_agree_with_torch(activation: Activation, size: int, dtype: torch.
     assert native().gate(activation)(x)[3, 0].isnan()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (128, 128), (80, 20), (6, 6)])
-def test_rotations_agree_with_torch(head_dim: int, rotary_dim: int, dtype: torch.dtype) -> None:
-    rows = turns(11, rotary_dim)
-    wide = drawn(11, 5, head_dim, dtype=dtype)
-    ours, theirs = wide.clone(), wide.clone()
-    native().rotate(ours[:, :3], rows)
-    TorchRows().rotate(theirs[:, :3], rows)
-    close(ours, theirs)
-    assert torch.equal(ours[:, 3:], wide[:, 3:])
-    assert torch.equal(ours[..., rotary_dim:], wide[..., rotary_dim:])
-
-
 def every_op(ops: RowOps, size: int, dtype: torch.dtype) -> list[Callable[..., torch.Tensor]]:
     """Functions of (x [T, 2 * size], first row) for each operation."""
-    cos, sin = turns(1000, size // 2 * 2)
     norms = [ops.norm(kind, drawn(size, dtype=dtype), 1e-6) for kind in get_args(NormKind)]
-
-    def rotate(x: torch.Tensor, first: int) -> torch.Tensor:
-        turned = x.clone().view(len(x), 2, size)
-        ops.rotate(turned, (cos[first : first + len(x)], sin[first : first + len(x)]))
-        return turned
-
     return [
-        rotate,
         *(lambda x, _, norm=norm: norm(x[:, :size].contiguous()) for norm in norms),
         *(lambda x, _, act=act: ops.gate(act)(x) for act in get_args(Activation)),
     ]

@@ -14,6 +14,7 @@ from argosy.engine.execution.native import (
     NativeUnavailable,
     load_kernels,
 )
+from argosy.engine.execution.rope import rotated
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from argosy.engine.execution.batch import Attention, AttentionSpec, Batch
+    from argosy.engine.execution.rope import RopeRows
 
 AttentionPath = Literal["auto", "native", "torch"]
 
@@ -150,7 +152,13 @@ class NativeAttention(BlockStore):
         return "native"
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, spec: AttentionSpec
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        batch: Batch,
+        spec: AttentionSpec,
+        rope: RopeRows | None,
     ) -> Tensor:
         """See `Attention`."""
         dtype = self.keys.dtype
@@ -163,6 +171,8 @@ class NativeAttention(BlockStore):
             q=queries.data_ptr(),
             k=keys.data_ptr(),
             v=values.data_ptr(),
+            cos=None if rope is None else rope[0].data_ptr(),
+            sin=None if rope is None else rope[1].data_ptr(),
             out=out.data_ptr(),
             keys=self.keys[spec.layer].data_ptr(),
             values=self.values[spec.layer].data_ptr(),
@@ -181,6 +191,7 @@ class NativeAttention(BlockStore):
             kv_heads=k.shape[1],
             head_dim=q.shape[2],
             block_size=self._block_size,
+            turning=0 if rope is None else rope[0].shape[-1],
             window=spec.window or 0,
             threads=self._threads,
             scale=spec.scale,
@@ -235,9 +246,17 @@ class TorchAttention(BlockStore):
         return "torch"
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, spec: AttentionSpec
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        batch: Batch,
+        spec: AttentionSpec,
+        rope: RopeRows | None,
     ) -> Tensor:
         """See `Attention`."""
+        if rope is not None:
+            q, k = rotated(q, rope), rotated(k, rope)
         keys, values = self.keys[spec.layer], self.values[spec.layer]
         keys.flatten(0, 1).index_copy_(0, batch.slots, k.to(keys.dtype))
         values.flatten(0, 1).index_copy_(0, batch.slots, v.to(values.dtype))

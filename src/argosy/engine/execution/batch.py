@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from argosy.engine.execution.rope import RopeRows
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -52,11 +54,19 @@ class Attention(Protocol):
         ...
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, spec: AttentionSpec
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        batch: Batch,
+        spec: AttentionSpec,
+        rope: RopeRows | None,
     ) -> Tensor:
-        """Write k, v into the cache at `batch.slots`, then attend causally over each sequence's cache.
+        """Rotate q and k, write k and v into the cache at `batch.slots`, then attend causally.
 
-        q: [T, heads, head_dim]; k, v: [T, kv_heads, head_dim]; returns [T, heads, head_dim], contiguous, in q's dtype.
+        q: [T, heads, head_dim]; k, v: [T, kv_heads, head_dim], none of them changed; returns
+        [T, heads, head_dim], contiguous, in q's dtype. A token sees its own sequence's cache.
+        rope: how each token's q and k are rotated, as `rope.rotated` does it; None: not at all.
         The result for a token depends on its own sequence only, bit for bit: not on the other
         chunks of the batch nor on how its sequence was cut into chunks.
         """

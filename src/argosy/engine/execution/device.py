@@ -60,7 +60,7 @@ class Device(Protocol):
 
     @property
     def rows(self) -> RowOps:
-        """Norms, gates and rotation."""
+        """Norms and gates."""
         ...
 
     def attention(

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
     from argosy.engine.execution.batch import Attention, Batch
     from argosy.engine.execution.device import Device
-    from argosy.engine.execution.rows_cpu import Norm, RowOps
+    from argosy.engine.execution.rope import RopeRows
+    from argosy.engine.execution.rows_cpu import Norm
     from argosy.engine.execution.spec import Activation, LayerSpec, ModelSpec, NormKind, NormPlace
 
 
@@ -117,51 +118,50 @@ class Mlp(nn.Module):
         return self.down.forward(self.gate.forward(self.gate_up.forward(x)))
 
 
-class QkPlain(Part):
+class QkPlain(nn.Module):
     """Queries and keys as they come out of their projection."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self._rotated = spec.heads + spec.kv_heads
+        del spec
 
-    def forward(self, heads: Tensor) -> Tensor:
-        """[T, heads + 2 * kv_heads, head_dim] to queries and keys [T, heads + kv_heads, head_dim]."""
-        return heads[:, : self._rotated]
+    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries [T, heads, head_dim] and keys [T, kv_heads, head_dim] to the same shapes."""
+        return q, k
 
 
-class QkHeadNorm(QkPlain):
+class QkHeadNorm(nn.Module):
     """Queries and keys normalised over each head."""
 
     def __init__(self, spec: ModelSpec) -> None:
-        super().__init__(spec)
+        super().__init__()
         self.q_norm = RmsNorm(spec.head_dim, spec.norm, spec.norm_eps)
         self.k_norm = RmsNorm(spec.head_dim, spec.norm, spec.norm_eps)
-        self._heads = spec.heads
 
-    def forward(self, heads: Tensor) -> Tensor:
-        """[T, heads + 2 * kv_heads, head_dim] to queries and keys [T, heads + kv_heads, head_dim]."""
-        q = self.q_norm.forward(heads[:, : self._heads])
-        k = self.k_norm.forward(heads[:, self._heads : self._rotated])
-        return torch.cat((q, k), 1)
+    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries [T, heads, head_dim] and keys [T, kv_heads, head_dim] to the same shapes."""
+        return self.q_norm.forward(q), self.k_norm.forward(k)
 
 
-class QkFullNorm(QkPlain):
+class QkFullNorm(nn.Module):
     """Queries normalised over all their heads together, and so keys."""
 
     def __init__(self, spec: ModelSpec) -> None:
-        super().__init__(spec)
+        super().__init__()
         self.q_norm = RmsNorm(spec.heads * spec.head_dim, spec.norm, spec.norm_eps)
         self.k_norm = RmsNorm(spec.kv_heads * spec.head_dim, spec.norm, spec.norm_eps)
-        self._heads = spec.heads
 
-    def forward(self, heads: Tensor) -> Tensor:
-        """[T, heads + 2 * kv_heads, head_dim] to queries and keys [T, heads + kv_heads, head_dim]."""
-        q = self.q_norm.forward(heads[:, : self._heads].flatten(1))
-        k = self.k_norm.forward(heads[:, self._heads : self._rotated].flatten(1))
-        return torch.cat((q, k), 1).view(len(heads), self._rotated, -1)
+    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries [T, heads, head_dim] and keys [T, kv_heads, head_dim] to the same shapes."""
+        flat_q, flat_k = self.q_norm.forward(q.flatten(1)), self.k_norm.forward(k.flatten(1))
+        return flat_q.view(q.shape), flat_k.view(k.shape)
 
 
-QK_NORMS: dict[str | None, type[QkPlain]] = {None: QkPlain, "head": QkHeadNorm, "full": QkFullNorm}
+QK_NORMS: dict[str | None, type[QkPlain | QkHeadNorm | QkFullNorm]] = {
+    None: QkPlain,
+    "head": QkHeadNorm,
+    "full": QkFullNorm,
+}
 
 
 class Skip(Part):
@@ -176,7 +176,7 @@ class Skip(Part):
         return x.add_(mixed)
 
 
-class Layer(Part):
+class Layer(nn.Module):
     """One decoder layer: attention and MLP, each between the norms that the family has."""
 
     def __init__(self, spec: ModelSpec, layer: LayerSpec, index: int, mlp: nn.Module) -> None:
@@ -192,8 +192,7 @@ class Layer(Part):
         self.mlp_in = _norm(spec, "mlp_in")
         self.mlp_out = _norm(spec, "mlp_out")
         self.rope = layer.rope
-        self._heads = spec.heads
-        self._rotated = spec.heads + spec.kv_heads
+        self._split = (spec.heads, spec.kv_heads, spec.kv_heads)
         self._head_dim = spec.head_dim
         self._attention = AttentionSpec(
             layer=index,
@@ -201,29 +200,19 @@ class Layer(Part):
             window=layer.window,
             softcap=spec.attention_softcap,
         )
-        self._ops: RowOps
 
-    def settle(self, device: Device) -> None:
-        """Take the device's operations."""
-        self._ops = device.rows
-
-    def forward(
-        self, x: Tensor, rows: tuple[Tensor, Tensor], batch: Batch, attention: Attention
-    ) -> Tensor:
+    def forward(self, x: Tensor, rope: RopeRows, batch: Batch, attention: Attention) -> Tensor:
         """Add the layer to the residual stream x [T, hidden], in place; returns x."""
-        mixed = self._attend(self.attention_in.forward(x), rows, batch, attention)
+        mixed = self._attend(self.attention_in.forward(x), rope, batch, attention)
         normed = self.mlp_in.after_adding(x, self.attention_out.forward(mixed))
         mixed = self.mlp.forward(normed)
         return x.add_(self.mlp_out.forward(mixed))
 
-    def _attend(
-        self, x: Tensor, rows: tuple[Tensor, Tensor], batch: Batch, attention: Attention
-    ) -> Tensor:
+    def _attend(self, x: Tensor, rope: RopeRows, batch: Batch, attention: Attention) -> Tensor:
         heads = self.qkv.forward(x).view(len(x), -1, self._head_dim)
-        turned = self.qk.forward(heads)
-        self._ops.rotate(turned, rows)
-        q, k = turned[:, : self._heads], turned[:, self._heads :]
-        mixed = attention(q, k, heads[:, self._rotated :], batch, self._attention)
+        q, k, v = heads.split_with_sizes(self._split, 1)
+        q, k = self.qk.forward(q, k)
+        mixed = attention(q, k, v, batch, self._attention, rope)
         return self.o.forward(mixed.flatten(1))
 
 

@@ -33,12 +33,13 @@ class AttentionCall(ctypes.Structure):
     """`ArgosyAttention` of attention.cpp, field by field; pointers are addresses, sizes elements."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "keys", "values")),
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "cos", "sin")),
+        *((name, ctypes.c_void_p) for name in ("out", "keys", "values")),
         *((name, ctypes.c_void_p) for name in ("positions", "slots", "cu_q", "seq_lens", "pages")),
         *((name, ctypes.c_int64) for name in ("tokens", "sequences", "page_stride")),
         *((name, ctypes.c_int64) for name in ("q_stride", "k_stride", "v_stride")),
         *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "head_dim", "block_size")),
-        *((name, ctypes.c_int64) for name in ("window", "threads")),
+        *((name, ctypes.c_int64) for name in ("turning", "window", "threads")),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
     )
 
@@ -72,16 +73,6 @@ class GateCall(ctypes.Structure):
     )
 
 
-class RotationCall(ctypes.Structure):
-    """`ArgosyRotation` of rows.cpp, field by field."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "cos", "sin")),
-        *((name, ctypes.c_int64) for name in ("tokens", "heads", "head_dim", "x_stride")),
-        *((name, ctypes.c_int64) for name in ("turning", "threads")),
-    )
-
-
 class DrawCall(ctypes.Structure):
     """`ArgosyDraw` of sampling.cpp, field by field."""
 
@@ -106,7 +97,7 @@ class Kernels:
     """The loaded library. Its functions trust their arguments and run without the GIL.
 
     attention_*, linear: take the address of an AttentionCall or LinearCall.
-    norm, rotate: by dtype, take the address of a NormCall or RotationCall.
+    norm: by dtype, takes the address of a NormCall.
     gate: by activation, then dtype; take the address of a GateCall.
     linear_bytes: (outs, cols) to the size of a packed weight.
     linear_pack: (weight's address, outs, cols, address of that many bytes).
@@ -120,7 +111,6 @@ class Kernels:
         self.attention_bfloat16 = _function(library, "argosy_attention_bfloat16", None, pointer)
         self.linear = _function(library, "argosy_linear", None, pointer)
         self.norm = _by_dtype(library, "norm")
-        self.rotate = _by_dtype(library, "rotate")
         self.draw = _by_dtype(library, "draw")
         self.tell = _by_dtype(library, "tell")
         self.gate: dict[Activation, dict[torch.dtype, Callable[..., int]]] = {

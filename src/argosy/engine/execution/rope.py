@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
     from argosy.engine.execution.spec import RopeSpec
 
+RopeRows = tuple["Tensor", "Tensor"]
+"""How the tokens of a batch are rotated: (cos, cos) and (-sin, sin), float32 [T, 1, rotary_dim]."""
+
 
 def rope_table(spec: RopeSpec, max_len: int) -> Tensor:
     """Cosines and sines of positions 0 .. max_len: float32 [max_len, 2, rotary_dim / 2]."""
@@ -20,14 +23,23 @@ def rope_table(spec: RopeSpec, max_len: int) -> Tensor:
     return torch.stack((angles.cos(), angles.sin()), 1).mul_(spec.attention_factor)
 
 
-def rope_rows(table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """What `RowOps.rotate` wants for tokens at positions [T]: two float32 tensors [T, 1, rotary_dim].
-
-    They are (cos, cos) and (-sin, sin): a rotation is x * first + swap(x) * second, with swap
-    exchanging the halves of x.
-    """
+def rope_rows(table: Tensor, positions: Tensor) -> RopeRows:
+    """The rotation of tokens at positions [T]."""
     cos, sin = table.index_select(0, positions).unsqueeze(2).unbind(1)
     return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+
+
+def rotated(x: Tensor, rows: RopeRows) -> Tensor:
+    """Rotate the first rotary_dim elements of x [T, heads, head_dim]; the others stay as they are.
+
+    A rotation is x * first + swap(x) * second, with swap exchanging the halves of x, computed in
+    float32 and rounded once.
+    """
+    first, second = rows
+    turning, rest = x.tensor_split((first.shape[-1],), -1)
+    wide = turning.float()
+    swapped = wide.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
+    return torch.cat(((wide * first).add_(swapped.mul_(second)).to(x.dtype), rest), -1)
 
 
 def _frequencies(spec: RopeSpec, max_len: int) -> Tensor:

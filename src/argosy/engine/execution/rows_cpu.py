@@ -1,4 +1,4 @@
-"""What a layer does to rows between its matrices, on the CPU: norms, gates, rotation, native or torch.
+"""What a layer does to rows between its matrices, on the CPU: norms and gates, native or torch.
 
 Every result depends on its own token's row only, bit for bit, whatever else is in the batch. Fused
 activations of torch compute the last elements of an array with other instructions than the rest, so
@@ -20,7 +20,6 @@ from argosy.engine.execution.native import (
     Kernels,
     NativeUnavailable,
     NormCall,
-    RotationCall,
     load_kernels,
 )
 
@@ -56,13 +55,6 @@ class RowOps(Protocol):
 
     def gate(self, activation: Activation) -> Callable[[Tensor], Tensor]:
         """[T, 2 * size] to activation(first half) * second half, [T, size]."""
-        ...
-
-    def rotate(self, x: Tensor, rows: tuple[Tensor, Tensor]) -> None:
-        """Rotate x [T, heads, head_dim] in place by its tokens' `rope_rows`.
-
-        Computed in float32 and rounded once; elements beyond rotary_dim stay as they are.
-        """
         ...
 
 
@@ -108,26 +100,6 @@ class NativeRows:
             return out
 
         return compute
-
-    def rotate(self, x: Tensor, rows: tuple[Tensor, Tensor]) -> None:
-        """See `RowOps`."""
-        cos, sin = rows
-        packed = x.stride(2) == 1 and x.stride(1) == x.shape[2]
-        if x.dtype not in self.kernels.rotate or not packed:
-            return TorchRows().rotate(x, rows)
-        call = RotationCall(
-            x.data_ptr(),
-            cos.data_ptr(),
-            sin.data_ptr(),
-            x.shape[0],
-            x.shape[1],
-            x.shape[2],
-            x.stride(0),
-            cos.shape[-1],
-            self.threads,
-        )
-        self.kernels.rotate[x.dtype](ctypes.addressof(call))
-        return None
 
 
 class _NativeNorm:
@@ -187,14 +159,6 @@ class TorchRows:
             return parts[0] if len(parts) == 1 else torch.cat(parts)
 
         return compute
-
-    def rotate(self, x: Tensor, rows: tuple[Tensor, Tensor]) -> None:
-        """See `RowOps`."""
-        cos, sin = rows
-        turning = x[..., : cos.shape[-1]]
-        wide = turning.float()
-        swapped = wide.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
-        turning.copy_((wide * cos).add_(swapped.mul_(sin)))
 
 
 class TorchNorm:

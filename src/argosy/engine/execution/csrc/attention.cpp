@@ -1,4 +1,4 @@
-// Paged causal attention for the CPU, behind a plain C ABI: stores new keys and values, then attends.
+// Paged causal attention for the CPU, behind a plain C ABI: rotates, stores new keys and values, then attends.
 //
 // Cache layout, per layer (W = min(16, block_size) keys side by side; D padded to 16 words):
 //   keys   [block][kv head][block_size / W][words of D][W]   a word holds one float or two bfloat16
@@ -10,10 +10,12 @@
 // can share a long context. Online softmax: Milakov & Gimelshein 2018; tiling as in FlashAttention (Dao et al. 2022).
 
 #include <algorithm>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "attention_units.h"
+#include "elements.h"
 
 extern "C" {
 
@@ -22,6 +24,8 @@ struct ArgosyAttention {
     const void *q;             // [tokens, heads, head_dim], rows of `q_stride`
     const void *k;             // [tokens, kv_heads, head_dim], rows of `k_stride`
     const void *v;             // [tokens, kv_heads, head_dim], rows of `v_stride`
+    const float *cos;          // [tokens, turning], null with `sin` when nothing is rotated; see elements.h
+    const float *sin;
     void *out;                 // [tokens, heads, head_dim]
     void *keys;                // this layer's cache
     void *values;
@@ -31,7 +35,7 @@ struct ArgosyAttention {
     const int32_t *seq_lens;   // [sequences]
     const int32_t *pages;      // [sequences, page_stride]
     int64_t tokens, sequences, page_stride, q_stride, k_stride, v_stride;
-    int64_t heads, kv_heads, head_dim, block_size, window, threads;
+    int64_t heads, kv_heads, head_dim, block_size, turning, window, threads;
     float scale, softcap;      // window 0 and softcap 0: none
 };
 }
@@ -55,12 +59,12 @@ struct Sums {
 
 // One thread's working memory: a row is one head of one token.
 struct Scratch {
-    std::vector<uint32_t> q, weights, part;
+    std::vector<uint32_t> q, key, weights, part;
     std::vector<float> scores, fade;
     Sums range, whole;
 
     Scratch(int64_t rows, int64_t width)
-        : q(rows * width), weights(rows * TILE), part(LANES * width), scores(rows * TILE), fade(rows, 1.0f),
+        : q(rows * width), key(width), weights(rows * TILE), part(LANES * width), scores(rows * TILE), fade(rows, 1.0f),
           range(rows, width), whole(rows, width) {}
 };
 
@@ -71,6 +75,7 @@ struct Item {
 template <class Unit> class Kernel {
     using T = typename Unit::T;
     using Scalar = typename T::Scalar;
+    using Row = std::conditional_t<std::is_same_v<T, Bfloat16>, Bfloat16Row, FloatRow>;
     static constexpr int N = T::PER_WORD;
     static constexpr int W = Unit::PANEL;
     static constexpr int WORDS = TILE / N;
@@ -83,20 +88,23 @@ template <class Unit> class Kernel {
     const int64_t tile_tokens = std::max<int64_t>(1, ROWS / group);
     const std::vector<uint32_t> zeros = std::vector<uint32_t>(LANES * width);
 
+    // Token t's row of head_dim elements to `to`, rotated.
+    void load_row(uint32_t *to, const Scalar *from, int64_t t) const {
+        std::memcpy(to, from, a.head_dim * sizeof(Scalar));
+        if (a.turning) rotate<Row>((Scalar *)to, from, a.cos + t * a.turning, a.sin + t * a.turning, a.turning);
+    }
+
     // Put token t's keys and values where the layout wants them.
-    void store_token(int64_t t) const {
+    void store_token(int64_t t, Scratch &s) const {
         const int64_t block = a.slots[t] / a.block_size, offset = a.slots[t] % a.block_size;
         for (int64_t head = 0; head < a.kv_heads; head++) {
             const int64_t base = (block * a.kv_heads + head) * head_words;
-            const Scalar *k = (const Scalar *)a.k + t * a.k_stride + head * a.head_dim;
+            load_row(s.key.data(), (const Scalar *)a.k + t * a.k_stride + head * a.head_dim, t);
             const Scalar *v = (const Scalar *)a.v + t * a.v_stride + head * a.head_dim;
-            Scalar *key = (Scalar *)((uint32_t *)a.keys + base + offset / W * W * words + offset % W);
+            uint32_t *key = (uint32_t *)a.keys + base + offset / W * W * words + offset % W;
             Scalar *value = (Scalar *)((uint32_t *)a.values + base + offset / N * width) + offset % N;
-            for (int64_t d = 0; d < a.head_dim; d++) {
-                key[d / N * W * N + d % N] = k[d];
-                value[d * N] = v[d];
-            }
-            for (int64_t d = a.head_dim; d < width; d++) key[d / N * W * N + d % N] = 0;
+            for (int64_t word = 0; word < words; word++) key[word * W] = s.key[word];
+            for (int64_t d = 0; d < a.head_dim; d++) value[d * N] = v[d];
         }
     }
 
@@ -196,8 +204,7 @@ template <class Unit> class Kernel {
         std::fill_n(s.q.begin(), rows * words, 0u);
         for (int64_t row = 0; row < rows; row++) {
             const int64_t t = item.first + row / group, h = head * group + row % group;
-            std::memcpy(s.q.data() + row * words, (const Scalar *)a.q + t * a.q_stride + h * a.head_dim,
-                        a.head_dim * sizeof(Scalar));
+            load_row(s.q.data() + row * words, (const Scalar *)a.q + t * a.q_stride + h * a.head_dim, t);
         }
     }
 
@@ -337,7 +344,7 @@ template <class Unit> class Kernel {
             [[maybe_unused]] const Unit unit{};
             Scratch scratch(rows, width);
 #pragma omp for schedule(static)
-            for (int64_t t = 0; t < a.tokens; t++) store_token(t);
+            for (int64_t t = 0; t < a.tokens; t++) store_token(t, scratch);
             if (together) {
                 attend_together(items, scratch, parts);
             } else {

@@ -1,11 +1,11 @@
-// What a layer does to a row between its matrices: norm, gate, rotation. Behind a plain C ABI.
+// What a layer does to a row between its matrices: norm and gate, behind a plain C ABI.
 //
 // A row is worked on by one thread, element by element in order, with arithmetic that no other row touches.
 
 #include <algorithm>
 #include <cmath>
 
-#include "simd.h"
+#include "elements.h"
 
 extern "C" {
 
@@ -25,14 +25,6 @@ struct ArgosyGate {
     void *out;      // [rows, size], contiguous
     int64_t rows, size, threads;
 };
-
-// Rotates the first `turning` elements of each head in place.
-struct ArgosyRotation {
-    void *x;           // [tokens, heads, head_dim], tokens `x_stride` apart
-    const float *cos;  // [tokens, turning], its halves alike
-    const float *sin;  // [tokens, turning], its first half negative
-    int64_t tokens, heads, head_dim, x_stride, turning, threads;
-};
 }
 
 namespace {
@@ -41,40 +33,6 @@ using namespace argosy;
 
 constexpr int64_t SHARED = 1 << 17;  // elements from which on threads share: to wake one costs tens of microseconds
 constexpr float LOG2E = 1.44269504088896341f;
-
-// Up to sixteen elements in float32 lanes; the lanes beyond are zero.
-struct FloatRow {
-    using Scalar = float;
-    static f32x16 get(const float *from, int64_t count) {
-        if (count >= LANES) return load<f32x16>(from);
-        f32x16 x{};
-        std::memcpy(&x, from, count * sizeof(float));
-        return x;
-    }
-    static void put(float *to, f32x16 x, int64_t count) {
-        if (count >= LANES) return store(to, x);
-        std::memcpy(to, &x, count * sizeof(float));
-    }
-    static f32x16 rounded(f32x16 x) { return x; }
-};
-
-struct Bfloat16Row {
-    using Scalar = uint16_t;
-    static f32x16 get(const uint16_t *from, int64_t count) {
-        u16x16 x{};
-        if (count >= LANES)
-            x = load<u16x16>(from);
-        else
-            std::memcpy(&x, from, count * sizeof *from);
-        return (f32x16)(__builtin_convertvector(x, u32x16) << 16);
-    }
-    static void put(uint16_t *to, f32x16 x, int64_t count) {
-        const u16x16 bits = halves(to_bfloat16(x));
-        if (count >= LANES) return store(to, bits);
-        std::memcpy(to, &bits, count * sizeof *to);
-    }
-    static f32x16 rounded(f32x16 x) { return (f32x16)(to_bfloat16(x) << 16); }
-};
 
 template <class Row> void norm(const ArgosyNorm &a) {
     using Scalar = typename Row::Scalar;
@@ -130,25 +88,6 @@ template <class Row, class Activation> void gate(const ArgosyGate &a) {
     }
 }
 
-template <class Row> void rotate(const ArgosyRotation &a) {
-    using Scalar = typename Row::Scalar;
-    const int64_t half = a.turning / 2;
-#pragma omp parallel for schedule(static) num_threads((int)a.threads) if (a.tokens * a.heads * a.turning >= SHARED)
-    for (int64_t token = 0; token < a.tokens; token++) {
-        const float *cos = a.cos + token * a.turning, *sin = a.sin + token * a.turning;
-        for (int64_t head = 0; head < a.heads; head++) {
-            Scalar *x = (Scalar *)a.x + token * a.x_stride + head * a.head_dim;
-            for (int64_t i = 0; i < half; i += LANES) {
-                const int64_t left = half - i;
-                const f32x16 first = Row::get(x + i, left), second = Row::get(x + half + i, left);
-                const f32x16 turn = FloatRow::get(cos + i, left), swap = FloatRow::get(sin + half + i, left);
-                Row::put(x + i, first * turn - second * swap, left);
-                Row::put(x + half + i, second * turn + first * swap, left);
-            }
-        }
-    }
-}
-
 }  // namespace
 
 extern "C" {
@@ -159,6 +98,4 @@ void argosy_silu_float32(const ArgosyGate *call) { gate<FloatRow, Silu>(*call); 
 void argosy_silu_bfloat16(const ArgosyGate *call) { gate<Bfloat16Row, Silu>(*call); }
 void argosy_gelu_tanh_float32(const ArgosyGate *call) { gate<FloatRow, GeluTanh>(*call); }
 void argosy_gelu_tanh_bfloat16(const ArgosyGate *call) { gate<Bfloat16Row, GeluTanh>(*call); }
-void argosy_rotate_float32(const ArgosyRotation *call) { rotate<FloatRow>(*call); }
-void argosy_rotate_bfloat16(const ArgosyRotation *call) { rotate<Bfloat16Row>(*call); }
 }

@@ -1,0 +1,221 @@
+"""Linear layers on the GPU: bfloat16 or float8 weights, each output one sum in one order for any batch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import torch
+import triton
+import triton.language as tl
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+LinearFormat = Literal["plain", "float8"]
+"""Weights as they came, or e4m3 with a scale for each output and, as they come, for each token."""
+
+FLOAT8_MOST = 448.0
+"""The largest number of e4m3."""
+STAGE_BYTES = 128
+"""Bytes of a row a pipeline stage: the widest swizzle of shared memory."""
+WAVE = 96
+"""Programs that keep most of an H200's 132 processors at work."""
+TILES = (
+    # outputs, tokens, warps, stages. A stage is 128 bytes * (outputs + tokens).
+    (128, 256, 8, 3),
+    (128, 128, 8, 4),
+    (64, 128, 4, 4),
+    (64, 64, 4, 6),
+    (64, 32, 4, 8),
+    (64, 16, 4, 8),
+)
+"""Prefill takes the first that gives a wave; decode the last that holds its tokens, and waits for memory:
+two programs a processor with eight stages have 128 KiB of weights under way, three times what 4.8 TB/s need."""
+
+
+def pack(
+    weight: Tensor, bias: Tensor | None, linear_format: LinearFormat = "plain"
+) -> Callable[[Tensor], Tensor]:
+    """Hold weight [N, K] and bias [N] in a format; the result maps [T, K] to [T, N] in x's dtype."""
+    if linear_format == "float8":
+        return Float8Linear(weight, bias)
+    return PlainLinear(weight, bias)
+
+
+class PlainLinear:
+    """x @ weight.T + bias, summed in float32 over K in order."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight = weight.detach().contiguous()
+        self._bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, K] to [T, N]."""
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        out = torch.empty(len(x), len(self._weight), dtype=x.dtype, device=x.device)
+        _launch(x, self._weight, self._bias, out, None)
+        return out
+
+
+class Float8Linear:
+    """x @ weight.T + bias with both as e4m3: a scale for each token and each output.
+
+    Products are summed in the matrix unit for 128 elements of K and those sums in float32, in order.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight, self._scales = float8_rows(weight.detach())
+        self._bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, K] to [T, N]."""
+        rows, scales = float8_rows(x)
+        out = torch.empty(len(x), len(self._weight), dtype=x.dtype, device=x.device)
+        _launch(rows, self._weight, self._bias, out, (scales, self._scales))
+        return out
+
+
+def float8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """X [R, K] as e4m3 [R, K] times a scale for each row, float32 [R]: its largest element / 448."""
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    rows, cols = x.shape
+    narrow = torch.empty(rows, cols, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(rows, dtype=torch.float32, device=x.device)
+    if rows:
+        width = triton.next_power_of_2(cols)
+        _narrow[(rows,)](
+            x,
+            narrow,
+            scales,
+            x.stride(0),
+            COLS=cols,
+            WIDTH=width,
+            MOST=FLOAT8_MOST,
+            num_warps=min(16, max(4, width // 512)),
+        )
+    return narrow, scales
+
+
+def _tile(tokens: int, outs: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+    """The largest tile that is filled and gives a wave of programs; else the narrowest that holds all.
+
+    Only bfloat16 takes the largest: the others sum twice, and have no registers for it.
+    """
+    for tile in TILES if dtype.itemsize == 2 else TILES[1:]:
+        outs_tile, tokens_tile, _, _ = tile
+        programs = triton.cdiv(tokens, tokens_tile) * triton.cdiv(outs, outs_tile)
+        if tokens_tile < 2 * tokens and programs >= WAVE:
+            return tile
+    narrow = [tile for tile in TILES if tile[0] == 64]
+    holding = [tile for tile in narrow if tile[1] >= tokens]
+    return holding[-1] if holding else narrow[0]
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    scales: tuple[Tensor, Tensor] | None,
+) -> None:
+    (tokens, cols), outs = x.shape, len(weight)
+    if not tokens:
+        return
+    outs_tile, tokens_tile, warps, stages = _tile(tokens, outs, x.dtype)
+    x_scales, weight_scales = scales or (x, weight)
+    _multiply[(triton.cdiv(outs, outs_tile) * triton.cdiv(tokens, tokens_tile),)](
+        x,
+        weight,
+        out,
+        x if bias is None else bias,
+        x_scales,
+        weight_scales,
+        tokens,
+        outs,
+        x.stride(0),
+        COLS=cols,
+        OUTS_TILE=outs_tile,
+        TOKENS_TILE=tokens_tile,
+        COLS_TILE=STAGE_BYTES // x.dtype.itemsize,
+        BIAS=bias is not None,
+        SCALED=scales is not None,
+        num_warps=warps,
+        num_stages=stages,
+    )
+
+
+@triton.jit(do_not_specialize=["tokens"])  # or each kind of batch would make a new kernel
+def _multiply(
+    x,
+    weight,
+    out,
+    bias,
+    x_scales,
+    weight_scales,
+    tokens,
+    outs,
+    x_stride,
+    COLS: tl.constexpr,
+    OUTS_TILE: tl.constexpr,
+    TOKENS_TILE: tl.constexpr,
+    COLS_TILE: tl.constexpr,
+    BIAS: tl.constexpr,
+    SCALED: tl.constexpr,
+):
+    """One tile of out [T, N]. The weights are the left operand, whose 64 rows are always full.
+
+    A tile of tokens is the right one, as narrow as the batch: the same instruction, and so the same
+    sum, for one token as for thousands. There is no split of K, which would have to be the same for all.
+    """
+    out_tiles = (outs + OUTS_TILE - 1) // OUTS_TILE
+    token_tiles = (tokens + TOKENS_TILE - 1) // TOKENS_TILE
+    # Eight tiles of outputs by all of tokens, then the next eight: what runs together shares the cache.
+    band = tl.program_id(0) // (8 * token_tiles)
+    inside = tl.program_id(0) % (8 * token_tiles)
+    height = tl.minimum(out_tiles - band * 8, 8)
+    row = (band * 8 + inside % height) * OUTS_TILE + tl.arange(0, OUTS_TILE)
+    token = inside // height * TOKENS_TILE + tl.arange(0, TOKENS_TILE)
+    col = tl.arange(0, COLS_TILE)
+    # Past the end the last row is computed again, and not stored.
+    left = weight + tl.minimum(row, outs - 1).to(tl.int64)[:, None] * COLS + col[None, :]
+    right = x + tl.minimum(token, tokens - 1).to(tl.int64)[None, :] * x_stride + col[:, None]
+    acc = tl.zeros((OUTS_TILE, TOKENS_TILE), tl.float32)
+    for start in range(0, COLS, COLS_TILE):
+        if COLS % COLS_TILE == 0:
+            a = tl.load(left)
+            b = tl.load(right)
+        else:
+            a = tl.load(left, mask=(col < COLS - start)[None, :], other=0.0)
+            b = tl.load(right, mask=(col < COLS - start)[:, None], other=0.0)
+        acc = tl.dot(
+            a, b, acc, input_precision="tf32x3", max_num_imprecise_acc=128 if SCALED else None
+        )
+        left += COLS_TILE
+        right += COLS_TILE
+    if SCALED:
+        acc *= tl.load(weight_scales + row, mask=row < outs, other=0.0)[:, None]
+        acc *= tl.load(x_scales + token, mask=token < tokens, other=0.0)[None, :]
+    if BIAS:
+        acc += tl.load(bias + row, mask=row < outs, other=0.0).to(tl.float32)[:, None]
+    place = token.to(tl.int64)[None, :] * outs + row[:, None]
+    held = (row < outs)[:, None] & (token < tokens)[None, :]
+    tl.store(out + place, acc.to(out.dtype.element_ty), mask=held)
+
+
+@triton.jit
+def _narrow(x, narrow, scales, stride, COLS: tl.constexpr, WIDTH: tl.constexpr, MOST: tl.constexpr):
+    """One row to e4m3 and its scale; a row of zeros has scale 1."""
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.arange(0, WIDTH)
+    held = col < COLS
+    wide = tl.load(x + row * stride + col, mask=held, other=0.0).to(tl.float32)
+    most = tl.max(tl.abs(wide), axis=0)
+    scale = tl.where(most == 0.0, 1.0, most / MOST)
+    tl.store(scales + row, scale)
+    # What is not a number must stay so: it tells that a row has failed.
+    scaled = tl.clamp(wide / scale, -MOST, MOST, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(narrow + row * COLS + col, scaled.to(tl.float8e4nv), mask=held)

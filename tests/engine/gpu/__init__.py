@@ -1,0 +1,1 @@
+"""Tests of the GPU kernels, which run without a GPU too."""
