@@ -153,7 +153,15 @@ class Sampler:
 
 def draws_for(device: torch.device) -> DrawOps:
     """The operations for a device; on the CPU with the calling thread's number of torch threads."""
-    return cpu_draws(torch.get_num_threads()) if device.type == "cpu" else TorchDraws()
+    match device.type:
+        case "cpu":
+            return cpu_draws(torch.get_num_threads())
+        case "cuda":
+            from argosy.engine.execution.gpu.sampling import TritonDraws
+
+            return TritonDraws()
+        case _:
+            return TorchDraws()
 
 
 def describe(
