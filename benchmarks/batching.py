@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import statistics
 import tempfile
@@ -65,12 +64,9 @@ class Trace:
 
 def core_of(model: Path, **settings: object) -> EngineCore:
     """An engine of its own, in this process."""
-    from argosy.engine.config import COMPUTE_ENVIRONMENT, EngineConfig
-
-    for name, value in COMPUTE_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
     import msgspec
 
+    from argosy.engine.config import EngineConfig
     from argosy.engine.serving.core.loop import EngineCore
 
     given = {"model": str(model), "num_blocks": 4096, "dtype": "bfloat16"} | settings

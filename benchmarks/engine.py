@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import statistics
 import tempfile
@@ -38,10 +37,7 @@ class Argosy:
     """Our engine loop, in this process."""
 
     def __init__(self, model: Path, *, batching: str, prefix_cache: bool, dtype: str) -> None:
-        from argosy.engine.config import COMPUTE_ENVIRONMENT, EngineConfig
-
-        for name, value in COMPUTE_ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
+        from argosy.engine.config import EngineConfig
         from argosy.engine.serving.core.loop import EngineCore
 
         config = EngineConfig(
