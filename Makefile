@@ -4,6 +4,8 @@
 #   make test  [ARGS="-k scheduler"]              run the tests
 #   make check                                    formatting, lint, types, floors, then the tests
 #   make bench                                    run the benchmarks
+#   make peers                                    install the engines that `python -m benchmarks.engine`
+#                                                 compares with; one: make peers/vllm
 #   make format                                   let ruff rewrite the sources
 #   make clean                                    remove the environment and every cache
 #
@@ -27,7 +29,7 @@ PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -
 export PIP_CONSTRAINT := constraints.txt
 
 .DELETE_ON_ERROR:
-.PHONY: serve test check bench format clean
+.PHONY: serve test check bench peers format clean
 
 serve: .venv/.serve
 	$(BIN)/argosy serve $(MODEL) --port $(PORT)
@@ -46,12 +48,44 @@ bench: .venv/.dev
 	$(BIN)/python -m benchmarks.record scheduler
 	$(BIN)/python -m benchmarks.record startup
 
+PEERS := .venv-peers
+LLAMA_CPP := llama-cpp-python==0.3.36
+
+peers: peers/vllm peers/openvino peers/llama-cpp
+
+peers/%: $(PEERS)/%/.ready ;
+
+.PRECIOUS: $(PEERS)/%/.ready
+
+$(PEERS)/%/.ready: benchmarks/peers/%.txt
+	$(PYTHON) -m venv $(PEERS)/$*
+	PIP_CONSTRAINT= $(PEERS)/$*/bin/python -m pip install --quiet --no-deps $(TORCH_INDEX) -r $<
+	$(if $(filter llama-cpp,$*),$(llama-server))
+	$(if $(filter vllm,$*),$(allocator))
+	@touch $@
+
+# The wheel has no server: its sources do.
+define llama-server
+cd $(PEERS)/llama-cpp && mkdir -p src && PIP_CONSTRAINT= bin/python -m pip download --quiet --no-deps --no-binary llama-cpp-python $(LLAMA_CPP)
+cd $(PEERS)/llama-cpp && tar xzf llama_cpp_python-*.tar.gz -C src --strip-components=1
+cd $(PEERS)/llama-cpp && cmake -S src/vendor/llama.cpp -B build -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON \
+	-DLLAMA_OPENSSL=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF \
+	-DLLAMA_BUILD_APP=OFF
+cmake --build $(PEERS)/llama-cpp/build --target llama-server --parallel $$(nproc)
+endef
+
+# vLLM recommends tcmalloc; where apt has none it goes without and the benchmark says so.
+define allocator
+-cd $(PEERS)/vllm && apt-get download -qq libtcmalloc-minimal4 && dpkg -x libtcmalloc-minimal4*.deb apt && \
+	cp -a apt/usr/lib/*/libtcmalloc_minimal.so.4* lib/ && rm -r apt libtcmalloc-minimal4*.deb
+endef
+
 format: .venv/.dev
 	$(BIN)/ruff check --fix --exit-zero
 	$(BIN)/ruff format
 
 clean:
-	rm -rf .venv dist build $(JS)/node_modules .hypothesis .import_linter_cache \
+	rm -rf .venv $(PEERS) dist build $(JS)/node_modules .hypothesis .import_linter_cache \
 		.mypy_cache .pytest_cache .ruff_cache
 	find src tests models benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 

@@ -1,110 +1,176 @@
-"""Times paged attention on this CPU beside torch's SDPA over contiguous keys and values."""
+"""Times paged attention beside torch's SDPA over contiguous keys and values, in turns; JSON lines.
+
+python -m benchmarks.attention [--only decode|prefill|mixed] [--threads N] [--seconds S]
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import time
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional as F
 
 from argosy.engine.execution.attention_cpu import cpu_attention
 from argosy.engine.execution.batch import AttentionSpec, Batch
-from argosy.engine.execution.device import cpu_device
+from argosy.engine.execution.rope import rope_rows, rope_table
+from argosy.engine.execution.spec import RopeSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-HEADS, KV_HEADS, HEAD_DIM, BLOCK = 16, 8, 128, 16
+    from torch import Tensor
+
+BLOCK = 16
+LAYERS = 4  # taken in turns, so that the cache comes from where it does in a model
+
+Chunk = tuple[int, int]
+"""(new tokens, length with them) of one sequence."""
+DECODE = {
+    f"decode {n} at {length}": [(1, length)] * n
+    for n in (1, 16, 64)
+    for length in (256, 1024, 4096)
+}
+PREFILL: dict[str, list[Chunk]] = {
+    "prefill 512": [(512, 512)],
+    "prefill 2048": [(2048, 2048)],
+    "prefill 4 x 128": [(128, 128)] * 4,
+}
+MIXED: dict[str, list[Chunk]] = {"16 at 1024 and 512 new": [*[(1, 1024)] * 16, (512, 512)]}
+WORK = {"decode": DECODE, "prefill": PREFILL, "mixed": MIXED}
 
 
-def milliseconds(run: Callable[[], object], seconds: float) -> float:
-    """Median time of a call, over at least five calls and `seconds`."""
-    run()
-    times: list[float] = []
-    end = time.perf_counter() + seconds
-    while len(times) < 5 or time.perf_counter() < end:
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return sorted(times)[len(times) // 2] * 1e3
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The heads of a layer."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
 
 
-def make_batch(sequences: int, count: int, length: int) -> Batch:
-    """Every sequence computes its last `count` of `length` tokens, on shuffled pages."""
-    blocks = -(-length // BLOCK)
-    pages = torch.randperm(sequences * blocks).view(sequences, blocks).int()
-    positions = torch.arange(length - count, length)
-    slots = pages[:, positions // BLOCK].long() * BLOCK + positions % BLOCK
+SHAPES = (Shape(14, 2, 64), Shape(16, 8, 128))
+
+
+def make_batch(chunks: list[Chunk]) -> Batch:
+    """Every sequence computes its last tokens, on shuffled pages."""
+    blocks = -(-max(length for _, length in chunks) // BLOCK)
+    pages = torch.randperm(len(chunks) * blocks).view(len(chunks), blocks).int()
+    positions = [torch.arange(length - count, length) for count, length in chunks]
+    slots = [
+        page[at // BLOCK].long() * BLOCK + at % BLOCK
+        for page, at in zip(pages, positions, strict=True)
+    ]
+    counts = torch.tensor([0, *(count for count, _ in chunks)])
+    flat = torch.cat(positions)
     return Batch(
-        token_ids=torch.zeros(sequences * count, dtype=torch.long),
-        positions=positions.repeat(sequences),
-        cu_q=torch.arange(sequences + 1, dtype=torch.int32) * count,
-        seq_lens=torch.full((sequences,), length, dtype=torch.int32),
+        token_ids=torch.zeros_like(flat),
+        positions=flat,
+        cu_q=counts.cumsum(0).int(),
+        seq_lens=torch.tensor([length for _, length in chunks], dtype=torch.int32),
         page_table=pages,
-        slots=slots.flatten(),
-        rows=torch.arange(sequences),
+        slots=torch.cat(slots),
+        rows=torch.arange(len(chunks)),
         logit_index=torch.zeros(0, dtype=torch.long),
     )
 
 
 def paged(
-    path: Literal["native", "torch"], batch: Batch, threads: int, dtype: torch.dtype, seconds: float
-) -> float:
-    """Milliseconds of one layer's paged attention, storing the new keys and values included."""
-    layers = 4  # rotated, so that the cache comes from memory as it does in a model
+    shape: Shape, chunks: list[Chunk], dtype: torch.dtype, threads: int
+) -> Callable[[], object]:
+    """Paged attention of all layers, rotating and storing the new tokens included."""
+    batch = make_batch(chunks)
     attention = cpu_attention(
-        layers=layers,
-        heads=HEADS,
-        kv_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
+        layers=LAYERS,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
         num_blocks=batch.page_table.numel(),
         block_size=BLOCK,
         dtype=dtype,
         threads=threads,
-        path=path,
+        path="native",
     )
     tokens = len(batch.positions)
-    q = torch.randn(tokens, HEADS, HEAD_DIM, dtype=dtype)
-    k, v = (torch.randn(tokens, KV_HEADS, HEAD_DIM, dtype=dtype) for _ in range(2))
-    specs = [AttentionSpec(layer, HEAD_DIM**-0.5) for layer in range(layers)]
-    return (
-        milliseconds(lambda: [attention(q, k, v, batch, s, None) for s in specs], seconds) / layers
+    q = torch.randn(tokens, shape.heads, shape.head_dim, dtype=dtype)
+    k, v = (torch.randn(tokens, shape.kv_heads, shape.head_dim, dtype=dtype) for _ in range(2))
+    longest = int(batch.seq_lens.max())
+    rope = rope_rows(
+        rope_table(RopeSpec("default", 1e4, shape.head_dim, longest), longest), batch.positions
     )
+    specs = [AttentionSpec(layer, shape.head_dim**-0.5) for layer in range(LAYERS)]
+    return lambda: [attention(q, k, v, batch, spec, rope) for spec in specs]
 
 
-def sdpa(sequences: int, count: int, length: int, dtype: torch.dtype, seconds: float) -> float:
-    """Milliseconds of SDPA on contiguous [sequence, head, position, dim]: no pages, no storing."""
-    layers = 4
-    q = torch.randn(sequences, HEADS, count, HEAD_DIM, dtype=dtype)
-    kv = torch.randn(layers, 2, sequences, KV_HEADS, length, HEAD_DIM, dtype=dtype)
+def sdpa(shape: Shape, chunks: list[Chunk], dtype: torch.dtype) -> Callable[[], object]:
+    """SDPA on contiguous [sequence, head, position, dim]: no pages, no rotation, no storing."""
+    kinds: dict[Chunk, int] = {}
+    for chunk in chunks:
+        kinds[chunk] = kinds.get(chunk, 0) + 1
+    calls: list[tuple[Tensor, Tensor, bool]] = []
+    for (count, length), sequences in kinds.items():
+        q = torch.randn(sequences, shape.heads, count, shape.head_dim, dtype=dtype)
+        kv = torch.randn(LAYERS, 2, sequences, shape.kv_heads, length, shape.head_dim, dtype=dtype)
+        calls.append((q, kv, count == length))
 
     def run() -> None:
-        for k, v in kv:
-            F.scaled_dot_product_attention(q, k, v, is_causal=count == length, enable_gqa=True)
+        for layer in range(LAYERS):
+            for q, kv, causal in calls:
+                k, v = kv[layer]
+                F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
 
-    return milliseconds(run, seconds) / layers
+    return run
+
+
+def milliseconds(run: Callable[[], object]) -> float:
+    """Wall time of one layer."""
+    start = time.perf_counter_ns()
+    run()
+    return (time.perf_counter_ns() - start) / 1e6 / LAYERS
+
+
+def measure(
+    shape: Shape, chunks: list[Chunk], dtype: torch.dtype, threads: int, seconds: float
+) -> dict[str, float]:
+    """Least milliseconds of a layer, and what they come to: bytes of KV read and multiply-adds."""
+    ours, theirs = paged(shape, chunks, dtype, threads), sdpa(shape, chunks, dtype)
+    ours(), theirs()
+    pairs: list[tuple[float, float]] = []
+    end = time.perf_counter() + seconds
+    while len(pairs) < 5 or time.perf_counter() < end:
+        pairs.append((milliseconds(ours), milliseconds(theirs)))
+    best = min(a for a, _ in pairs)
+    kv_bytes = sum(n for _, n in chunks) * 2 * shape.kv_heads * shape.head_dim * dtype.itemsize
+    seen = sum(count * (2 * length - count + 1) / 2 for count, length in chunks)
+    return {
+        "native_ms": round(best, 4),
+        "sdpa_ms": round(min(b for _, b in pairs), 4),
+        "ratio": round(median(a / b for a, b in pairs), 3),
+        "kv_gb_s": round(kv_bytes / best / 1e6, 1),
+        "gflop_s": round(4 * seen * shape.heads * shape.head_dim / best / 1e6, 1),
+    }
 
 
 def main() -> None:
-    """Print one line a shape."""
+    """Print a JSON line for each case."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--seconds", type=float, default=1.0)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--seconds", type=float, default=0.5, help="at least, for each case")
+    parser.add_argument("--only", choices=WORK)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     options = parser.parse_args()
-    device = cpu_device(options.threads)
-    threads = torch.get_num_threads()
-    print(device.name, f"{HEADS}/{KV_HEADS} heads, d {HEAD_DIM}; milliseconds a layer")
-    print(f"{'shape':34}{'dtype':10}{'native':>9}{'torch':>9}{'sdpa':>9}")
-    shapes = [(16, 1, 1024), (1, 1, 8192), (64, 1, 256), (1, 512, 512), (4, 128, 1024)]
-    for sequences, count, length in shapes:
-        batch = make_batch(sequences, count, length)
-        for dtype in (torch.bfloat16, torch.float32):
-            times = [paged(p, batch, threads, dtype, options.seconds) for p in ("native", "torch")]
-            times.append(sdpa(sequences, count, length, dtype, options.seconds))
-            label = f"{sequences} x {count} tokens at {length}"
-            print(f"{label:34}{str(dtype)[6:]:10}" + "".join(f"{x:9.2f}" for x in times))
+    torch.set_num_threads(options.threads)
+    dtype = torch.bfloat16 if options.dtype == "bfloat16" else torch.float32
+    for kind in [options.only] if options.only else WORK:
+        for name, chunks in WORK[kind].items():
+            for shape in SHAPES:
+                found = measure(shape, chunks, dtype, options.threads, options.seconds)
+                heads = f"{shape.heads}/{shape.kv_heads} d {shape.head_dim}"
+                print(json.dumps({"work": name, "heads": heads} | found), flush=True)
 
 
 if __name__ == "__main__":

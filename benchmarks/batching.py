@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
 import tempfile
@@ -20,6 +21,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from argosy.engine.config import COMPUTE_ENVIRONMENT, EngineConfig
 from benchmarks.checkpoints import SHAPES, make
 
 if TYPE_CHECKING:
@@ -66,7 +68,6 @@ def core_of(model: Path, **settings: object) -> EngineCore:
     """An engine of its own, in this process."""
     import msgspec
 
-    from argosy.engine.config import EngineConfig
     from argosy.engine.serving.core.loop import EngineCore
 
     given = {"model": str(model), "num_blocks": 4096, "dtype": "bfloat16"} | settings
@@ -185,6 +186,8 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", default=("batching", "prefill", "prefix"))
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "argosy-bench")
     options = parser.parse_args()
+    for name, value in COMPUTE_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)  # before torch loads
     model = make(options.shape, options.folder)
     vocabulary = int(str(SHAPES[options.shape]["vocab_size"]))
     if "batching" in options.parts:

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+
+if TYPE_CHECKING:
+    import torch
+
+from argosy.bench.words import WORDS
+
+FIRST_WORD = 10
+"""Ids below it are nobody's text."""
 
 SHAPES: dict[str, dict[str, object]] = {
     "qwen2-0.5b": {
@@ -52,22 +60,40 @@ SHAPES: dict[str, dict[str, object]] = {
 
 
 def make(shape: str, folder: Path) -> Path:
-    """The checkpoint of `shape` below `folder`, made (seed 0, bfloat16) unless it is there already."""
+    """The checkpoint of `shape` below `folder`, made (seed 0, bfloat16) unless it is there already.
+
+    Loads torch only to make one: until then a caller may say in the environment how it shall compute.
+    """
     path = folder / shape
     if (path / "model.safetensors").exists():
         return path
+    import torch
+    from safetensors.torch import save_file
+
     path.mkdir(parents=True, exist_ok=True)
     config = SHAPES[shape]
     (path / "config.json").write_text(json.dumps(config))
-    (path / "tokenizer_config.json").write_text("{}")
-    vocabulary = {f"t{number}": number for number in range(int(str(config["vocab_size"])))}
-    Tokenizer(WordLevel(vocabulary)).save(str(path / "tokenizer.json"))
+    _write_tokenizer(path, int(str(config["vocab_size"])))
     torch.manual_seed(0)
     save_file(_tensors(config), path / "model.safetensors", {"format": "pt"})
     return path
 
 
+def _write_tokenizer(path: Path, size: int) -> None:
+    """A token is a word, so that text, ids and counts agree everywhere; the load generator's come first."""
+    words = [f"t{number}" for number in range(size)]
+    words[FIRST_WORD : FIRST_WORD + len(WORDS)] = WORDS
+    model = WordLevel({word: number for number, word in enumerate(words)}, unk_token="t1")  # noqa: S106 - a word
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.save(str(path / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "t0", "bos_token": "t0"}
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
 def _tensors(config: dict[str, object]) -> dict[str, torch.Tensor]:
+    import torch
+
     hidden, layers, heads, kv_heads, wide, vocabulary = (
         int(str(config[name]))
         for name in (

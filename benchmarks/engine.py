@@ -1,167 +1,208 @@
-"""W1 to W3 on a random-weight model: Argosy's engine and every peer that is installed, alternately.
+"""W1 to W4 on a random-weight model: Argosy and every peer that is installed, in turns, in one run.
 
-    python -m benchmarks.engine [--shape qwen2-0.5b] [--rounds 3] [--batching continuous|dynamic|static]
+    make peers; python -m benchmarks.engine [--workloads W1,W2,W3,W4] [--engines argosy,vllm,...] [--rounds 1]
 
 W1: 64 requests, input 32-512, output 16-128 tokens (uniform, seed 0), all at once: output tokens/s.
-W2: one request, 256 in, 128 out: TTFT in ms and decode tokens/s.
-W3: 32 requests that share 1,024 tokens and have 64 of their own, 32 out, all at once: seconds.
+W2: one request, 256 in, 128 out: TTFT and decode tokens/s.
+W3: 32 requests that share 1,024 tokens and have 64 of their own, 32 out, all at once: seconds, with the prefix
+cache off and on.
+W4: Poisson arrivals of W1's kind for 60 s over HTTP, from `argosy bench`: TTFT and ITL.
+
+Prints JSON lines, then a table. Every engine has a process of its own and is stopped while another computes.
+Engines with int8 and int4 weights (for W1 and W2) and transformers' continuous batching run when named:
+--engines argosy-int8,openvino-int8,llama.cpp-int8,transformers-cb.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
-import random
-import statistics
+import os
+import signal
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from argosy.bench import BenchError, Row, run, summarize
+from benchmarks import workloads
 from benchmarks.checkpoints import SHAPES, make
-
-Work = list[tuple[list[int], int]]
-"""(prompt, output tokens) of each request."""
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """What one run of a workload took, in seconds; `first_s` is to the first token of the first request."""
-
-    total_s: float
-    first_s: float
+from benchmarks.peers.catalog import DEFAULT, ENGINES, ROOT
+from benchmarks.peers.worker import Settings
+from benchmarks.processes import Launch, PeerError, Session, served
+from benchmarks.report import Limits, Values, machine_rows, markdown, rows
 
 
-class Argosy:
-    """Our engine loop, in this process."""
+@dataclass
+class Bench:
+    """The run as it goes."""
 
-    def __init__(self, model: Path, *, batching: str, prefix_cache: bool, dtype: str) -> None:
-        from argosy.engine.config import EngineConfig
-        from argosy.engine.serving.core.loop import EngineCore
+    options: argparse.Namespace
+    model: Path
+    vocabulary: int
+    values: Values = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+    """Engine -> why it, or one of its workloads, is not measured."""
 
-        config = EngineConfig(
-            model=str(model),
-            batching=batching,  # type: ignore[arg-type]
-            prefix_cache=prefix_cache,
-            dtype=dtype,  # type: ignore[arg-type]
-            num_blocks=4096,
+    def round(self, number: int) -> None:
+        """Each chosen workload once on each chosen engine."""
+        asked = self.options.workloads
+        alike = {"W1": "W1", "W2": "W2", "W3": "W3 on"}
+        self._offline(number, [alike[name] for name in alike if name in asked], prefix_cache=True)
+        if "W3" in asked:
+            self._offline(number, ["W3 off"], prefix_cache=False)
+        if "W4" in asked:
+            for engine in self._with(["W4"]):
+                with self._blaming(engine):
+                    self._serve(engine, number)
+
+    def _with(self, names: list[str]) -> list[str]:
+        """The chosen engines that are asked one of these workloads."""
+        return [name for name in self.options.engines if ENGINES[name].workloads & set(names)]
+
+    def _offline(self, number: int, names: list[str], *, prefix_cache: bool) -> None:
+        with ExitStack() as stack:
+            sessions: dict[str, Session] = {}
+            for engine in self._with(names):
+                with self._blaming(engine):
+                    session = Session(self._launch(engine, prefix_cache=prefix_cache))
+                    sessions[engine] = stack.enter_context(session)
+                    self.versions[engine] = session.version
+            for name in names:
+                work = workloads.requests(name, number, self.vocabulary)
+                for engine in self._with([name]):
+                    if engine not in sessions:
+                        continue
+                    with self._blaming(engine, sessions):
+                        sessions[engine].run(workloads.warm_up(name, self.vocabulary))
+                        stamps = sessions[engine].run(work)
+                        self._add(engine, name, number, workloads.figures(name, work, stamps))
+
+    def _serve(self, engine: str, number: int) -> None:
+        """W4, over HTTP where the engine has a server."""
+        peer, rate = ENGINES[engine], self.options.rate
+        if peer.paced:
+            measured = self._paced(engine, rate, number)
+        else:
+            with served(self._launch(engine, prefix_cache=True)) as url:
+                asked = workloads.served_settings(url, str(self.model), rate, number)
+                measured = asyncio.run(run(asked, {}, _Silence())).points[0].rows
+        self._add(engine, "W4", number, workloads.served_figures(summarize(measured)))
+
+    def _paced(self, engine: str, rate: float, number: int) -> list[Row]:
+        work = workloads.paced(workloads.served_plan(rate, number), self.vocabulary)
+        with Session(self._launch(engine, prefix_cache=True)) as session:
+            self.versions[engine] = session.version
+            session.run(workloads.warm_up("W1", self.vocabulary))
+            return workloads.rows(work, session.run(work))
+
+    def _launch(self, engine: str, *, prefix_cache: bool) -> Launch:
+        peer, options = ENGINES[engine], self.options
+        return Launch(
+            peer.python(options.environments),
+            peer,
+            Settings(
+                model=str(self.model),
+                weights=peer.weights,
+                threads=options.threads,
+                prefix_cache=prefix_cache,
+                batching=options.batching if peer.module == "argosy" else peer.batching,
+            ),
+            log=options.folder / f"{engine}.log",
+            patience_s=options.patience,
         )
-        self._core = EngineCore(config, time.perf_counter, lambda _what, _done: None)
-        self._serial = 0
 
-    def run(self, work: Work) -> Run:
-        """Serve all of it; prompts must differ from those of earlier runs where hits would count."""
-        from argosy.engine.serving.wire import EngineRequest
-        from argosy.protocol import SamplingParams
+    def _add(self, engine: str, name: str, number: int, found: dict[str, float]) -> None:
+        for figure, value in found.items():
+            self.values.setdefault((name, figure), {}).setdefault(engine, {})[number] = value
+        told = ", ".join(f"{figure} {value:.4g}" for figure, value in found.items())
+        _say(f"round {number} {name} {engine}: {told}")
 
-        begin, first = time.perf_counter(), 0.0
-        for prompt, output in work:
-            self._serial += 1
-            params = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
-            self._core.add(EngineRequest(id=str(self._serial), prompt=prompt, params=params))
-        while self._core.has_work:
-            deltas = self._core.step().deltas
-            if deltas and not first:
-                first = time.perf_counter() - begin
-        return Run(time.perf_counter() - begin, first)
-
-
-class Transformers:
-    """`generate` of Hugging Face transformers, in batches of 16 as they come."""
-
-    BATCH = 16
-
-    def __init__(self, model: Path) -> None:
-        import torch
-        from transformers import AutoModelForCausalLM
-
-        self._torch = torch
-        self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
-
-    def run(self, work: Work) -> Run:
-        """Each batch padded to its longest prompt, run to its longest output."""
-        torch = self._torch
-        begin, first = time.perf_counter(), 0.0
-        for at in range(0, len(work), self.BATCH):
-            batch = work[at : at + self.BATCH]
-            longest = max(len(prompt) for prompt, _ in batch)
-            ids = torch.tensor([[1] * (longest - len(p)) + p for p, _ in batch])
-            mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p, _ in batch])
-            if not first:
-                self._generate(ids, mask, 1)
-                first = time.perf_counter() - begin
-            self._generate(ids, mask, max(output for _, output in batch))
-        return Run(time.perf_counter() - begin - first, first)
-
-    def _generate(self, ids: object, mask: object, count: int) -> None:
-        with self._torch.inference_mode():
-            self._model.generate(
-                input_ids=ids,
-                attention_mask=mask,
-                max_new_tokens=count,
-                min_new_tokens=count,
-                do_sample=False,
-                pad_token_id=1,
-            )
+    @contextmanager
+    def _blaming(self, engine: str, sessions: dict[str, Session] | None = None) -> Iterator[None]:
+        """What goes wrong with one engine is told and stops no other."""
+        try:
+            yield
+        except (PeerError, BenchError, FileNotFoundError, ValueError) as error:
+            self.missing[engine] = str(error)
+            _say(f"{engine}: {error}")
+            if sessions is not None and isinstance(error, PeerError):
+                del sessions[engine]
 
 
-def random_tokens(rng: random.Random, count: int, vocabulary: int) -> list[int]:
-    """Token ids that are no special ones."""
-    return [rng.randrange(10, vocabulary) for _ in range(count)]
+class _Silence:
+    """Watches nothing."""
+
+    def begins(self, label: str, requests: int) -> None:
+        """Says nothing."""
+
+    def ended(self, row: Row, in_flight: int) -> None:
+        """Says nothing."""
 
 
-def workload(name: str, seed: int, vocabulary: int) -> Work:
-    """The requests of W1, W2 or W3; lengths are those of seed 0, contents those of `seed`."""
-    lengths, rng = random.Random(0), random.Random(f"{name} {seed}")
-    if name == "W1":
-        sizes = [(lengths.randint(32, 512), lengths.randint(16, 128)) for _ in range(64)]
-        return [(random_tokens(rng, size, vocabulary), output) for size, output in sizes]
-    if name == "W2":
-        return [(random_tokens(rng, 256, vocabulary), 128)]
-    shared = random_tokens(rng, 1024, vocabulary)
-    return [(shared + random_tokens(rng, 64, vocabulary), 32) for _ in range(32)]
+def _say(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
-def figures(name: str, work: Work, run: Run) -> dict[str, float]:
-    """What the workload is judged by."""
-    output = sum(count for _, count in work)
-    if name == "W1":
-        return {"out_tok_s": round(output / run.total_s, 1)}
-    if name == "W2":
-        decode = (output - 1) / (run.total_s - run.first_s)
-        return {"ttft_ms": round(run.first_s * 1000, 1), "decode_tok_s": round(decode, 1)}
-    return {"total_s": round(run.total_s, 2)}
+def machine(threads: int) -> dict[str, float]:
+    """What benchmarks.roofline found, in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.roofline", "--threads", str(threads)]
+    printed = subprocess.run(
+        command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ).stdout
+    found = [json.loads(line) for line in printed.splitlines()]
+    return {row["machine"]: row["value"] for row in found}
+
+
+def _choice(known: tuple[str, ...]) -> Callable[[str], list[str]]:
+    def parse(text: str) -> list[str]:
+        chosen = [name for name in text.split(",") if name]
+        unknown = [name for name in chosen if name not in known]
+        if unknown:
+            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(known)}")
+        return chosen
+
+    return parse
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names, temporary = ("W1", "W2", "W3", "W4"), Path(tempfile.gettempdir()) / "argosy-bench"
+    parser.add_argument("--shape", choices=tuple(SHAPES), default="qwen2-0.5b")
+    parser.add_argument("--workloads", type=_choice(names), default=list(names))
+    parser.add_argument("--engines", type=_choice(tuple(ENGINES)), default=list(DEFAULT))
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--rate", type=float, default=workloads.RATE, help="of W4, requests/s")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--batching", default="continuous", help="of Argosy")
+    parser.add_argument("--folder", type=Path, default=temporary, help="for models and logs")
+    parser.add_argument("--environments", type=Path, default=ROOT / ".venv-peers")
+    parser.add_argument("--patience", type=float, default=900.0, help="seconds for one answer")
+    return parser.parse_args()
 
 
 def main() -> None:
-    """Print one JSON line for each engine, workload and figure: the median over the rounds."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", choices=tuple(SHAPES), default="qwen2-0.5b")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--batching", default="continuous")
-    parser.add_argument("--peers", default="transformers", help="comma-separated, or nothing")
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "argosy-bench")
-    options = parser.parse_args()
-    model = make(options.shape, options.folder)
-    vocabulary = int(str(SHAPES[options.shape]["vocab_size"]))
-    ours = {"batching": options.batching, "dtype": "bfloat16"}
-    engines: dict[str, Callable[[Work], Run]] = {
-        "argosy": Argosy(model, prefix_cache=True, **ours).run,
-        "argosy, no prefix cache": Argosy(model, prefix_cache=False, **ours).run,
-    }
-    if "transformers" in options.peers:
-        engines["transformers"] = Transformers(model).run
-    rows: dict[tuple[str, str, str], list[float]] = {}
+    """Measure, then print rows and table."""
+    options = _options()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no engine stays behind
+    config = SHAPES[options.shape]
+    bench = Bench(options, make(options.shape, options.folder), int(str(config["vocab_size"])))
+    found = machine(options.threads)
     for number in range(options.rounds):
-        for name in ("W1", "W2", "W3"):
-            work = workload(name, number, vocabulary)
-            for engine, run in engines.items():
-                for what, value in figures(name, work, run(work)).items():
-                    rows.setdefault((engine, name, what), []).append(value)
-    for (engine, name, what), values in rows.items():
-        row = {"engine": engine, "workload": name, what: round(statistics.median(values), 2)}
-        print(json.dumps(row | {"shape": options.shape, "rounds": values}), flush=True)
+        bench.round(number)
+    limits = Limits(found, config)
+    table = rows(bench.values, bench.versions, bench.missing, limits)
+    for row in [*machine_rows(found, options.threads), *table]:
+        print(json.dumps(row | {"shape": options.shape}))
+    print(markdown(bench.values, bench.missing, limits))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,9 @@ def machine() -> dict[str, str | int]:
     return {
         "cpu": fields.get("model name", platform.processor()),
         "cpus": sum(name.strip() == "processor" for name, _ in found),
-        "units": " ".join(flag for flag in flags if flag.startswith(("amx", "avx512_bf16"))),
+        "units": " ".join(
+            flag for flag in flags if flag.startswith(("amx", "avx512_bf16", "avx512_vnni"))
+        ),
         "memory_gib": round(int(memory_kib()) / 2**20),
         "system": platform.system(),
         "python": platform.python_version(),
@@ -51,6 +53,7 @@ def main() -> None:
         "versions": {package: version(package) for package in PACKAGES},
         "rows": [json.loads(line) for line in printed.splitlines() if line.startswith("{")],
     }
+    print("".join(line for line in printed.splitlines(keepends=True) if not line.startswith("{")))
     path = HERE / "results" / f"{result['date']}-{name}.json"
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")

@@ -1,48 +1,123 @@
-"""From `argosy replica` to ready with the bundled model, imports included: seconds, a row for each start."""
+"""From `argosy replica` to ready, imports included, and what replicas of one model cost in memory together.
+
+python -m benchmarks.startup qwen2-0.5b --replicas 2
+
+Prints a row for each start: without the cache of packed weights, when it is made, and when it is found. Files come
+from a warm page cache. Memory is that of the engine cores: PSS divides shared pages among those who share them.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import subprocess
 import sys
+import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Self
 
 import httpx2
+import psutil
+
+from argosy.models import BUNDLED
+from benchmarks.checkpoints import SHAPES, make
 
 STARTS = 5
 PORT = 8907
-READY = f"http://127.0.0.1:{PORT}/ready"
+CACHES = ("off", "cold", "warm")
 
 
-def start_s() -> float:
-    """One start, in seconds; the server is stopped again."""
-    argosy = Path(sys.executable).with_name("argosy")
-    begin = time.perf_counter()
-    with subprocess.Popen(
-        [argosy, "replica", "--port", str(PORT)], stderr=subprocess.DEVNULL
-    ) as it:
-        while not ready():
-            if it.poll() is not None:
-                raise SystemExit(f"the replica ended with status {it.returncode}")
+class Replica:
+    """A running replica, from its start on."""
+
+    def __init__(self, model: Path, port: int, pack_cache: str) -> None:
+        argosy = [sys.executable, "-m", "argosy.cli", "replica", str(model)]
+        self._url = f"http://127.0.0.1:{port}/ready"
+        self._begin = time.perf_counter()
+        self._process = subprocess.Popen(
+            [*argosy, "--port", str(port), "--pack-cache", pack_cache, "--kv-memory", "1GiB"],
+            stderr=subprocess.DEVNULL,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process.terminate()
+        self._process.wait()
+
+    def ready_s(self) -> float:
+        """Wait until it takes requests: seconds after its start."""
+        while not self._ready():
+            if self._process.poll() is not None:
+                raise SystemExit(f"the replica ended with status {self._process.returncode}")
             time.sleep(0.01)
-        took = time.perf_counter() - begin
-        it.terminate()
-    return took
+        return time.perf_counter() - self._begin
+
+    def _ready(self) -> bool:
+        try:
+            return httpx2.get(self._url).status_code == 200
+        except httpx2.TransportError:
+            return False
+
+    def core_mib(self, kind: str) -> int:
+        """Memory of the engine core by one line of its smaps_rollup: "Rss", "Pss" or "Private_Dirty"."""
+        (core,) = psutil.Process(self._process.pid).children()
+        lines = Path(f"/proc/{core.pid}/smaps_rollup").read_text().splitlines()
+        return int(next(line.split()[1] for line in lines if line.startswith(kind + ":"))) >> 10
 
 
-def ready() -> bool:
-    """Whether the replica takes requests."""
-    try:
-        return httpx2.get(READY).status_code == 200
-    except httpx2.TransportError:
-        return False
+def start(model: Path, cache: str, packed: Path) -> dict[str, object]:
+    """One start, and the core's memory once it is ready."""
+    if cache != "warm":
+        for file in packed.glob("*.packed"):
+            file.unlink()
+    with Replica(model, PORT, "0" if cache == "off" else "32GiB") as replica:
+        took = replica.ready_s()
+        return {
+            "model": model.name,
+            "pack_cache": cache,
+            "start_to_ready_s": round(took, 2),
+            "core_rss_mib": replica.core_mib("Rss"),
+            "core_private_mib": replica.core_mib("Private_Dirty"),
+        }
+
+
+def together(model: Path, replicas: int, size: str) -> dict[str, object]:
+    """What so many replicas take, started at the same time."""
+    with ExitStack() as stack:
+        running = [stack.enter_context(Replica(model, PORT + n, size)) for n in range(replicas)]
+        took = max([replica.ready_s() for replica in running])
+        return {
+            "model": model.name,
+            "pack_cache": "off" if size == "0" else "warm",
+            "replicas": replicas,
+            "all_ready_s": round(took, 2),
+            "cores_pss_mib": sum(replica.core_mib("Pss") for replica in running),
+        }
 
 
 def main() -> None:
     """Print one JSON line for each start."""
-    for _ in range(STARTS):
-        print(json.dumps({"start_to_ready_s": round(start_s(), 2)}))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model", choices=["bundled", *SHAPES], nargs="?", default="bundled")
+    parser.add_argument("--starts", type=int, default=STARTS)
+    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "argosy-bench")
+    asked = parser.parse_args()
+    model = BUNDLED if asked.model == "bundled" else make(asked.model, asked.folder)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_CACHE_HOME"] = folder
+        packed = Path(folder) / "argosy" / "packed"
+        start(model, "cold", packed)  # builds the kernels
+        for cache in CACHES:
+            for _ in range(asked.starts):
+                print(json.dumps(start(model, cache, packed)), flush=True)
+        for size in ("0", "32GiB"):
+            print(json.dumps(together(model, asked.replicas, size)), flush=True)
 
 
 if __name__ == "__main__":

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import msgspec
 import pytest
 
+from argosy.engine.execution.executor import Flight
 from argosy.engine.scheduling import Plan, StepResult
 from argosy.engine.serving.core.loop import MAX_FAILED_STEPS, EngineCore
 from argosy.engine.serving.wire import EngineRequest
@@ -20,19 +22,44 @@ POISON = 3999
 
 
 class Saboteur:
-    """An executor that does something else when a condition holds."""
+    """An executor that acts on each plan as it is launched, or, if `late`, when its result is asked for."""
 
-    def __init__(self, core: EngineCore, act: Callable[[Plan], None]) -> None:
+    def __init__(
+        self, core: EngineCore, act: Callable[[Plan], None], *, late: bool = False
+    ) -> None:
         self._inner = core.executor
         self._act = act
+        self._late = late
         core.executor = self
 
-    def execute(self, plan: Plan) -> StepResult:
-        self._act(plan)
-        return self._inner.execute(plan)
+    def launch(self, plan: Plan) -> Flight:
+        if not self._late:
+            self._act(plan)
+        flight = self._inner.launch(plan)
+        return Sabotaged(flight, plan, self._act) if self._late else flight
+
+    @property
+    def unprepared(self) -> int:
+        return self._inner.unprepared
+
+    def prepare(self) -> None:
+        self._inner.prepare()
 
     def reset(self) -> None:
         self._inner.reset()
+
+
+@dataclass(frozen=True)
+class Sabotaged:
+    """A flight that does something else before it lands."""
+
+    flight: Flight
+    plan: Plan
+    act: Callable[[Plan], None]
+
+    def result(self) -> StepResult:
+        self.act(self.plan)
+        return self.flight.result()
 
 
 def request(name: str, *, prompt: list[int] | None = None, **changes: object) -> EngineRequest:
@@ -43,9 +70,16 @@ def request(name: str, *, prompt: list[int] | None = None, **changes: object) ->
     return msgspec.structs.replace(made, **changes)
 
 
+@pytest.fixture(params=[0, 1], ids=lambda depth: f"inflight{depth}", name="depth")
+def a_depth(request: pytest.FixtureRequest) -> int:
+    """How many steps are under way while the next one is planned."""
+    depth: int = request.param
+    return depth
+
+
 @pytest.fixture(name="core")
-def a_core() -> Iterator[EngineCore]:
-    core = core_of(BUNDLED, max_seqs=8)
+def a_core(depth: int) -> Iterator[EngineCore]:
+    core = core_of(BUNDLED, max_seqs=8, inflight=depth)
     yield core
     assert not core.has_work
 
@@ -54,7 +88,8 @@ def expected(*requests: EngineRequest) -> dict[str, Answer]:
     return run(core_of(BUNDLED, max_seqs=8), list(requests))
 
 
-def test_a_poisonous_request_ends_alone(core: EngineCore) -> None:
+@pytest.mark.parametrize("late", [False, True], ids=["launch", "result"])
+def test_a_poisonous_request_ends_alone(core: EngineCore, late: bool) -> None:
     rows: set[int] = set()
 
     def act(plan: Plan) -> None:
@@ -63,7 +98,7 @@ def test_a_poisonous_request_ends_alone(core: EngineCore) -> None:
         if rows.intersection(plan.rows):
             raise RuntimeError("poison")
 
-    Saboteur(core, act)
+    Saboteur(core, act, late=late)
     healthy = [request(name) for name in "abcd"]
     poisoned = request("bad", prompt=[7, POISON, 7])
     answers = run(core, [*healthy[:2], poisoned, *healthy[2:]])
@@ -89,8 +124,8 @@ def test_running_out_of_memory_shrinks_the_step_and_goes_on(core: EngineCore) ->
     assert core.scheduler.step_tokens < core.scheduler.limits.max_step_tokens
 
 
-def test_numbers_that_are_not_finite_end_their_row() -> None:
-    core = core_of(BUNDLED, max_seqs=8)
+def test_numbers_that_are_not_finite_end_their_row(depth: int) -> None:
+    core = core_of(BUNDLED, max_seqs=8, inflight=depth)
     model = core.executor._model  # type: ignore[attr-defined]  # noqa: SLF001 - the model is the culprit
 
     def sick(batch: object, attention: object) -> object:
@@ -105,8 +140,8 @@ def test_numbers_that_are_not_finite_end_their_row() -> None:
     assert {answer.finish for answer in answers.values()} <= {"error", "length"}
 
 
-def test_a_broken_worker_gives_up_after_a_bounded_number_of_steps() -> None:
-    core = core_of(BUNDLED)
+def test_a_broken_worker_gives_up_after_a_bounded_number_of_steps(depth: int) -> None:
+    core = core_of(BUNDLED, inflight=depth)
 
     def act(_: Plan) -> None:
         raise RuntimeError("nothing works")
@@ -154,7 +189,35 @@ def test_what_slips_past_the_door_is_answered(
     assert reason in (answer.error or "")
 
 
-def test_every_request_ends_once_whatever_happens(core: EngineCore) -> None:
+def test_tokens_beyond_a_stop_are_neither_delivered_nor_counted(core: EngineCore) -> None:
+    """With a step under way, the device samples one more before the stop is seen."""
+    free = request("a", params=msgspec.structs.replace(GREEDY, max_tokens=30))
+    tokens = expected(free)["a"].tokens
+    params = msgspec.structs.replace(free.params, stop_token_ids=[tokens[9]])
+    core.add(msgspec.structs.replace(free, params=params))
+    answer = Answer()
+    while core.has_work:
+        outputs = core.step()
+        for delta in outputs.deltas:
+            answer.take(delta)
+    length = tokens.index(tokens[9]) + 1
+    assert answer.tokens == tokens[:length]
+    assert answer.finish == "stop"
+    assert outputs.stats.generated_tokens_total == length
+
+
+def test_steps_say_where_their_time_went(core: EngineCore) -> None:
+    core.add(request("a"))
+    spent = core.step().stats.phase_s_total
+    while core.has_work:
+        spent, before = core.step().stats.phase_s_total, spent
+        assert all(spent[phase] >= before[phase] for phase in before)
+    assert set(spent) == {"plan", "launch", "compute", "sample", "commit"}
+    assert all(seconds > 0 for seconds in spent.values())
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["launch", "result"])
+def test_every_request_ends_once_whatever_happens(core: EngineCore, late: bool) -> None:
     """Random cancels, timeouts, failures and shortages; `run` checks the rest."""
     rng = random.Random(1)
 
@@ -162,7 +225,7 @@ def test_every_request_ends_once_whatever_happens(core: EngineCore) -> None:
         if rng.random() < 0.05:
             raise RuntimeError("a bad moment")
 
-    Saboteur(core, act)
+    Saboteur(core, act, late=late)
     answers: dict[str, Answer] = {}
     for number in range(40):
         name = str(number)

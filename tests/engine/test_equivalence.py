@@ -17,6 +17,8 @@ from tests.engine.driver import Answer, core_of, run
 if TYPE_CHECKING:
     from argosy.engine.serving.core.loop import EngineCore
 
+DEFAULT = "default"
+"""The path that the engine takes by itself: the full set of cases runs on it."""
 VARIETY = [
     SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2),
     SamplingParams(temperature=0.8, seed=1, max_tokens=24, ignore_eos=True),
@@ -39,9 +41,16 @@ VARIETY = [
 ]
 
 
+def weights_of(dtype: str) -> dict[str, str]:
+    """The options of a core whose weights are held so."""
+    quantized = dtype.startswith("int")
+    return {"dtype": "bfloat16", "quantize": dtype} if quantized else {"dtype": dtype}
+
+
 @cache
-def plain_core(dtype: str = "bfloat16") -> EngineCore:
-    return core_of(BUNDLED, prefix_cache=False, dtype=dtype)
+def plain_core(dtype: str = "bfloat16", path: str = DEFAULT) -> EngineCore:
+    """One core for each dtype and path; the path is the one of the running test."""
+    return core_of(BUNDLED, prefix_cache=False, **weights_of(dtype))
 
 
 @cache
@@ -59,59 +68,80 @@ def requests() -> list[EngineRequest]:
 
 
 @cache
-def alone(dtype: str = "bfloat16") -> dict[str, Answer]:
+def alone(dtype: str = "bfloat16", path: str = DEFAULT) -> dict[str, Answer]:
     """The reference: each request by itself, its prompt in one piece."""
     found: dict[str, Answer] = {}
     for request in requests():
-        found |= run(plain_core(dtype), [request])
+        found |= run(plain_core(dtype, path), [request])
     return found
 
 
-def same(answers: dict[str, Answer], dtype: str = "bfloat16") -> None:
+@pytest.fixture(params=[0, 1], ids=lambda depth: f"inflight{depth}", name="depth")
+def a_depth(request: pytest.FixtureRequest) -> int:
+    """How many steps are under way while the next one is planned."""
+    depth: int = request.param
+    return depth
+
+
+def same(answers: dict[str, Answer], dtype: str = "bfloat16", path: str = DEFAULT) -> None:
     for name, answer in answers.items():
-        expected = alone(dtype)[name]
+        expected = alone(dtype, path)[name]
         assert answer.tokens == expected.tokens, f"request {name}"
         assert answer.logprobs == expected.logprobs
         assert answer.prompt_logprobs == expected.prompt_logprobs
         assert answer.finish == expected.finish
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_batched(dtype: str) -> None:
-    same(run(plain_core(dtype), requests()), dtype)
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("budget", [8, 17, 64])
-def test_chunked(budget: int, dtype: str) -> None:
-    core = core_of(BUNDLED, max_step_tokens=budget, max_seqs=5, dtype=dtype)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8", "int4"])
+def test_batched(dtype: str, depth: int) -> None:
+    core = core_of(BUNDLED, inflight=depth, prefix_cache=False, **weights_of(dtype))
     same(run(core, requests()), dtype)
 
 
-def test_prefix_hits() -> None:
-    core = core_of(BUNDLED, dtype="bfloat16")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8", "int4"])
+@pytest.mark.parametrize("budget", [8, 17, 64])
+def test_chunked(budget: int, dtype: str, depth: int) -> None:
+    core = core_of(BUNDLED, inflight=depth, max_step_tokens=budget, max_seqs=5, **weights_of(dtype))
+    same(run(core, requests()), dtype)
+
+
+def test_batched_and_chunked_on_every_path(path: str) -> None:
+    """Decodes beside decodes, and beside pieces of prompts: the sizes of batch that kernels tell apart."""
+    same(run(plain_core(path=path), requests()), path=path)
+    core = core_of(BUNDLED, max_step_tokens=17, max_seqs=5, dtype="bfloat16")
+    same(run(core, requests()), path=path)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int4"])
+def test_prefix_hits(dtype: str, depth: int) -> None:
+    core = core_of(BUNDLED, inflight=depth, **weights_of(dtype))
     run(core, requests())
     again = run(core, requests())
     assert sum(answer.cached_tokens or 0 for answer in again.values()) > 100
-    same(again)
+    same(again, dtype)
 
 
-def test_preemption_in_a_tiny_pool() -> None:
-    core = core_of(BUNDLED, dtype="bfloat16", num_blocks=11, max_seqs=8)
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_preemption_in_a_tiny_pool(dtype: str, depth: int) -> None:
+    core = core_of(BUNDLED, inflight=depth, num_blocks=11, max_seqs=8, **weights_of(dtype))
     core.scheduler.estimate.share = 0.0
-    same(run(core, requests()))
+    same(run(core, requests()), dtype)
     assert core.scheduler.preemptions > 0
 
 
-def test_host_tier() -> None:
-    core = core_of(BUNDLED, dtype="bfloat16", num_blocks=11, max_seqs=3, host_kv_bytes=1 << 24)
+def test_host_tier(depth: int) -> None:
+    core = core_of(
+        BUNDLED, inflight=depth, dtype="bfloat16", num_blocks=11, max_seqs=3, host_kv_bytes=1 << 24
+    )
     same(run(core, requests()))
     same(run(core, requests()))
     assert core.scheduler.memory.host_hit_tokens > 0
 
 
-def test_rotten_host_blocks_are_recomputed_and_counted() -> None:
-    core = core_of(BUNDLED, dtype="bfloat16", num_blocks=11, max_seqs=3, host_kv_bytes=1 << 24)
+def test_rotten_host_blocks_are_recomputed_and_counted(depth: int) -> None:
+    core = core_of(
+        BUNDLED, inflight=depth, dtype="bfloat16", num_blocks=11, max_seqs=3, host_kv_bytes=1 << 24
+    )
     run(core, requests())
     for block in core.executor.host.blocks.values():  # type: ignore[attr-defined]
         block.numpy()[7] ^= 1
@@ -120,13 +150,13 @@ def test_rotten_host_blocks_are_recomputed_and_counted() -> None:
 
 
 @pytest.mark.parametrize("number", range(len(VARIETY)), ids=lambda number: f"params{number}")
-def test_resume_at_every_token(number: int) -> None:
+def test_resume_at_every_token(number: int, depth: int) -> None:
     request, whole = requests()[number], alone()[str(number)]
     resumed = [
         msgspec.structs.replace(request, id=str(index), output=whole.tokens[:index])
         for index in range(1, len(whole.tokens))
     ]
-    core = core_of(BUNDLED, dtype="bfloat16")
+    core = core_of(BUNDLED, inflight=depth, dtype="bfloat16")
     for name, answer in run(core, resumed).items():
         index = int(name)
         assert answer.tokens == whole.tokens[index:]
@@ -134,7 +164,7 @@ def test_resume_at_every_token(number: int) -> None:
         assert answer.finish == whole.finish
 
 
-def test_siblings_fork() -> None:
+def test_siblings_fork(depth: int) -> None:
     """`n` choices: the siblings take over the lead's prompt, and each is what it would be alone."""
     request = requests()[1]
     several = [
@@ -146,7 +176,7 @@ def test_siblings_fork() -> None:
         )
         for index in range(4)
     ]
-    answers = run(core_of(BUNDLED, dtype="bfloat16"), several)
+    answers = run(core_of(BUNDLED, inflight=depth, dtype="bfloat16"), several)
     assert all((answers[str(i)].cached_tokens or 0) >= len(request.prompt) - 1 for i in (1, 2, 3))
     for one in several:
         single = run(plain_core(), [msgspec.structs.replace(one, lead=None)])
@@ -154,5 +184,10 @@ def test_siblings_fork() -> None:
 
 
 @pytest.mark.parametrize("batching", ["static", "dynamic"])
-def test_batching_modes(batching: str) -> None:
-    same(run(core_of(BUNDLED, dtype="bfloat16", batching=batching, max_seqs=4), requests()))
+def test_batching_modes(batching: str, depth: int) -> None:
+    same(
+        run(
+            core_of(BUNDLED, inflight=depth, dtype="bfloat16", batching=batching, max_seqs=4),
+            requests(),
+        )
+    )

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from urllib.parse import quote
 
 import msgspec
 import pytest
 from tests.integration.fake_engine import FakeEngine, Script, always
-from tests.integration.rough_server import Answer, Asked, plain, rough_server
+from tests.integration.rough_server import Answer, Asked, Rough, plain, rough_server
 from tests.integration.serving import MODEL, Served
 from typer.testing import CliRunner
 from typer.testing import Result as Ran
@@ -473,10 +476,42 @@ async def test_the_command_writes_what_compare_reads(served: Served, tmp_path: P
     assert page.read_text().startswith("<!doctype html>")
     ran = await asyncio.to_thread(cli, *common, "--save", str(b))
     assert ran.exit_code == 0, ran.output
-    compared = await asyncio.to_thread(cli, "compare", str(a), str(b), "--output", str(page))
-    assert compared.exit_code == 0, compared.output
-    assert "95 % interval" in compared.output
-    assert {each["measure"] for each in json.loads(page.read_text())} >= {"ttft p50 ms"}
+    for sides, runs in (((a, b), [1, 1]), ((f"{a},{b}", tmp_path / "?.json"), [2, 2])):
+        compared = await asyncio.to_thread(cli, "compare", *map(str, sides), "--output", str(page))
+        assert compared.exit_code == 0, compared.output
+        assert "95 % interval" in compared.output
+        ratios = json.loads(page.read_text())
+        assert {each["measure"] for each in ratios} >= {"ttft p50 ms"}
+        assert all(each["runs"] == runs for each in ratios)
+
+
+async def test_the_command_writes_what_other_programs_read(served: Served, tmp_path: Path) -> None:
+    table, metrics = tmp_path / "a.csv", tmp_path / "a.prom"
+    metrics.write_text("of an earlier run")
+    ran = await asyncio.to_thread(
+        cli,
+        *("--url", served.url, "--rate", "200", "--requests", "8", "--output-len", "4"),
+        *("--csv", str(table), "--prometheus", str(metrics)),
+    )
+    assert ran.exit_code == 0, ran.output
+    assert len(table.read_text().splitlines()) == 9
+    assert 'argosy_bench_requests{load="rate 200"' in metrics.read_text()
+    assert set(os.listdir(tmp_path)) == {"a.csv", "a.prom"}  # noqa: PTH208 - blocks no one
+
+
+# --- where the server is -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["unix:{}", "unix://{}", "http+unix://{quoted}/v1"])
+async def test_a_server_behind_a_unix_socket(form: str) -> None:
+    with TemporaryDirectory() as folder:  # pytest's own may be too long for a socket
+        socket, rough = str(Path(folder) / "a socket"), Rough()
+        async with await asyncio.start_unix_server(rough.serve, socket):
+            result = await measure(form.format(socket, quoted=quote(socket, safe="")))
+            for asked in rough.asked:
+                asked.writer.close()
+    assert len(rough.asked) == 12
+    assert result.points[0].summary.completed == 12
 
 
 @pytest.mark.parametrize(
@@ -485,6 +520,8 @@ async def test_the_command_writes_what_compare_reads(served: Served, tmp_path: P
         (("--url", "localhost:1"), "is no URL"),
         (("--url", "http://127.0.0.1:99999"), "is no URL"),
         (("--url", "http://127.0.0.1:9"), "Start the server"),
+        (("--url", "unix:"), "is no URL"),
+        (("--url", "unix:/nonexistent/a.sock"), "unix:/nonexistent/a.sock"),
         (("--rate", "0"), "numbers above 0"),
         (("--rate", "x"), "numbers above 0"),
         (("--concurrency", "1.5"), "whole number"),
@@ -497,7 +534,9 @@ async def test_the_command_writes_what_compare_reads(served: Served, tmp_path: P
         (("--header", "nothing"), "is no header"),
         (("--save", "/nonexistent/a.json"), "no directory"),
         (("--find-rate", "--rate", "1"), "needs objectives"),
+        (("--csv", "/nonexistent/a.csv"), "no directory"),
         (("compare", "/nonexistent", "/nonexistent"), "Cannot read"),
+        (("compare", "/nonexistent/*.json", "/nonexistent"), "No file is like"),
     ],
 )
 def test_refusals_are_one_sentence(arguments: tuple[str, ...], sentence: str) -> None:

@@ -16,6 +16,7 @@ from tests.chaos.scripted import CORE, Command, expected, prompt, until
 
 from argosy.engine.config import EngineConfig
 from argosy.engine.serving.core.client import EngineClient, EngineFailedError
+from argosy.engine.serving.core.start import EarlyCore
 from argosy.engine.serving.wire import Delta, EngineRequest
 from argosy.protocol import ApiError, SamplingParams
 
@@ -152,6 +153,37 @@ async def test_progress_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     await client.close()
     assert ready.backend.startswith("scripted")
     assert heard == [("weights", 0.5), ("weights", 1.0)]
+
+
+async def test_a_process_started_early_becomes_the_core(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    with EarlyCore(CORE) as early:
+        (process,) = psutil.Process().children()
+        client = EngineClient(EngineConfig(model=str(tmp_path)), core=CORE, early=early)
+        await client.start()
+    assert client.core_pid == process.pid
+    crashing = prompt(Command.KILL, at=1)
+    assert tokens_of(await collect(client, request(crashing))) == expected(crashing, 30)
+    assert client.core_pid != process.pid
+    await client.close()
+
+
+@pytest.mark.parametrize("core", [CORE, "there.is.no:such_core"])
+def test_a_process_started_early_for_nobody_ends(core: str) -> None:
+    with EarlyCore(core):
+        (process,) = psutil.Process().children()
+    assert gone(process.pid)
+
+
+async def test_an_early_import_that_fails_is_told_once_there_is_a_parent_to_tell(
+    tmp_path: Path,
+) -> None:
+    with EarlyCore("there.is.no:such_core") as early:
+        client = EngineClient(EngineConfig(model=str(tmp_path)), core="no.core:x", early=early)
+        with pytest.raises(EngineFailedError, match="No module named 'no'"):
+            await client.start()
 
 
 PARENT = """

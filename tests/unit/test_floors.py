@@ -22,9 +22,11 @@ importlib.import_module(sys.argv[1])
         "argosy.engine",
         "argosy.engine.scheduling",
         "argosy.engine.serving",
+        "argosy.gateway",
         "argosy.policy",
         "argosy.protocol",
         "argosy.telemetry",
+        "argosy.web",
     ],
 )
 def test_loads_without_torch(room: str) -> None:

@@ -1,6 +1,7 @@
 """The load generator: plans of requests, a client that measures them, reports and comparisons."""
 
 from argosy.bench.arrivals import Arrivals, arrival_times
+from argosy.bench.export import prometheus_text, rows_csv
 from argosy.bench.lengths import Lengths, parse_lengths
 from argosy.bench.measure import Objectives, Row, Stats, Summary, stats, summarize, values
 from argosy.bench.objectives import parse_objectives
@@ -45,7 +46,9 @@ __all__ = [
     "noise_report",
     "parse_lengths",
     "parse_objectives",
+    "prometheus_text",
     "read_trace",
+    "rows_csv",
     "run",
     "save",
     "self_check",

@@ -11,8 +11,9 @@ import asyncio
 import contextlib
 import ssl
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import cast
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 import httptools
 import msgspec
@@ -31,24 +32,42 @@ class Address(msgspec.Struct, frozen=True):
     path: str
     """Before `/v1/...`; no slash at the end."""
     tls: bool = False
+    socket: str | None = None
+    """Path of the Unix socket that takes the place of host and port."""
 
     @property
     def authority(self) -> str:
         """For the `Host` header."""
+        if self.socket is not None:
+            return self.host
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}"
 
+    @property
+    def name(self) -> str:
+        """For people."""
+        return self.authority if self.socket is None else f"unix:{self.socket}"
+
 
 def parse_url(url: str) -> Address:
-    """The server at `http://host:port[/path]`; a `/v1` at the end is dropped. Raises BenchError."""
+    """The server at a URL; a `/v1` at the end is dropped. Raises BenchError.
+
+    `http://HOST:PORT[/PATH]`, `https://...`, `unix:/PATH/OF.sock`, or `http+unix://%2FPATH%2FOF.sock[/PATH]`.
+    """
     try:
         parts = urlsplit(url)
-        port = parts.port
+        port = parts.port if parts.scheme in {"http", "https"} else None
     except ValueError as error:
         raise BenchError(f"{url!r} is no URL ({error}): write http://HOST:PORT.") from error
-    if parts.scheme not in {"http", "https"} or not parts.hostname:
-        raise BenchError(f"{url!r} is no URL of a server: write http://HOST:PORT.")
     path = parts.path.rstrip("/").removesuffix("/v1")
+    if parts.scheme == "unix" and parts.path:
+        return Address("localhost", 0, "", socket=parts.path)
+    if parts.scheme == "http+unix" and parts.netloc:
+        return Address("localhost", 0, path, socket=unquote(parts.netloc))
+    if parts.scheme not in {"http", "https"} or not parts.hostname:
+        raise BenchError(
+            f"{url!r} is no URL of a server: write http://HOST:PORT, or unix:/PATH/OF.sock."
+        )
     tls = parts.scheme == "https"
     return Address(parts.hostname, port or (443 if tls else 80), path, tls)
 
@@ -189,7 +208,7 @@ class Client:
             reply.end()
         except OSError as error:
             reply.now = self._clock()
-            reply.fail("connect", f"Cannot connect to {self._address.authority}: {error}")
+            reply.fail("connect", f"Cannot connect to {self._address.name}: {error}")
             reply.end()
         return reply
 
@@ -215,10 +234,14 @@ class Client:
         return None
 
     async def _connect(self) -> Connection:
-        loop = asyncio.get_running_loop()
-        _, connection = await loop.create_connection(
-            lambda: Connection(self._clock), self._address.host, self._address.port, ssl=self._tls
-        )
+        loop, address = asyncio.get_running_loop(), self._address
+        made = partial(Connection, self._clock)
+        if address.socket is not None:
+            _, connection = await loop.create_unix_connection(made, address.socket)
+        else:
+            _, connection = await loop.create_connection(
+                made, address.host, address.port, ssl=self._tls
+            )
         return connection
 
     def _head(self, method: str, path: str, length: int, headers: Mapping[str, str]) -> bytes:

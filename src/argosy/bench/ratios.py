@@ -1,8 +1,11 @@
-"""Two results side by side: ratios with confidence intervals from the bootstrap.
+"""Two sides compared, each of one or more results: ratios with 95 % intervals.
 
-Latencies: requests are resampled (all gaps of a request together), so that gaps of one request, which are alike, do
-not count as independent. Token throughput: slices of the run's time are resampled. One run's interval holds
-what varies within a run; what varies between runs only more runs can show.
+One result a side: the bootstrap. Latencies: requests are resampled (all gaps of a request together), so that gaps of
+one request, which are alike, do not count as independent. Token throughput: slices of the run's time are resampled.
+Such an interval holds what varies within a run; what varies between runs only more runs can show.
+
+Several results a side: each gives one number for a measure, their geometric mean is the estimate, and the interval is
+that of Behrens and Fisher for the difference of two means of logarithms, whose variances are unknown and unequal.
 """
 
 from __future__ import annotations
@@ -33,6 +36,8 @@ class Ratio(msgspec.Struct, frozen=True, kw_only=True):
     measure: str
     a: float
     b: float
+    runs: tuple[int, int]
+    """That a and b come from."""
     ratio: float
     low: float
     high: float
@@ -43,22 +48,30 @@ class Ratio(msgspec.Struct, frozen=True, kw_only=True):
         return not self.low <= 1 <= self.high
 
 
-def compare(a: Result, b: Result, *, seed: int = 0, resamples: int = RESAMPLES) -> list[Ratio]:
-    """Each measure of each load that both have. Raises BenchError when they have none in common.
+def compare(
+    a: Sequence[Result], b: Sequence[Result], *, seed: int = 0, resamples: int = RESAMPLES
+) -> list[Ratio]:
+    """Each measure of each load that both sides have. Raises BenchError when they have none in common.
 
-    With one run each, these are compared whatever their loads are.
+    Where each side has one load only, these are compared whatever they are.
     """
-    pairs = [(x, y) for x in a.points for y in b.points if x.label == y.label]
-    if not pairs and len(a.points) == len(b.points) == 1:
-        pairs = [(a.points[0], b.points[0])]
+    mine, other = _by_load(a), _by_load(b)
+    pairs = [(label, points, other[label]) for label, points in mine.items() if label in other]
+    if not pairs and len(mine) == len(other) == 1:
+        ((x, points),), ((y, others),) = mine.items(), other.items()
+        pairs = [(f"{x} / {y}", points, others)]
     if not pairs:
-        raise BenchError("The two results have no load in common: nothing can be compared.")
-    rng = np.random.default_rng(seed)
-    ratios = []
-    for x, y in pairs:
-        label = x.label if x.label == y.label else f"{x.label} / {y.label}"
-        ratios += _compare_points(label, x, y, _Dice(rng, resamples))
-    return ratios
+        raise BenchError("The two sides have no load in common: nothing can be compared.")
+    dice = _Dice(np.random.default_rng(seed), resamples)
+    return [ratio for label, x, y in pairs for ratio in _compare_points(label, x, y, dice)]
+
+
+def _by_load(results: Sequence[Result]) -> dict[str, list[Point]]:
+    found: dict[str, list[Point]] = {}
+    for result in results:
+        for point in result.points:
+            found.setdefault(point.label, []).append(point)
+    return found
 
 
 class _Dice(msgspec.Struct, frozen=True):
@@ -68,29 +81,55 @@ class _Dice(msgspec.Struct, frozen=True):
     resamples: int
 
 
-def _compare_points(label: str, a: Point, b: Point, dice: _Dice) -> list[Ratio]:
-    mine, other = _ok(a), _ok(b)
-    if not mine or not other:
-        return []
-    ratios = [_ratio(label, "output tok/s", *(_throughput(rows, dice) for rows in (mine, other)))]
+def _compare_points(label: str, a: Sequence[Point], b: Sequence[Point], dice: _Dice) -> list[Ratio]:
+    mine, other = _measures(a, dice), _measures(b, dice)
+    return [
+        _ratio(label, measure, mine[measure], other[measure], (len(a), len(b)))
+        for measure in mine
+        if measure in other
+    ]
+
+
+def _measures(points: Sequence[Point], dice: _Dice) -> dict[str, Array]:
+    """By name, the estimate of each measure that every run has, then what else it could have been."""
+    if len(points) == 1:
+        return _measures_of_run(points[0], dice)
+    runs = [_measures_of_run(point, _Dice(dice.rng, 0)) for point in points]
+    return {
+        measure: _over_runs(np.array([run[measure][0] for run in runs]), dice)
+        for measure in runs[0]
+        if all(measure in run for run in runs)
+    }
+
+
+def _over_runs(estimates: Array, dice: _Dice) -> Array:
+    """The geometric mean, then draws from where its true value may lie: a t distribution of the logarithm."""
+    logs = np.log(estimates + 1e-12)
+    error = logs.std(ddof=1) / np.sqrt(len(logs))
+    draws = logs.mean() + error * dice.rng.standard_t(len(logs) - 1, dice.resamples)
+    # Two runs know so little that a few draws are beyond all numbers.
+    means: Array = np.exp(np.concatenate([[logs.mean()], draws.clip(-200, 200)]))
+    return means
+
+
+def _measures_of_run(point: Point, dice: _Dice) -> dict[str, Array]:
+    rows = _ok(point)
+    if not rows:
+        return {}
+    measures = {"output tok/s": _throughput(rows, dice)}
     for metric in _LATENCIES:
-        samples = [_Sample(rows, metric) for rows in (mine, other)]
-        if not all(sample.size for sample in samples):
-            continue
-        drawn = [sample.bootstrap(dice) for sample in samples]
-        ratios += [
-            _ratio(label, f"{metric} {statistic} ms", drawn[0][statistic], drawn[1][statistic])
-            for statistic in drawn[0]
-            if statistic in drawn[1]
-        ]
-    return ratios
+        sample = _Sample(rows, metric)
+        if sample.size:
+            for statistic, drawn in sample.bootstrap(dice).items():
+                measures[f"{metric} {statistic} ms"] = drawn
+    return measures
 
 
 def _ok(point: Point) -> list[Row]:
     return [row for row in point.rows if row.phase == "measured" and row.outcome == "ok"]
 
 
-def _ratio(label: str, measure: str, a: Array, b: Array) -> Ratio:
+def _ratio(label: str, measure: str, a: Array, b: Array, runs: tuple[int, int]) -> Ratio:
     """The first of each array is the estimate, the others are resamples."""
     ratios = (b + 1e-12) / (a + 1e-12)
     low, high = np.percentile(ratios[1:], [2.5, 97.5])
@@ -99,6 +138,7 @@ def _ratio(label: str, measure: str, a: Array, b: Array) -> Ratio:
         measure=measure,
         a=float(a[0]),
         b=float(b[0]),
+        runs=runs,
         ratio=float(ratios[0]),
         low=float(low),
         high=float(high),
@@ -169,11 +209,11 @@ class _Quantile:
         return float(self._values[min(place, len(self._values) - 1)])
 
 
-def comparison_text(a: Result, b: Result, ratios: Sequence[Ratio]) -> str:
-    """The table, and what makes the two hard to compare."""
+def comparison_text(a: Sequence[Result], b: Sequence[Result], ratios: Sequence[Ratio]) -> str:
+    """The table, and what makes the two sides hard to compare."""
     lines = [
-        f"A: {a.target.model}, {a.created}, argosy {a.version}",
-        f"B: {b.target.model}, {b.created}, argosy {b.version}",
+        *(f"A: {_describe(result)}" for result in a),
+        *(f"B: {_describe(result)}" for result in b),
         *_cautions(a, b),
         "",
         f"{'load':<28}{'measure':<16}{'A':>11}{'B':>11}{'B/A':>9}   95 % interval",
@@ -187,27 +227,40 @@ def comparison_text(a: Result, b: Result, ratios: Sequence[Ratio]) -> str:
     return "\n".join([*lines, "", "* 1 lies outside of the interval"])
 
 
-def _cached_share(result: Result) -> float:
-    cached = sum(point.summary.cached_tokens or 0 for point in result.points)
-    return cached / max(sum(point.summary.input_tokens for point in result.points), 1)
+def _describe(result: Result) -> str:
+    return f"{result.target.model}, {result.created}, argosy {result.version}"
 
 
-def _cautions(a: Result, b: Result) -> list[str]:
+def _cached_share(results: Sequence[Result]) -> float:
+    summaries = [point.summary for result in results for point in result.points]
+    cached = sum(summary.cached_tokens or 0 for summary in summaries)
+    return cached / max(sum(summary.input_tokens for summary in summaries), 1)
+
+
+def _cautions(a: Sequence[Result], b: Sequence[Result]) -> list[str]:
     cautions = []
-    plans_a = {point.label: point.plan for point in a.points}
-    plans_b = {point.label: point.plan for point in b.points}
-    if any(plans_b.get(label, plan) != plan for label, plan in plans_a.items()):
+    plans_a, plans_b = _plans(a), _plans(b)
+    if any(plans_b.get(label, plans) != plans for label, plans in plans_a.items()):
         cautions.append("Caution: the plans differ (seed, lengths or arrivals).")
-    if a.machine.get("processor") != b.machine.get("processor"):
+    if len({str(result.machine.get("processor")) for result in (*a, *b)}) > 1:
         cautions.append("Caution: the load came from different machines.")
-    shares = [_cached_share(result) for result in (a, b)]
+    shares = [_cached_share(results) for results in (a, b)]
     if abs(shares[0] - shares[1]) > 0.02:
         cautions.append(
             f"Caution: {shares[0]:.0%} of A's prompt tokens came from the prefix cache, and"
             f" {shares[1]:.0%} of B's (a server that has seen a seed before remembers its prompts)."
         )
-    for name, result in (("A", a), ("B", b)):
-        failed = sum(point.summary.failed for point in result.points)
+    for name, results in (("A", a), ("B", b)):
+        failed = sum(point.summary.failed for result in results for point in result.points)
         if failed:
             cautions.append(f"Caution: {name} has {failed} failed requests; they are left out.")
+    if (len(a) == 1) != (len(b) == 1):
+        cautions.append(
+            "Caution: one side is a single run; what varies between its runs is unknown."
+        )
     return cautions
+
+
+def _plans(results: Sequence[Result]) -> dict[str, set[str]]:
+    points = _by_load(results)
+    return {label: {point.plan for point in each} for label, each in points.items()}

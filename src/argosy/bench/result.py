@@ -105,9 +105,18 @@ def save(result: Result, path: Path) -> None:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write a file. Raises BenchError."""
+    """Write a file; its readers see all of it or what was there before. Raises BenchError."""
     try:
-        path.write_bytes(content)
+        if path.exists() and not path.is_file():
+            path.write_bytes(content)
+            return
+        whole = path.resolve()
+        growing = whole.with_name(f".{whole.name}.{os.getpid()}")
+        try:
+            growing.write_bytes(content)
+            growing.replace(whole)
+        finally:
+            growing.unlink(missing_ok=True)
     except OSError as error:
         raise BenchError(f"Cannot write {path}: {error}.") from error
 

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import math
+import glob
+import os
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
 import typer
 
 from argosy.cli import bench_options as options
+from argosy.cli import bench_parse as parse
+from argosy.cli.bench_progress import Progress
 from argosy.cli.failure import BROKEN, fail
 
 if TYPE_CHECKING:
-    from argosy.bench import Arrivals, Load, Result, Row, Settings
+    from argosy.bench import Result, Settings
 
 T = TypeVar("T")
-DEFAULT_REQUESTS = 200
 
 app = typer.Typer(help="Measure an OpenAI-compatible server under load.")
 
@@ -63,6 +64,8 @@ def bench(
     goodput: options.Goodput = None,
     save: options.Save = None,
     html: options.Html = None,
+    csv: options.Csv = None,
+    prometheus: options.Prometheus = None,
     self_check: options.SelfCheck = False,
 ) -> None:
     """Put a load on a server and measure what its users would see."""
@@ -84,7 +87,7 @@ def bench(
                 ignore_eos=ignore_eos,
                 chunk_usage=chunk_usage,
                 temperature=temperature,
-                extra_body=_parse_object(extra_body),
+                extra_body=parse.parse_object(extra_body),
             ),
             workload=Workload(
                 input=parse_lengths(input_len),
@@ -97,11 +100,11 @@ def bench(
                 trace=None if trace is None else str(trace),
                 trace_speed=trace_speed,
             ),
-            loads=_loads(
-                rates=_numbers("--rate", rate),
-                limits=_numbers("--concurrency", concurrency),
+            loads=parse.loads(
+                rates=parse.numbers("--rate", rate),
+                limits=parse.numbers("--concurrency", concurrency),
                 shape={"poisson": 1.0, "gamma": burstiness, "constant": None}[arrival],
-                requests=_count(requests, duration, trace),
+                requests=parse.count(requests, duration, trace),
                 duration_s=duration,
                 warmup=warmup,
                 ramp_s=ramp,
@@ -114,25 +117,30 @@ def bench(
             precision=precision,
             timeout_s=timeout,
         )
-        _measure(settings, _headers(api_key, header or []), save, html)
+        _measure(
+            settings, parse.headers(api_key, header or []), _Outputs(save, html, csv, prometheus)
+        )
     except BenchError as error:
         fail(str(error))
 
 
 @app.command("compare")
 def compare(
-    a: Annotated[Path, typer.Argument(help="A result that --save wrote.")],
-    b: Annotated[Path, typer.Argument(help="Another.")],
+    a: options.Side,
+    b: options.Side,
     *,
     seed: Annotated[int, typer.Option(min=0, help="Of the resampling.")] = 0,
     output: Annotated[Path | None, typer.Option(help="Also write the ratios as JSON.")] = None,
 ) -> None:
-    """Compare two results: ratios B/A with 95 % confidence intervals."""
+    """Compare results that --save wrote: ratios B/A with 95 % confidence intervals.
+
+    Several runs a side, best taken in turns, tell what varies between runs as well.
+    """
     from argosy.bench import BenchError, comparison_text, load, write
     from argosy.bench import compare as compare_results
 
     try:
-        first, second = load(a), load(b)
+        first, second = ([load(path) for path in _files(side)] for side in (a, b))
         ratios = compare_results(first, second, seed=seed)
         if output is not None:
             import msgspec
@@ -143,21 +151,60 @@ def compare(
     typer.echo(comparison_text(first, second, ratios))
 
 
-def _measure(
-    settings: Settings, headers: dict[str, str], save_to: Path | None, html_to: Path | None
-) -> None:
-    """Run it, print it, write it."""
-    from argosy.bench import html_report, run, save, text_report, write
+def _files(side: str) -> list[Path]:
+    """The files that `side` names: a file as it is, else names and patterns with commas between them."""
+    from argosy.bench import BenchError
 
-    for path in (save_to, html_to):
-        _writable(path)
-    with _Progress() as progress:
+    if os.path.exists(side):  # noqa: PTH110 - a long list is no file, and no error
+        return [Path(side)]
+    files = []
+    for part in side.split(","):
+        found = sorted(glob.glob(part)) if glob.has_magic(part) else [part]  # noqa: PTH207
+        if not found:
+            raise BenchError(f"No file is like {part}.")
+        files += [Path(name) for name in found]
+    return files
+
+
+class _Outputs(NamedTuple):
+    """Where a result goes, besides the terminal."""
+
+    save: Path | None
+    html: Path | None
+    csv: Path | None
+    prometheus: Path | None
+
+    def check(self) -> None:
+        """Say before the run, not after it, that its result has no place. Raises BenchError."""
+        from argosy.bench import BenchError
+
+        for path in self:
+            if path is not None and not path.resolve().parent.is_dir():
+                raise BenchError(f"There is no directory for {path}: make it, or choose another.")
+
+    def write(self, result: Result) -> None:
+        """Write what was asked for. Raises BenchError."""
+        from argosy.bench import html_report, prometheus_text, rows_csv, save, write
+
+        if self.save is not None:
+            save(result, self.save)
+        if self.html is not None:
+            write(self.html, html_report(result).encode())
+        if self.csv is not None:
+            write(self.csv, rows_csv(result).encode())
+        if self.prometheus is not None:
+            write(self.prometheus, prometheus_text(result))
+
+
+def _measure(settings: Settings, headers: dict[str, str], outputs: _Outputs) -> None:
+    """Run it, print it, write it."""
+    from argosy.bench import run, text_report
+
+    outputs.check()
+    with Progress() as progress:
         result = _event_loop(run(settings, headers, progress))
     typer.echo(text_report(result))
-    if save_to is not None:
-        save(result, save_to)
-    if html_to is not None:
-        write(html_to, html_report(result).encode())
+    outputs.write(result)
     _leave(result)
 
 
@@ -165,14 +212,6 @@ def _leave(result: Result) -> None:
     """A run that measured nothing is no success."""
     if not any(point.summary.completed for point in result.points):
         fail("No request succeeded: see the errors above.", BROKEN)
-
-
-def _writable(path: Path | None) -> None:
-    """Say before the run, not after it, that its result has no place."""
-    from argosy.bench import BenchError
-
-    if path is not None and not path.resolve().parent.is_dir():
-        raise BenchError(f"There is no directory for {path}: make it, or choose another.")
 
 
 def _check_self(seed: int) -> None:
@@ -189,127 +228,3 @@ def _event_loop(work: Coroutine[Any, Any, T]) -> T:
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(work)
-
-
-def _loads(
-    *,
-    rates: list[float],
-    limits: list[float],
-    shape: float | None,
-    requests: int | None,
-    duration_s: float | None,
-    warmup: int,
-    ramp_s: float,
-    traced: bool,
-) -> tuple[Load, ...]:
-    """Each rate with each concurrency; at 1 request per second when nothing is said."""
-    from argosy.bench import Arrivals, BenchError, Load
-
-    if any(limit != int(limit) or limit < 1 for limit in limits if math.isfinite(limit)):
-        raise BenchError("A concurrency is a whole number of at least 1.")
-    if not rates and not limits and not traced:
-        rates = [1.0]
-    arrivals: list[Arrivals | None] = [
-        Arrivals(rate=None if math.isinf(rate) else rate, burstiness=shape, ramp_s=ramp_s)
-        for rate in rates
-    ]
-    most = [None if math.isinf(limit) else int(limit) for limit in limits]
-    return tuple(
-        Load(
-            arrivals=each,
-            concurrency=limit,
-            requests=requests,
-            duration_s=duration_s,
-            warmup=warmup,
-            ramp_s=ramp_s,
-        )
-        for each in arrivals or [None]
-        for limit in most or [None]
-    )
-
-
-def _count(requests: int | None, duration_s: float | None, trace: Path | None) -> int | None:
-    return DEFAULT_REQUESTS if requests is None and duration_s is None and not trace else requests
-
-
-def _numbers(option: str, text: str | None) -> list[float]:
-    from argosy.bench import BenchError
-
-    try:
-        numbers = [float(part) for part in text.split(",")] if text else []
-    except ValueError:
-        numbers = [math.nan]
-    if not all(number > 0 for number in numbers):
-        raise BenchError(f"{option} takes numbers above 0, with commas between them, not {text!r}.")
-    return numbers
-
-
-def _parse_object(text: str | None) -> dict[str, Any]:
-    from argosy.bench import BenchError
-
-    try:
-        parsed = json.loads(text) if text else {}
-    except ValueError as error:
-        raise BenchError(f"--extra-body is no JSON: {error}.") from error
-    if not isinstance(parsed, dict):
-        raise BenchError("--extra-body takes a JSON object, like '{\"top_p\": 0.9}'.")
-    return parsed
-
-
-def _headers(api_key: str | None, given: list[str]) -> dict[str, str]:
-    from argosy.bench import BenchError
-
-    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    for line in given:
-        name, colon, value = line.partition(":")
-        if not colon or not name.strip() or "\n" in line or "\r" in line:
-            raise BenchError(f"{line!r} is no header: write NAME: VALUE.")
-        headers[name.strip().lower()] = value.strip()
-    return headers
-
-
-class _Progress:
-    """A bar on standard error, where that is a terminal."""
-
-    def __init__(self) -> None:
-        from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeElapsedColumn,
-        )
-
-        console = Console(stderr=True)
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[now]}"),
-            console=console,
-            # Drawing takes processor time from the server: twice a second is enough.
-            refresh_per_second=2,
-            disable=not console.is_terminal,
-        )
-        self._task = self._bar.add_task("getting to know the server", total=None, now="")
-        self._failed = 0
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.stop()
-
-    def begins(self, label: str, requests: int) -> None:
-        """A new bar."""
-        self._failed = 0
-        self._task = self._bar.add_task(label, total=requests, now="")
-
-    def ended(self, row: Row, in_flight: int) -> None:
-        """Move it."""
-        self._failed += row.outcome == "error"
-        failed = f", [red]{self._failed} failed[/red]" if self._failed else ""
-        self._bar.update(self._task, advance=1, now=f"{in_flight} in flight{failed}")

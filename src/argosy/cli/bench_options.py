@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from typer import Option
+from typer import Argument, Option
 
 SERVER = "Server"
 LOAD = "Load"
@@ -14,7 +14,15 @@ OUTPUT = "Results"
 
 Arrival = Literal["poisson", "gamma", "constant"]
 
-Url = Annotated[str, Option(help="Of the server.", envvar="ARGOSY_URL", rich_help_panel=SERVER)]
+Side = Annotated[
+    str,
+    Argument(metavar="FILE[,FILE...]", help="Results of one side; patterns like 'old-*.json' too."),
+]
+
+Url = Annotated[
+    str,
+    Option(help="Of the server, or unix:PATH.", envvar="ARGOSY_URL", rich_help_panel=SERVER),
+]
 Model = Annotated[
     str | None, Option(help="By default the first that the server has.", rich_help_panel=SERVER)
 ]
@@ -168,6 +176,14 @@ Save = Annotated[
     Path | None, Option(help="Write the result, with a row per request.", rich_help_panel=OUTPUT)
 ]
 Html = Annotated[Path | None, Option(help="Write a report with plots.", rich_help_panel=OUTPUT)]
+Csv = Annotated[Path | None, Option(help="Write a row per request as CSV.", rich_help_panel=OUTPUT)]
+Prometheus = Annotated[
+    Path | None,
+    Option(
+        help="Write the summaries for node_exporter's textfile collector (NAME.prom).",
+        rich_help_panel=OUTPUT,
+    ),
+]
 SelfCheck = Annotated[
     bool,
     Option(

@@ -30,6 +30,16 @@ DType = Annotated[
     Literal["auto", "bfloat16", "float32", "float16"],
     Option(help="How weights and KV are held.", rich_help_panel=MODEL),
 ]
+Device = Annotated[
+    Literal["auto", "cpu", "cuda"],
+    Option(help="What computes; auto takes a GPU where there is one.", rich_help_panel=MODEL),
+]
+Quantize = Annotated[
+    Literal["int8", "int4", "fp8"] | None,
+    Option(
+        help="Round weights as they are loaded; fp8 needs a CUDA device.", rich_help_panel=MODEL
+    ),
+]
 Template = Annotated[
     str | None, Option(help="Jinja file to use instead of the model's.", rich_help_panel=MODEL)
 ]
@@ -47,12 +57,29 @@ KvMemory = Annotated[
         rich_help_panel=MEMORY,
     ),
 ]
+KvDType = Annotated[
+    Literal["auto", "fp8"],
+    Option(
+        help="How the KV cache is held: like the model, or in 8 bits (GPU only).",
+        rich_help_panel=MEMORY,
+    ),
+]
 HostKv = Annotated[
     int | None,
     Option(
         parser=parse_size,
         metavar="SIZE",
         help="Host memory for KV blocks that are evicted; by default none.",
+        rich_help_panel=MEMORY,
+    ),
+]
+PackCache = Annotated[
+    int | None,
+    Option(
+        parser=parse_size,
+        metavar="SIZE",
+        help="Disk for packed weights, so that starts are fast and replicas share memory;"
+        " 32GiB by default, 0 is none.",
         rich_help_panel=MEMORY,
     ),
 ]

@@ -10,7 +10,7 @@ from argosy.cli import options
 from argosy.cli.failure import BROKEN, fail
 
 if TYPE_CHECKING:
-    from argosy.engine import EngineConfig, ServerConfig
+    from argosy.engine import EarlyCore, EngineConfig, ServerConfig
 
 SERVE_HELP = "Serve a model with the OpenAI API on this machine (the bundled model by default)."
 REPLICA_HELP = "Serve a model as one replica of a fleet: the same server, logs instead of a panel."
@@ -109,11 +109,15 @@ def command(display: Callable[[], Display]) -> Callable[..., None]:
         served_model_name: options.ServedNames = None,
         revision: options.Revision = None,
         dtype: options.DType = "auto",
+        device: options.Device = "auto",
+        quantize: options.Quantize = None,
         chat_template: options.Template = None,
         max_model_len: options.MaxModelLen = None,
         max_seqs: options.MaxSeqs = 64,
         kv_memory: options.KvMemory = None,
+        kv_dtype: options.KvDType = "auto",
         host_kv: options.HostKv = None,
+        pack_cache: options.PackCache = None,
         threads: options.Threads = None,
         max_step_tokens: options.MaxStepTokens = 1024,
         batching: options.Batching = "continuous",
@@ -124,7 +128,7 @@ def command(display: Callable[[], Display]) -> Callable[..., None]:
         log_level: options.LogLevel = None,
     ) -> None:
         _require_engine()
-        from argosy.engine import EngineConfig, ServerConfig
+        from argosy.engine import PACK_CACHE_BYTES, EngineConfig, ServerConfig
         from argosy.models import BUNDLED
 
         shown = display()
@@ -144,13 +148,17 @@ def command(display: Callable[[], Display]) -> Callable[..., None]:
                 model=model or str(BUNDLED),
                 revision=revision,
                 dtype=dtype,
+                device=device,
+                quantize=quantize,
                 threads=threads,
                 max_model_len=max_model_len,
                 max_seqs=max_seqs,
                 max_step_tokens=max_step_tokens,
                 batching=batching,
                 kv_memory_bytes=kv_memory,
+                kv_dtype=kv_dtype,
                 host_kv_bytes=host_kv or 0,
+                pack_cache_bytes=PACK_CACHE_BYTES if pack_cache is None else pack_cache,
                 prefix_cache=prefix_cache,
                 request_timeout_s=request_timeout,
             ),
@@ -161,6 +169,16 @@ def command(display: Callable[[], Display]) -> Callable[..., None]:
 
 
 def _run(server: ServerConfig, engine: EngineConfig, shown: Display) -> None:
+    from argosy.engine import EarlyCore
+
+    try:
+        with EarlyCore() as early:  # its imports take longest: it does them during ours
+            _serve(server, engine, shown, early)
+    except OSError as error:
+        fail(error.strerror or str(error))
+
+
+def _serve(server: ServerConfig, engine: EngineConfig, shown: Display, early: EarlyCore) -> None:
     from argosy.engine import EngineFailedError, serve_replica
 
     served = False
@@ -172,9 +190,7 @@ def _run(server: ServerConfig, engine: EngineConfig, shown: Display) -> None:
 
     try:
         with shown:
-            serve_replica(server, engine, on_ready=ready, progress=shown.progress)
-    except OSError as error:
-        fail(error.strerror or str(error))
+            serve_replica(server, engine, on_ready=ready, progress=shown.progress, early=early)
     except ValueError as error:
         fail(str(error))
     except EngineFailedError as error:

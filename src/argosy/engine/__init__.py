@@ -7,22 +7,25 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from argosy.engine.async_llm import AsyncLLM
-    from argosy.engine.config import KV_SHARE_OF_FREE, EngineConfig
+    from argosy.engine.config import KV_SHARE_OF_FREE, PACK_CACHE_BYTES, EngineConfig
     from argosy.engine.execution.checkpoint import locate
     from argosy.engine.execution.families import describe, read_spec
     from argosy.engine.execution.spec import Description, ModelSpec
     from argosy.engine.llm import LLM
     from argosy.engine.outputs import CompletionOutput, RequestOutput
     from argosy.engine.serving.core.client import EngineFailedError
+    from argosy.engine.serving.core.start import EarlyCore
     from argosy.engine.serving.http.options import ServerConfig
     from argosy.engine.serving.http.server import serve_replica
 
 __all__ = [
     "KV_SHARE_OF_FREE",
     "LLM",
+    "PACK_CACHE_BYTES",
     "AsyncLLM",
     "CompletionOutput",
     "Description",
+    "EarlyCore",
     "EngineConfig",
     "EngineFailedError",
     "ModelSpec",
@@ -37,9 +40,11 @@ __all__ = [
 _HOMES = {
     "KV_SHARE_OF_FREE": "config",
     "LLM": "llm",
+    "PACK_CACHE_BYTES": "config",
     "AsyncLLM": "async_llm",
     "CompletionOutput": "outputs",
     "Description": "execution.spec",
+    "EarlyCore": "serving.core.start",
     "EngineConfig": "config",
     "EngineFailedError": "serving.core.client",
     "ModelSpec": "execution.spec",

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
-from argosy.engine.config import DType, EngineConfig
+from argosy.engine.config import DType, EngineConfig, WeightFormat
 from argosy.engine.desk import Conversation, Desk, TextOrTokens, engine_config, log_quietly
 from argosy.engine.outputs import Collector, RequestOutput
 from argosy.engine.serving.core.client import EngineClient
@@ -32,6 +32,7 @@ class AsyncLLM:
         *,
         revision: str | None = None,
         dtype: DType = "auto",
+        quantize: WeightFormat | None = None,
         threads: int | None = None,
         max_model_len: int | None = None,
         max_seqs: int = 64,
@@ -42,6 +43,7 @@ class AsyncLLM:
             model,
             revision=revision,
             dtype=dtype,
+            quantize=quantize,
             threads=threads,
             max_model_len=max_model_len,
             max_seqs=max_seqs,

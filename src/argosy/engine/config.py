@@ -8,11 +8,18 @@ import msgspec
 
 Batching = Literal["continuous", "dynamic", "static"]
 DType = Literal["auto", "bfloat16", "float32", "float16"]
+IntFormat = Literal["int8", "int4"]
+WeightFormat = Literal["int8", "int4", "fp8"]
+"""How the large matrices may be held instead of in the dtype; fp8 is for CUDA devices."""
 
 
 COMPUTE_ENVIRONMENT = {"GOMP_SPINCOUNT": "10000"}
 """Set where torch computes, before it loads, unless the environment says otherwise: threads that wait for
 each other spin for some ten microseconds, then sleep (docs/decisions/0004-short-spin.md)."""
+
+
+PACK_CACHE_BYTES = 32 << 30
+"""Disk that packed weights of all checkpoints together may take unless told otherwise."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -23,6 +30,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     revision: str | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: DType = "auto"
+    quantize: WeightFormat | None = None
+    """Round weights to this format as they are loaded; None keeps them in the dtype."""
     threads: int | None = None
     max_model_len: int | None = None
     """Most tokens of one sequence, prompt and output; at most what the model was made for."""
@@ -35,12 +44,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     batching: Batching = "continuous"
     batch_wait_s: float = 0.05
     """How long `dynamic` batching waits for a fuller batch."""
+    inflight: int | None = None
+    """Steps under way while the next one is planned; by default what suits the device."""
     block_size: int = 16
     num_blocks: int | None = None
+    kv_dtype: Literal["auto", "fp8"] = "auto"
+    """How keys and values are held: as the model computes, or rounded to 8 bits (CUDA devices only)."""
     kv_memory_bytes: int | None = None
     """Memory for the KV cache; by default a fraction of what is free."""
     host_kv_bytes: int = 0
     """Host memory for evicted KV blocks; 0 is none."""
+    pack_cache_bytes: int = PACK_CACHE_BYTES
+    """Disk for packed weights, which replicas share and later starts find done; 0 is none."""
     prefix_cache: bool = True
     watermark: float = 0.01
     """Part of the blocks kept free for running sequences to grow into."""
@@ -63,7 +78,7 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 KV_SHARE_OF_FREE = 0.4
-"""Part of the free memory that the KV cache takes unless told otherwise."""
+"""Part of a CPU's free memory that the KV cache takes unless told otherwise: computing takes some, too."""
 
 
 def resolve(
@@ -72,10 +87,12 @@ def resolve(
     model_max_len: int,
     kv_bytes_per_token: int,
     free_bytes: int,
+    kv_share: float,
 ) -> EngineLimits:
     """Settle every open number. Raises ValueError (with the remedy) when the settings cannot be met.
 
-    Sizes are in bytes; `free_bytes` is what the device has left once the weights are loaded.
+    Sizes are in bytes; `free_bytes` is what the device has left once the weights are loaded, and
+    `kv_share` the part of it that the KV cache takes unless told otherwise.
     """
     max_model_len = min(config.max_model_len or model_max_len, model_max_len)
     if config.max_model_len and config.max_model_len > model_max_len:
@@ -86,7 +103,7 @@ def resolve(
     if config.num_blocks is not None:
         num_blocks = config.num_blocks
     else:
-        memory = config.kv_memory_bytes or int(free_bytes * KV_SHARE_OF_FREE)
+        memory = config.kv_memory_bytes or int(free_bytes * kv_share)
         most_useful = blocks_per_seq * config.max_seqs * 2
         num_blocks = min(memory // block_bytes, most_useful)
     if num_blocks < 1:

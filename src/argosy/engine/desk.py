@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import structlog
 
-from argosy.engine.config import DType, EngineConfig
+from argosy.engine.config import DType, EngineConfig, WeightFormat
 from argosy.engine.execution.checkpoint import locate
 from argosy.engine.outputs import Collector
 from argosy.engine.serving.door.validate import Context, Door
@@ -33,6 +33,7 @@ def engine_config(
     *,
     revision: str | None,
     dtype: DType,
+    quantize: WeightFormat | None,
     threads: int | None,
     max_model_len: int | None,
     max_seqs: int,
@@ -46,6 +47,7 @@ def engine_config(
         model=str(BUNDLED if model is None else model),
         revision=revision,
         dtype=dtype,
+        quantize=quantize,
         threads=threads,
         max_model_len=max_model_len,
         max_seqs=max_seqs,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from argosy.engine.config import COMPUTE_ENVIRONMENT, DType, EngineConfig
+from argosy.engine.config import COMPUTE_ENVIRONMENT, DType, EngineConfig, WeightFormat
 from argosy.engine.desk import (
     Conversation,
     Desk,
@@ -34,7 +34,8 @@ class LLM:
 
     Loading takes seconds; the constructor returns when the model is ready and raises ValueError,
     with the remedy, when it cannot be loaded. Without `model` the bundled one is used; an
-    `EngineConfig` in its place sets everything, and the other arguments do not count then.
+    `EngineConfig` in its place sets everything, and the other arguments do not count then. `quantize`
+    rounds the weights to int8 or int4 as they are loaded.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class LLM:
         *,
         revision: str | None = None,
         dtype: DType = "auto",
+        quantize: WeightFormat | None = None,
         threads: int | None = None,
         max_model_len: int | None = None,
         max_seqs: int = 64,
@@ -54,6 +56,7 @@ class LLM:
             model,
             revision=revision,
             dtype=dtype,
+            quantize=quantize,
             threads=threads,
             max_model_len=max_model_len,
             max_seqs=max_seqs,

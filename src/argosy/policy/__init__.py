@@ -1,5 +1,60 @@
 """Decisions, pure: no clock, no input or output, no torch."""
 
+from argosy.policy.affinity import BLOCK_BYTES, BLOCK_TOKENS, PrefixIndex, chain
+from argosy.policy.breaker import Breaker, BreakerLimits, Outcome, classify, usable
 from argosy.policy.fairness import INPUT_PRICE, OUTPUT_PRICE, Account, TenantShares
+from argosy.policy.limits import Concurrency, Refusal, Reservation, Scope, Window, reserve
+from argosy.policy.order import PROMOTED_EACH, QUANTUM, DispatchQueue, Waiting
+from argosy.policy.retries import RetryBudget, backoff_s
+from argosy.policy.routing import (
+    CHOOSERS,
+    BoundedHash,
+    Chooser,
+    Cost,
+    LatencyAware,
+    LeastCost,
+    PowerOfTwo,
+    ReplicaLoad,
+    RoundRobin,
+    RouteRequest,
+    cost,
+)
 
-__all__ = ["INPUT_PRICE", "OUTPUT_PRICE", "Account", "TenantShares"]
+__all__ = [
+    "BLOCK_BYTES",
+    "BLOCK_TOKENS",
+    "CHOOSERS",
+    "INPUT_PRICE",
+    "OUTPUT_PRICE",
+    "PROMOTED_EACH",
+    "QUANTUM",
+    "Account",
+    "BoundedHash",
+    "Breaker",
+    "BreakerLimits",
+    "Chooser",
+    "Concurrency",
+    "Cost",
+    "DispatchQueue",
+    "LatencyAware",
+    "LeastCost",
+    "Outcome",
+    "PowerOfTwo",
+    "PrefixIndex",
+    "Refusal",
+    "ReplicaLoad",
+    "Reservation",
+    "RetryBudget",
+    "RoundRobin",
+    "RouteRequest",
+    "Scope",
+    "TenantShares",
+    "Waiting",
+    "Window",
+    "backoff_s",
+    "chain",
+    "classify",
+    "cost",
+    "reserve",
+    "usable",
+]

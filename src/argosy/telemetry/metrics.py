@@ -6,6 +6,7 @@ metrics` is content. Labels are bounded: the served model, route templates, stat
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Protocol
@@ -113,6 +114,10 @@ class EngineStats(Protocol):
     @property
     def corrupt_blocks_total(self) -> int:
         """Host blocks dropped for a wrong checksum."""
+
+    @property
+    def phase_s_total(self) -> Mapping[str, float]:
+        """Seconds that steps have spent, by phase."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +259,10 @@ class Metrics:
 
     def _engine_counters(self) -> None:
         self._last: dict[str, int] = {}
+        self._last_phases: Mapping[str, float] = {}
+        self._phases = self._counter(
+            "argosy_step_seconds", "Time of the engine's steps, by phase.", "phase"
+        )
         self._totals = {
             "prompt_tokens_total": self._total("prompt_tokens", "Prompt tokens computed or found."),
             "generated_tokens_total": self._total("generation_tokens", "Tokens generated."),
@@ -368,6 +377,11 @@ class Metrics:
             before = self._last.get(name, 0)
             self._totals[name].inc(value - before if value >= before else value)
         self._last = now
+        for phase, total in stats.phase_s_total.items():
+            since = self._last_phases.get(phase, 0.0)
+            grown = total - since if total >= since else total
+            self._phases.labels(self._model, phase).inc(grown)
+        self._last_phases = stats.phase_s_total
 
     def exposition(self) -> bytes:
         """The Prometheus text format under our own names."""

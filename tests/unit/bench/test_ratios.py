@@ -33,14 +33,14 @@ def noisy(factor: float, seed: int, count: int = 60) -> Result:
 
 def test_a_result_equals_itself() -> None:
     one = noisy(1.0, 0)
-    for ratio in compare(one, one):
+    for ratio in compare([one], [one]):
         assert ratio.ratio == 1
         assert not ratio.differs
         assert ratio.low <= 1 <= ratio.high
 
 
 def test_a_slower_server_is_seen() -> None:
-    ratios = {each.measure: each for each in compare(noisy(1.0, 1), noisy(1.5, 2))}
+    ratios = {each.measure: each for each in compare([noisy(1.0, 1)], [noisy(1.5, 2)])}
     for measure in ("ttft mean ms", "ttft p50 ms", "tpot mean ms", "itl mean ms", "e2e p50 ms"):
         assert ratios[measure].differs
         assert ratios[measure].low < 1.5 < ratios[measure].high
@@ -50,7 +50,7 @@ def test_a_slower_server_is_seen() -> None:
 @given(st.integers(0, 1000))
 def test_the_comparison_is_a_function_of_its_seed(seed: int) -> None:
     a, b = noisy(1.0, 1, 10), noisy(1.1, 2, 10)
-    once, again = (compare(a, b, seed=seed, resamples=50) for _ in range(2))
+    once, again = (compare([a], [b], seed=seed, resamples=50) for _ in range(2))
     assert once == again
 
 
@@ -58,30 +58,82 @@ def test_intervals_cover_the_truth_about_as_often_as_they_say() -> None:
     covered = 0
     for trial in range(40):
         a, b = noisy(1.0, 2 * trial, 40), noisy(1.2, 2 * trial + 1, 40)
-        ratios = compare(a, b, resamples=200)
+        ratios = compare([a], [b], resamples=200)
         mean = next(each for each in ratios if each.measure == "ttft mean ms")
         covered += mean.low <= 1.2 <= mean.high
     assert covered >= 33  # 38 are expected; fewer than 33 has a chance of 1 in 1000
 
 
+def test_several_runs_a_side_cover_the_truth_that_one_run_cannot_know() -> None:
+    rng = np.random.default_rng(0)
+    covered = {1: 0, 4: 0}
+    for trial in range(40):
+        sides = [
+            [
+                noisy(factor * each, 9 * trial + n, 20)
+                for n, each in enumerate(rng.gamma(25, 0.04, 4))
+            ]
+            for factor in (1.0, 1.2)
+        ]
+        for runs in covered:
+            ratios = compare(sides[0][:runs], sides[1][:runs], resamples=300)
+            mean = next(each for each in ratios if each.measure == "ttft mean ms")
+            assert mean.runs == (runs, runs)
+            covered[runs] += mean.low <= 1.2 <= mean.high
+    assert covered[4] >= 34
+    assert (
+        covered[1] < 30
+    )  # servers differ from run to run by 20 %: requests of one run do not tell
+
+
+def test_equal_runs_are_equal() -> None:
+    one = noisy(1.0, 0)
+    for ratio in compare([one, one], [one, one, one]):
+        assert ratio.runs == (2, 3)
+        assert ratio.ratio == pytest.approx(1)
+        assert ratio.high - ratio.low < 1e-6
+
+
+def test_one_run_against_several() -> None:
+    several = [noisy(1.0, seed) for seed in range(3)]
+    ratios = {each.measure: each for each in compare([noisy(3.0, 7)], several)}
+    assert ratios["e2e mean ms"].low < 1 / 3 < ratios["e2e mean ms"].high < 1
+    text = comparison_text([noisy(3.0, 7)], several, list(ratios.values()))
+    assert text.count("B: m") == 3
+    assert "one side is a single run" in text
+
+
+def test_runs_of_the_same_plans_in_another_order_are_no_caution() -> None:
+    one = result([row()])
+    two = msgspec.structs.replace(
+        one, points=[msgspec.structs.replace(one.points[0], plan="another")]
+    )
+    assert "plans differ" not in comparison_text([one, two], [two, one], [])
+    assert "plans differ" in comparison_text([one, two], [one, one], [])
+
+
 def test_a_tail_of_less_than_a_request_is_not_compared() -> None:
-    few = {each.measure for each in compare(noisy(1.0, 1, 99), noisy(1.0, 2, 120), resamples=20)}
+    few = {
+        each.measure for each in compare([noisy(1.0, 1, 99)], [noisy(1.0, 2, 120)], resamples=20)
+    }
     assert "ttft p90 ms" in few
     assert "ttft p99 ms" not in few
-    many = {each.measure for each in compare(noisy(1.0, 1, 100), noisy(1.0, 2, 120), resamples=20)}
+    many = {
+        each.measure for each in compare([noisy(1.0, 1, 100)], [noisy(1.0, 2, 120)], resamples=20)
+    }
     assert "ttft p99 ms" in many
 
 
 def test_loads_that_match_are_compared() -> None:
     a, b = result([row()], "rate 1"), result([row()], "rate 2")
-    assert {each.load for each in compare(a, b)} == {"rate 1 / rate 2"}
+    assert {each.load for each in compare([a], [b])} == {"rate 1 / rate 2"}
     two = msgspec.structs.replace(a, points=[*a.points, *b.points])
-    assert {each.load for each in compare(two, b)} == {"rate 2"}
+    assert {each.load for each in compare([two], [b])} == {"rate 2"}
     three = msgspec.structs.replace(
         a, points=[msgspec.structs.replace(a.points[0], label=f"rate {n}") for n in (8, 9)]
     )
     with pytest.raises(BenchError, match="no load in common"):
-        compare(three, two)
+        compare([three], [two])
 
 
 def test_text_says_what_makes_a_comparison_weak() -> None:
@@ -89,7 +141,7 @@ def test_text_says_what_makes_a_comparison_weak() -> None:
     warm = result([row(cached_tokens=8)]).points[0]
     other = msgspec.structs.replace(warm, plan="q")
     b = msgspec.structs.replace(a, machine={"processor": "other"}, points=[other])
-    text = comparison_text(a, b, compare(a, b))
+    text = comparison_text([a], [b], compare([a], [b]))
     for caution in ("plans differ", "different machines", "A has 1 failed", "80% of B's"):
         assert caution in text
 

@@ -63,6 +63,15 @@ def test_counters_go_on_when_the_core_starts_again() -> None:
     assert shown(metrics.exposition())['argosy_preemptions_total{model="m"}'] == 19
 
 
+def test_the_phases_of_steps_are_counters() -> None:
+    metrics = Metrics("m")
+    for plan_s in (1.0, 1.5, 0.25):  # the core starts again before the last
+        metrics.refresh(Stats(phase_s_total={"plan": plan_s, "compute": 2.0}), ready=True)
+    now = shown(metrics.exposition())
+    assert now['argosy_step_seconds_total{model="m",phase="plan"}'] == 1.75
+    assert now['argosy_step_seconds_total{model="m",phase="compute"}'] == 2.0
+
+
 def test_no_name_has_a_colon_and_every_theirs_has_one() -> None:
     metrics = Metrics("m")
     assert not any(":" in name.split("{")[0] for name in shown(metrics.exposition()))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import structlog
 import torch
 
+from argosy.engine.execution.huge_pages import huge_zeros
 from argosy.engine.execution.native import (
     AttentionCall,
     Kernels,
@@ -114,7 +115,10 @@ class BlockStore:
 
 
 class NativeAttention(BlockStore):
-    """Paged attention by csrc/attention.cpp, which also fixes the layout inside a block."""
+    """Paged attention by csrc/attention.cpp, which also fixes the layout inside a block.
+
+    Its call is kept and refilled, so it serves one thread at a time.
+    """
 
     ROW_BYTES = 64
     """A head's keys are padded to a multiple of it, as the kernel's vectors want."""
@@ -142,9 +146,17 @@ class NativeAttention(BlockStore):
         lanes = self.ROW_BYTES // dtype.itemsize
         width = -(-head_dim // lanes) * lanes
         shape = (layers, num_blocks, kv_heads, block_size, width)
-        super().__init__(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype))
-        self._block_size = block_size
-        self._threads = threads
+        super().__init__(huge_zeros(shape, dtype), huge_zeros(shape, dtype))
+        self._layers = [
+            (keys.data_ptr(), values.data_ptr())
+            for keys, values in zip(self.keys, self.values, strict=True)
+        ]
+        self._dtype = dtype
+        self._call = AttentionCall(
+            kv_heads=kv_heads, head_dim=head_dim, block_size=block_size, threads=threads
+        )
+        self._batch: Batch | None = None
+        self._pages: Tensor
 
     @property
     def name(self) -> str:
@@ -161,51 +173,43 @@ class NativeAttention(BlockStore):
         rope: RopeRows | None,
     ) -> Tensor:
         """See `Attention`."""
-        dtype = self.keys.dtype
+        call, dtype = self._call, self._dtype
+        if batch is not self._batch:
+            self._take(batch)
         queries, keys, values = _packed(q, dtype), _packed(k, dtype), _packed(v, dtype)
-        pages = batch.page_table
-        if pages.stride(1) != 1:
-            pages = pages.contiguous()
-        out = torch.empty(q.shape, dtype=dtype)
-        call = AttentionCall(
-            q=queries.data_ptr(),
-            k=keys.data_ptr(),
-            v=values.data_ptr(),
-            cos=None if rope is None else rope[0].data_ptr(),
-            sin=None if rope is None else rope[1].data_ptr(),
-            out=out.data_ptr(),
-            keys=self.keys[spec.layer].data_ptr(),
-            values=self.values[spec.layer].data_ptr(),
-            positions=batch.positions.data_ptr(),
-            slots=batch.slots.data_ptr(),
-            cu_q=batch.cu_q.data_ptr(),
-            seq_lens=batch.seq_lens.data_ptr(),
-            pages=pages.data_ptr(),
-            tokens=q.shape[0],
-            sequences=pages.shape[0],
-            page_stride=pages.stride(0),
-            q_stride=queries.stride(0),
-            k_stride=keys.stride(0),
-            v_stride=values.stride(0),
-            heads=q.shape[1],
-            kv_heads=k.shape[1],
-            head_dim=q.shape[2],
-            block_size=self._block_size,
-            turning=0 if rope is None else rope[0].shape[-1],
-            window=spec.window or 0,
-            threads=self._threads,
-            scale=spec.scale,
-            softcap=spec.softcap or 0.0,
-        )
+        out = torch.empty_like(queries, memory_format=torch.contiguous_format)
+        call.q, call.q_stride = queries.data_ptr(), queries.stride(0)
+        call.k, call.k_stride = keys.data_ptr(), keys.stride(0)
+        call.v, call.v_stride = values.data_ptr(), values.stride(0)
+        call.out, call.heads = out.data_ptr(), q.shape[1]
+        call.keys, call.values = self._layers[spec.layer]
+        call.scale, call.softcap, call.window = spec.scale, spec.softcap or 0.0, spec.window or 0
+        if rope is None:
+            call.turning = 0
+        else:
+            cos, sin = rope
+            call.cos, call.sin, call.turning = cos.data_ptr(), sin.data_ptr(), cos.shape[-1]
         self._run(ctypes.addressof(call))
-        return out.to(q.dtype)
+        return out if q.dtype == dtype else out.to(q.dtype)
+
+    def _take(self, batch: Batch) -> None:
+        """Note what all layers have in common."""
+        self._batch = batch
+        pages = batch.page_table
+        self._pages = pages if pages.stride(1) == 1 else pages.contiguous()
+        call = self._call
+        call.positions, call.slots = batch.positions.data_ptr(), batch.slots.data_ptr()
+        call.cu_q, call.seq_lens = batch.cu_q.data_ptr(), batch.seq_lens.data_ptr()
+        call.pages, call.page_stride = self._pages.data_ptr(), self._pages.stride(0)
+        call.tokens, call.sequences = len(batch.positions), len(pages)
 
 
 def _packed(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """[T, heads, D] in `dtype` with each token's heads side by side; tokens may lie apart."""
-    rows = rows.to(dtype)
-    side_by_side = rows.stride(2) == 1 and rows.stride(1) == rows.shape[2]
-    return rows if side_by_side else rows.contiguous()
+    if rows.dtype != dtype:
+        rows = rows.to(dtype)
+    _, between, within = rows.stride()
+    return rows if within == 1 and between == rows.shape[2] else rows.contiguous()
 
 
 class TorchAttention(BlockStore):
@@ -233,7 +237,7 @@ class TorchAttention(BlockStore):
         dtype: torch.dtype,
     ) -> None:
         shape = (layers, num_blocks, block_size, kv_heads, head_dim)
-        super().__init__(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype))
+        super().__init__(huge_zeros(shape, dtype), huge_zeros(shape, dtype))
         self._block_size = block_size
         self._tile_blocks = max(1, self.KEY_TILE // block_size)
         self._tile = self._tile_blocks * block_size

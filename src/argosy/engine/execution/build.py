@@ -13,12 +13,15 @@ from argosy.engine.execution.checkpoint import fingerprint, locate
 from argosy.engine.execution.device import Device, cpu_device
 from argosy.engine.execution.executor import Executor, TorchExecutor
 from argosy.engine.execution.families import ModelSpec, read_spec
+from argosy.engine.execution.model import Decoder
+from argosy.engine.execution.pack_cache import PackCache, open_packs
 from argosy.engine.execution.weights import load_decoder
 from argosy.engine.scheduling import Admission, Plan
 from argosy.protocol import SamplingParams
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-WARM_SIZES = (1, 2, 3, 4, 8, 16, 32, 64)
+WARM = SamplingParams(max_tokens=1, temperature=0.0)
+COSTLY = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, logprobs=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,8 @@ class Built:
     load_s: float
     backend: str
     fingerprint: str
+    inflight: int
+    """Steps under way while the next one is planned."""
 
 
 def build(config: EngineConfig, progress: Callable[[str, float], None]) -> Built:
@@ -40,38 +45,81 @@ def build(config: EngineConfig, progress: Callable[[str, float], None]) -> Built
     path = locate(config.model, config.revision)
     state = fingerprint(path)
     spec = _within(read_spec(path), config)
-    device = _device(config)
+    device = choose_device(config)
     dtype = device.default_dtype if config.dtype == "auto" else DTYPES[config.dtype]
-    decoder = load_decoder(
-        path, spec, device, dtype, lambda done: progress("loading weights", done)
+    held = " ".join([_name(dtype), *([config.quantize] if config.quantize else [])])
+    with _packs(config, spec, (state, held, device.packing(dtype))) as packs:
+        decoder = load_decoder(
+            path,
+            spec,
+            device,
+            dtype,
+            lambda done: progress("loading weights", done),
+            quantize=config.quantize,
+            packs=packs,
+        )
+    kv_dtype = torch.float8_e4m3fn if config.kv_dtype == "fp8" else dtype
+    parts = _Parts(decoder, kv_dtype, device)
+    kv_bytes_per_token = spec.kv_bytes_per_token(kv_dtype.itemsize)
+    if kv_dtype != dtype:
+        held += f", KV {_name(kv_dtype)}"
+    probe = EngineLimits(
+        max_model_len=spec.max_model_len,
+        max_seqs=config.max_seqs,
+        max_step_tokens=max(config.max_step_tokens, config.max_seqs),
+        block_size=config.block_size,
+        num_blocks=1,
+        host_blocks=0,
     )
-    kv_bytes_per_token = spec.kv_bytes_per_token(dtype.itemsize)
+    working_bytes = device.working_bytes(
+        f"{state} {held} {probe}", lambda: _largest_step(parts.executor(probe), probe)
+    )
     limits = resolve(
         config,
         model_max_len=spec.max_model_len,
         kv_bytes_per_token=kv_bytes_per_token,
-        free_bytes=device.free_bytes(),
+        free_bytes=max(0, device.free_bytes() - packs.mapped_bytes - working_bytes),
+        kv_share=device.kv_share,
     )
-    attention = decoder.attention_for(limits.num_blocks, limits.block_size)
-    executor = TorchExecutor(
-        decoder,
-        attention,
-        limits=limits,
-        vocab_size=spec.vocab_size,
-        eos_token_ids=list(spec.eos_token_ids),
-        device=device.torch_device,
-    )
+    executor = parts.executor(limits)
     if config.warmup:
-        _warm_up(executor, limits, lambda done: progress("warming up", done))
+        sizes = [n for n in device.warm_sizes if n <= _longest(limits)]
+        for number, size in enumerate(sizes):
+            _prefill(executor, limits, [size], WARM)
+            progress("warming up", (number + 1) / len(sizes))
+        executor.reset()
     return Built(
         executor=executor,
         spec=spec,
         limits=limits,
         kv_bytes_per_token=kv_bytes_per_token,
         load_s=time.monotonic() - begin,
-        fingerprint=state,
-        backend=f"{device.name} {str(dtype).removeprefix('torch.')} {attention.name}",
+        fingerprint=f"{state} {held}",
+        inflight=device.inflight if config.inflight is None else config.inflight,
+        backend=f"{device.name} {held} {executor.attention_name}",
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What executors of one model are made of."""
+
+    decoder: Decoder
+    kv_dtype: torch.dtype
+    device: Device
+
+    def executor(self, limits: EngineLimits) -> TorchExecutor:
+        """An executor with a KV cache of its own."""
+        spec = self.decoder.spec
+        return TorchExecutor(
+            self.decoder,
+            self.decoder.attention_for(limits.num_blocks, limits.block_size, self.kv_dtype),
+            limits=limits,
+            vocab_size=spec.vocab_size,
+            eos_token_ids=list(spec.eos_token_ids),
+            device=self.device,
+            recorder=None if spec.moe else self.device.recorder,  # experts are counted on the host
+        )
 
 
 def _within(spec: ModelSpec, config: EngineConfig) -> ModelSpec:
@@ -82,29 +130,55 @@ def _within(spec: ModelSpec, config: EngineConfig) -> ModelSpec:
     return replace(spec, max_model_len=asked)
 
 
-def _device(config: EngineConfig) -> Device:
-    if config.device == "cuda":
-        msg = "device 'cuda' is not served yet; use device 'cpu' or 'auto'"
-        raise ValueError(msg)
-    return cpu_device(config.threads)
+def choose_device(config: EngineConfig) -> Device:
+    """The device that the settings name; "auto" takes a GPU where torch sees one."""
+    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
+        return cpu_device(config.threads)
+    from argosy.engine.execution.gpu.cuda import cuda_device
+
+    return cuda_device()
 
 
-def _warm_up(
-    executor: TorchExecutor, limits: EngineLimits, progress: Callable[[float], None]
+def _packs(config: EngineConfig, spec: ModelSpec, identity: tuple[str, str, str]) -> PackCache:
+    """The packed weights of this checkpoint, dtype and packing."""
+    if not identity[-1]:
+        return PackCache()
+    return open_packs(identity, need_bytes=spec.parameters * 2, limit_bytes=config.pack_cache_bytes)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _longest(limits: EngineLimits) -> int:
+    """The longest prefill that one step can do."""
+    return min(limits.max_model_len - 1, limits.max_step_tokens)
+
+
+def _largest_step(executor: TorchExecutor, limits: EngineLimits) -> None:
+    """Fill the token budget with as many sequences as may run, each sampled in the costliest way."""
+    left, counts = limits.max_step_tokens, []
+    for others in reversed(range(limits.max_seqs)):
+        counts.append(min(_longest(limits), left - others))
+        left -= counts[-1]
+    _prefill(executor, limits, counts, COSTLY)
+
+
+def _prefill(
+    executor: TorchExecutor, limits: EngineLimits, counts: list[int], params: SamplingParams
 ) -> None:
-    """Run prefills of the common sizes once, so that no user pays for first-time code paths."""
-    params = SamplingParams(max_tokens=1, temperature=0.0)
-    sizes = [n for n in WARM_SIZES if n <= min(limits.max_model_len - 1, limits.max_step_tokens)]
-    for number, size in enumerate(sizes):
-        blocks = list(range(min(limits.num_blocks, -(-size // limits.block_size))))
-        plan = Plan(
-            0,
-            rows=[0],
-            starts=[0],
-            counts=[size],
-            samples=[True],
-            admitted=[Admission(0, [0] * size, size, params, blocks)],
-        )
-        executor.execute(plan)
-        progress((number + 1) / len(sizes))
-    executor.reset()
+    """Compute sequences of so many tokens in one step, all in block 0: what it gives means nothing."""
+    rows = list(range(len(counts)))
+    blocks = [[0] * -(-count // limits.block_size) for count in counts]
+    plan = Plan(
+        0,
+        rows=rows,
+        starts=[0] * len(rows),
+        counts=counts,
+        samples=[True] * len(rows),
+        admitted=[
+            Admission(row, [0] * count, count, params, pages)
+            for row, count, pages in zip(rows, counts, blocks, strict=True)
+        ],
+    )
+    executor.launch(plan).result()

@@ -71,10 +71,18 @@ def _fetch(model: str, revision: str | None) -> Path:
 
 
 def fingerprint(path: Path) -> str:
-    """Tells one state of a checkpoint's files from another, by their names, sizes and times."""
+    """Tells one state of a checkpoint's files on this machine from another, and from other checkpoints.
+
+    Names, sizes and modification times are alike in files unpacked from archives; no two files share an inode, and
+    none changes without its change time.
+    """
     files = sorted(file for pattern in ("*.json", "*.safetensors") for file in path.glob(pattern))
-    states = [f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files]
-    return hashlib.sha256("\n".join(states).encode()).hexdigest()
+    states = [(file.name, file.stat()) for file in files]
+    lines = [
+        f"{name} {s.st_dev} {s.st_ino} {s.st_size} {s.st_mtime_ns} {s.st_ctime_ns}"
+        for name, s in states
+    ]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def tensor_files(path: Path) -> dict[str, Path]:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, Self
 
 import psutil
 import torch
 
+from argosy.engine.config import KV_SHARE_OF_FREE
 from argosy.engine.execution.attention_cpu import cpu_attention
 from argosy.engine.execution.linear_cpu import cpu_linear
+from argosy.engine.execution.linear_int_cpu import int_linear
+from argosy.engine.execution.native import NativeUnavailable, kernels_in_use, load_kernels
+from argosy.engine.execution.pack_cache import in_memory
 from argosy.engine.execution.rows_cpu import RowOps, cpu_rows
 
 if TYPE_CHECKING:
@@ -19,8 +24,12 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from argosy.engine.config import WeightFormat
     from argosy.engine.execution.batch import Attention
+    from argosy.engine.execution.pack_cache import Keep
 
+WARM_SIZES = (1, 16)
+"""Prefills at start: a step of one row and one of several go through all code that has a first time."""
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
@@ -29,6 +38,26 @@ class Event(Protocol):
 
     def synchronize(self) -> None:
         """Return once all work launched before the event is done."""
+        ...
+
+    def since(self, earlier: Self) -> float:
+        """Seconds of the device's time between two events that are done."""
+        ...
+
+
+class Graph(Protocol):
+    """Work of the device, recorded once: launched again, it computes from what its inputs hold then."""
+
+    def replay(self) -> None:
+        """Launch it."""
+        ...
+
+
+class Recorder(Protocol):
+    """Makes graphs. All graphs of a recorder share one pool of memory: the largest comes first."""
+
+    def record(self, work: Callable[[], object]) -> Graph:
+        """Record what `work` launches, which was done before; what it reads and writes must stay in place."""
         ...
 
 
@@ -50,12 +79,53 @@ class Device(Protocol):
         """The dtype to compute in when the settings say "auto"."""
         ...
 
+    @property
+    def inflight(self) -> int:
+        """How many steps are best under way while the next one is planned."""
+        ...
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """Makes graphs, where launching costs enough to need them."""
+        ...
+
+    @property
+    def warm_sizes(self) -> tuple[int, ...]:
+        """Numbers of tokens whose steps take code paths of their own: run once before serving."""
+        ...
+
+    @property
+    def kv_share(self) -> float:
+        """Part of the free memory that the KV cache takes unless told otherwise."""
+        ...
+
     def free_bytes(self) -> int:
         """Bytes that may still be allocated here, now."""
         ...
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-        """Pack weight [N, K] and bias [N] once; the result maps [T, K] to [T, N] in their dtype."""
+    def packing(self, dtype: torch.dtype) -> str:
+        """What `linear` packs a weight to depends on this and the weight alone; "" where it keeps nothing."""
+        ...
+
+    def working_bytes(self, key: str, largest_step: Callable[[], object]) -> int:
+        """Bytes to keep free for computing. `largest_step` may be run to find out.
+
+        key: what the answer depends on besides the device: model, format and limits.
+        """
+        ...
+
+    def linear(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        form: WeightFormat | None = None,
+        keep: Keep = in_memory,
+    ) -> Callable[[Tensor], Tensor]:
+        """Pack weight [N, K] and bias [N] once; the result maps [T, K] to [T, N] in their dtype.
+
+        form: what to round the weight to. ValueError: this device cannot compute with it.
+        Weights that `keep` has already are on meta: only their shape and dtype count.
+        """
         ...
 
     @property
@@ -74,11 +144,18 @@ class Device(Protocol):
         block_size: int,
         dtype: torch.dtype,
     ) -> Attention:
-        """Allocate a paged KV cache and the attention over it. ValueError: shapes it cannot do."""
+        """Allocate a paged KV cache and the attention over it. ValueError: what it cannot do.
+
+        dtype: of the cache.
+        """
         ...
 
-    def to_device(self, tensor: Tensor) -> Tensor:
-        """Stage a host tensor: a copy where device and host differ, else the tensor itself."""
+    def to_device(self, tensor: Tensor, into: Tensor | None = None) -> Tensor:
+        """Launch a copy of a host tensor, over `into` if given; the tensor itself where that will do."""
+        ...
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """Launch a copy to the host, there once an event marked after it is done."""
         ...
 
     def event(self) -> Event:
@@ -86,11 +163,18 @@ class Device(Protocol):
         ...
 
 
-class _Done:
+class Moment:
     """The event of a device that finishes work before it returns."""
 
+    def __init__(self) -> None:
+        self._at = time.perf_counter()
+
     def synchronize(self) -> None:
-        return
+        """See `Event`."""
+
+    def since(self, earlier: Self) -> float:
+        """See `Event`."""
+        return self._at - earlier._at
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,18 +187,56 @@ class _Cpu:
 
     @property
     def name(self) -> str:
-        return f"cpu ({torch.backends.cpu.get_cpu_capability()}, {self.threads} threads)"
+        return f"cpu ({kernels_in_use()}, {self.threads} threads)"
 
     @property
     def torch_device(self) -> torch.device:
         return torch.device("cpu")
 
+    @property
+    def inflight(self) -> int:
+        return 0
+
+    @property
+    def recorder(self) -> Recorder | None:
+        return None
+
+    @property
+    def warm_sizes(self) -> tuple[int, ...]:
+        return WARM_SIZES
+
+    @property
+    def kv_share(self) -> float:
+        return KV_SHARE_OF_FREE
+
+    def working_bytes(self, key: str, largest_step: Callable[[], object]) -> int:
+        del key, largest_step
+        return 0  # the share leaves enough
+
     def free_bytes(self) -> int:
         free = psutil.virtual_memory().available
         return max(0, min([free, *_cgroup_headrooms()]))
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-        return cpu_linear(weight, bias, self.threads)
+    def packing(self, dtype: torch.dtype) -> str:
+        try:
+            return load_kernels().path.parent.name if dtype == torch.bfloat16 else ""
+        except NativeUnavailable:
+            return ""
+
+    def linear(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        form: WeightFormat | None = None,
+        keep: Keep = in_memory,
+    ) -> Callable[[Tensor], Tensor]:
+        if form is None:
+            return cpu_linear(weight, bias, self.threads, keep)
+        if form == "fp8":
+            raise ValueError(
+                "the CPU has no fp8 weights; set quantize to int8 or int4, or take a CUDA device"
+            )
+        return int_linear(weight, bias, form, self.threads, keep)
 
     def attention(
         self,
@@ -127,6 +249,10 @@ class _Cpu:
         block_size: int,
         dtype: torch.dtype,
     ) -> Attention:
+        if dtype.itemsize == 1:
+            raise ValueError(
+                "the CPU has no fp8 KV cache; leave kv_dtype at auto, or take a CUDA device"
+            )
         return cpu_attention(
             layers=layers,
             heads=heads,
@@ -138,11 +264,14 @@ class _Cpu:
             threads=self.threads,
         )
 
-    def to_device(self, tensor: Tensor) -> Tensor:
+    def to_device(self, tensor: Tensor, into: Tensor | None = None) -> Tensor:
+        return tensor if into is None else into.copy_(tensor)
+
+    def to_host(self, tensor: Tensor) -> Tensor:
         return tensor
 
     def event(self) -> Event:
-        return _Done()
+        return Moment()
 
 
 def cpu_device(threads: int | None) -> Device:

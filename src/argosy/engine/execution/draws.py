@@ -147,7 +147,7 @@ def _draw(logits: Tensor, draws: Draws) -> Tensor:
     largest, tokens = logits.max(-1, keepdim=True)
     sampled = np.flatnonzero(draws.scale > 0)
     if sampled.size:
-        index = torch.from_numpy(sampled).to(logits.device)
+        index = torch.from_numpy(sampled).to(logits.device, non_blocking=True)
         chosen = _invert(logits[index], largest[index], draws.of(sampled))
         tokens[index] = chosen
     return tokens.masked_fill_(~largest.isfinite(), -1)[:, 0]
@@ -160,7 +160,7 @@ def _invert(logits: Tensor, largest: Tensor, draws: Draws) -> Tensor:
     weights.masked_fill_(exponents < _column(draws.least, logits), 0)
     cut = np.flatnonzero((draws.top_k < logits.shape[-1]) | (draws.top_p < 1.0))
     if cut.size:
-        index = torch.from_numpy(cut).to(logits.device)
+        index = torch.from_numpy(cut).to(logits.device, non_blocking=True)
         last, order = _cut(logits[index], largest[index], draws.of(cut))
         weights[index] = weights[index].masked_fill_(order < last, 0)
     sums = weights.cumsum_(-1)
@@ -203,4 +203,4 @@ def _order(logits: Tensor) -> Tensor:
 def _column(
     values: NDArray[np.float32] | NDArray[np.int64] | NDArray[np.float64], like: Tensor
 ) -> Tensor:
-    return torch.from_numpy(values).to(like.device)[:, None]
+    return torch.from_numpy(values).to(like.device, non_blocking=True)[:, None]

@@ -1,38 +1,70 @@
-"""Runs plans: moves blocks, builds the batch, calls the model, samples."""
+"""Runs plans: moves blocks, launches model and sampler, and tells later what they gave."""
 
 from __future__ import annotations
 
+import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from argosy.engine.execution.graphs import DecodeGraphs
 from argosy.engine.execution.host_store import HostStore
-from argosy.engine.execution.sampler import Sampler
-from argosy.engine.execution.tables import SequenceTable
-from argosy.engine.scheduling import Logprob, Plan, StepResult
+from argosy.engine.execution.sampler import Sampled, Sampler
+from argosy.engine.execution.tables import Inputs, SequenceTable
+from argosy.engine.scheduling import Durations, Logprob, Plan, StepResult
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
 
     from argosy.engine.config import EngineLimits
     from argosy.engine.execution.batch import Attention, Batch
+    from argosy.engine.execution.device import Device, Event, Recorder
+    from argosy.engine.execution.tables import Packed
+
+NOT_FINITE = "the model gave numbers that are not finite"
+Spans = dict[int, tuple[int, int, int]]
+"""Chunk -> (first flat token, its position, how many): logits that predict prompt tokens."""
+
+
+class Flight(Protocol):
+    """A step that was launched."""
+
+    def result(self) -> StepResult:
+        """Wait until it is done; an exception means that nothing of it counts. Called once."""
+        ...
 
 
 class Executor(Protocol):
-    """Does what a plan says. The twin's prices it instead."""
+    """Does what plans say, in the order they are launched. The twin's prices them instead."""
 
-    def execute(self, plan: Plan) -> StepResult:
-        """One step; an exception means that nothing of it counts."""
+    def launch(self, plan: Plan) -> Flight:
+        """Begin a step, be the one before done or not; an exception means that nothing of it counts."""
         ...
 
     def reset(self) -> None:
-        """Forget all rows: every running sequence will be admitted again."""
+        """Forget all rows and steps: every running sequence will be admitted again."""
+        ...
+
+    @property
+    def unprepared(self) -> int:
+        """How often `prepare` has still something to do."""
+        ...
+
+    def prepare(self) -> None:
+        """Do a piece of what makes later steps faster; called between two steps."""
         ...
 
 
 class TorchExecutor:
-    """The executor that computes. `model(batch, attention)` gives logits [L, V]."""
+    """The executor that computes. `model(batch, attention)` gives logits [L, V].
+
+    recorder: makes graphs of decode steps; None where the device, or the model, does without.
+    """
 
     def __init__(
         self,
@@ -42,7 +74,8 @@ class TorchExecutor:
         limits: EngineLimits,
         vocab_size: int,
         eos_token_ids: list[int],
-        device: torch.device,
+        device: Device,
+        recorder: Recorder | None = None,
     ) -> None:
         self._model = model
         self._attention = attention
@@ -53,20 +86,41 @@ class TorchExecutor:
         self.host = HostStore()
         self._prompt_tops: dict[int, int] = {}
         """Row -> how many of the likeliest tokens to tell for each prompt position."""
+        self._table = SequenceTable(
+            limits.max_seqs,
+            limits.max_model_len,
+            limits.block_size,
+            device.torch_device,
+        )
+        self._graphs = DecodeGraphs(recorder, device, self._table, self._compute, limits.max_seqs)
         self.reset()
 
     def reset(self) -> None:
-        """Fresh tables; KV blocks stay as they are."""
-        limits = self._limits
-        self._table = SequenceTable(
-            limits.max_seqs, limits.max_model_len, limits.block_size, self._device
-        )
-        self._sampler = Sampler(limits.max_seqs, self._vocab, self._device)
+        """Free rows; KV blocks stay as they are. Raises what the device still has to complain of."""
+        self._device.event().synchronize()
+        self._table.forget()
+        self._sampler = Sampler(self._limits.max_seqs, self._vocab, self._device.torch_device)
         self._prompt_tops.clear()
 
+    @property
+    def attention_name(self) -> str:
+        """Which attention is in use, for the log."""
+        return self._attention.name
+
+    @property
+    def unprepared(self) -> int:
+        """See `Executor`."""
+        return self._graphs.missing
+
     @torch.inference_mode()
-    def execute(self, plan: Plan) -> StepResult:
-        """Apply the plan and compute it."""
+    def prepare(self) -> None:
+        """See `Executor`."""
+        self._graphs.record()
+
+    @torch.inference_mode()
+    def launch(self, plan: Plan) -> Flight:
+        """Apply the plan and launch what it computes."""
+        begin = time.perf_counter()
         corrupt = self._move_blocks(plan)
         for admission in plan.admitted:
             self._table.admit(admission)
@@ -78,17 +132,35 @@ class TorchExecutor:
                 self._prompt_tops[admission.row] = params.prompt_logprobs
         self._table.place(plan.placed)
         if not plan.rows:
-            return StepResult([], corrupt=corrupt)
+            return Landed(StepResult([], corrupt=corrupt))
         spans = self._prompt_spans(plan)
-        wanted = None
-        if spans:
-            ranges = [torch.arange(first, first + count) for first, _, count in spans.values()]
-            wanted = torch.cat(ranges).to(self._device)
-        batch = self._table.batch(plan, wanted)
-        logits = self._model(batch, self._attention)
-        prompt_logprobs = self._prompt_logprobs(plan, batch, logits, spans)
-        tokens, logprobs, failed = self._sample(plan, batch, logits)
-        return StepResult(tokens, logprobs, prompt_logprobs, failed, corrupt)
+        recorded = None if spans else self._graphs.find(plan)
+        if recorded is None:
+            packed = self._table.pack(plan, _flat_tokens(spans))
+            inputs = Inputs(self._device.to_device(packed.data), packed.shape)
+            batch = self._table.gather(inputs)
+            launched, ready = time.perf_counter(), self._device.event()
+            logits = self._compute(batch)
+        else:
+            packed, inputs = self._table.pack_padded(plan, recorded.size), recorded.inputs
+            launched, ready = time.perf_counter(), self._device.event()
+            logits = self._graphs.launch(recorded, packed)
+        computed = self._device.event()
+        prompt_logprobs = self._prompt_logprobs(plan, packed, logits, spans)
+        sampled = self._sample(packed, inputs, logits)
+        tokens = None if sampled is None else self._device.to_host(sampled.tokens)
+        return _Flight(
+            plan=plan,
+            tokens=tokens,
+            logprobs={} if sampled is None else sampled.logprobs,
+            prompt_logprobs=prompt_logprobs,
+            corrupt=corrupt,
+            events=(ready, computed, self._device.event()),
+            launch_s=launched - begin,
+        )
+
+    def _compute(self, batch: Batch) -> Tensor:
+        return self._model(batch, self._attention)
 
     def _move_blocks(self, plan: Plan) -> list[int]:
         """Offloads, copies, restores; returns the blocks that could not be restored intact."""
@@ -105,26 +177,20 @@ class TorchExecutor:
                 self._attention.write_block(block, data)
         return corrupt
 
-    def _sample(
-        self, plan: Plan, batch: Batch, logits: Tensor
-    ) -> tuple[list[int], dict[int, Logprob], dict[int, str]]:
-        chunks = [chunk for chunk, samples in enumerate(plan.samples) if samples]
-        tokens = [-1] * len(plan.rows)
-        if not chunks:
-            return tokens, {}, {}
-        picked = torch.tensor(chunks, device=self._device)
-        rows, positions = batch.rows[picked], batch.seq_lens[picked].to(torch.int64)
-        if len(logits) != len(chunks):
-            logits = logits[torch.searchsorted(batch.logit_index, batch.cu_q[picked + 1] - 1)]
-        sampled = self._sampler(logits, rows, positions)
-        self._table.append(rows, positions, sampled.tokens)
-        for chunk, token in zip(chunks, sampled.tokens.tolist(), strict=True):
-            tokens[chunk] = token
-        failed = {chunks[i]: "the model gave numbers that are not finite" for i in sampled.invalid}
-        return tokens, {chunks[i]: lp for i, lp in sampled.logprobs.items()}, failed
+    def _sample(self, packed: Packed, inputs: Inputs, logits: Tensor) -> Sampled | None:
+        """Tokens for the chunks that sample; the next batch finds them in the table."""
+        count = len(packed.sampled)
+        if not count:
+            return None
+        if count != len(packed.logit_index):
+            picked = torch.from_numpy(np.searchsorted(packed.logit_index, packed.sampled))
+            logits = logits[self._device.to_device(picked)]
+        rows, positions = map(torch.from_numpy, (packed.sample_rows, packed.sample_positions))
+        sampled = self._sampler(logits[:count], rows, positions)
+        self._table.append(inputs, sampled.tokens)
+        return sampled
 
-    def _prompt_spans(self, plan: Plan) -> dict[int, tuple[int, int, int]]:
-        """Chunk -> (first flat token, its position, how many): logits that predict prompt tokens."""
+    def _prompt_spans(self, plan: Plan) -> Spans:
         if not self._prompt_tops:
             return {}
         spans, flat = {}, 0
@@ -138,15 +204,75 @@ class TorchExecutor:
         return spans
 
     def _prompt_logprobs(
-        self, plan: Plan, batch: Batch, logits: Tensor, spans: dict[int, tuple[int, int, int]]
+        self, plan: Plan, packed: Packed, logits: Tensor, spans: Spans
     ) -> dict[int, list[Logprob]]:
         """For each span, the log-probabilities of the tokens that follow its positions."""
         found: dict[int, list[Logprob]] = {}
         for chunk, (flat, start, count) in spans.items():
             row = plan.rows[chunk]
-            first = int(torch.searchsorted(batch.logit_index, flat))
+            first = int(np.searchsorted(packed.logit_index, flat))
             following = self._table.tokens[row, start + 1 : start + 1 + count]
             found[chunk] = self._sampler.describe(
                 logits[first : first + count], following, self._prompt_tops[row]
             )
         return found
+
+
+def _flat_tokens(spans: Spans) -> NDArray[np.int64] | None:
+    """The flat tokens of all spans."""
+    if not spans:
+        return None
+    return np.concatenate([np.arange(first, first + count) for first, _, count in spans.values()])
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """A step that is done already."""
+
+    given: StepResult
+
+    def result(self) -> StepResult:
+        """See `Flight`."""
+        return self.given
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Flight:
+    """A step whose tokens are on their way to the host."""
+
+    plan: Plan
+    tokens: Tensor | None
+    """[C] int64, in host memory: complete after the last event; below 0 where logits were not finite."""
+    logprobs: dict[int, Logprob]
+    """By index into `tokens`."""
+    prompt_logprobs: dict[int, list[Logprob]]
+    corrupt: list[int]
+    events: tuple[Event, Event, Event]
+    """Inputs there, logits computed, tokens sampled and copied."""
+    launch_s: float
+
+    def result(self) -> StepResult:
+        """See `Flight`."""
+        ready, computed, done = self.events
+        done.synchronize()
+        drawn = [] if self.tokens is None else self.tokens.tolist()
+        samples = self.plan.samples
+        chunks: Sequence[int] = range(len(samples))
+        tokens = drawn
+        if len(drawn) < len(samples):
+            chunks = [chunk for chunk in chunks if samples[chunk]]
+            found = dict(zip(chunks, drawn, strict=True))
+            tokens = [found.get(chunk, -1) for chunk in range(len(samples))]
+        failed = {}
+        if drawn and min(drawn) < 0:
+            failed = {
+                chunk: NOT_FINITE for chunk, token in zip(chunks, drawn, strict=True) if token < 0
+            }
+        return StepResult(
+            tokens,
+            {chunks[i]: logprob for i, logprob in self.logprobs.items()},
+            self.prompt_logprobs,
+            failed,
+            self.corrupt,
+            Durations(self.launch_s, computed.since(ready), done.since(computed)),
+        )

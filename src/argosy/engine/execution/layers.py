@@ -11,14 +11,17 @@ import torch
 from torch import nn
 
 from argosy.engine.execution.batch import AttentionSpec
+from argosy.engine.execution.pack_cache import in_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
+    from argosy.engine.config import WeightFormat
     from argosy.engine.execution.batch import Attention, Batch
     from argosy.engine.execution.device import Device
+    from argosy.engine.execution.pack_cache import Keep
     from argosy.engine.execution.rope import RopeRows
     from argosy.engine.execution.rows_cpu import Norm
     from argosy.engine.execution.spec import Activation, LayerSpec, ModelSpec, NormKind, NormPlace
@@ -35,19 +38,20 @@ class Part(nn.Module):
 
 
 class Projection(Part):
-    """x @ weight.T + bias, in the packing that the device likes."""
+    """x @ weight.T + bias, in the packing that the device likes, the weight rounded to `form`."""
 
     def __init__(self, cols: int, rows: int, bias: bool) -> None:  # noqa: FBT001 - data of a spec
         super().__init__()
         self.weight: nn.Parameter | None = nn.Parameter(torch.empty(rows, cols))
         self.bias = nn.Parameter(torch.empty(rows)) if bias else None
+        self.form: WeightFormat | None = None
         self._packed: Callable[[Tensor], Tensor]
 
-    def settle(self, device: Device) -> None:
-        """Pack the weight and let go of the plain one."""
+    def settle(self, device: Device, keep: Keep = in_memory) -> None:
+        """Pack the weight, or take from `keep` what it packs to, and let go of the plain one."""
         if self.weight is None:
             raise RuntimeError("settle was called twice")
-        self._packed = device.linear(self.weight, self.bias)
+        self._packed = device.linear(self.weight, self.bias, self.form, keep)
         self.weight = self.bias = None
 
     def forward(self, x: Tensor) -> Tensor:

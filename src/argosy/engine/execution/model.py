@@ -15,6 +15,7 @@ from argosy.engine.execution.rope import rope_rows, rope_table
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from argosy.engine.config import WeightFormat
     from argosy.engine.execution.batch import Attention, Batch
     from argosy.engine.execution.device import Device
     from argosy.engine.execution.spec import LayerSpec, ModelSpec
@@ -43,7 +44,13 @@ class Embedding(Part):
 class Decoder(nn.Module):
     """Token ids in, logits out; built with parameters on `meta`, which `load_decoder` assigns."""
 
-    def __init__(self, spec: ModelSpec, device: Device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        device: Device,
+        dtype: torch.dtype,
+        quantize: WeightFormat | None = None,
+    ) -> None:
         super().__init__()
         self.spec = spec
         self._device = device
@@ -56,13 +63,18 @@ class Decoder(nn.Module):
             )
             self.norm = RmsNorm(spec.hidden, spec.norm, spec.norm_eps)
             self.head = Projection(spec.hidden, spec.vocab_size, bias=False)
+        for place, module in self.named_modules():
+            if isinstance(module, Projection):
+                module.form = form_at(place, quantize)
         self._ropes = [
             rope_table(rope, spec.max_model_len).to(device.torch_device) for rope in spec.ropes
         ]
         self._stack: list[Layer] = [layer for layer in self.layers if isinstance(layer, Layer)]
 
-    def attention_for(self, num_blocks: int, block_size: int) -> Attention:
-        """Allocate a KV cache for this model, and the attention over it."""
+    def attention_for(
+        self, num_blocks: int, block_size: int, dtype: torch.dtype | None = None
+    ) -> Attention:
+        """Allocate a KV cache for this model, in its own dtype or another, and the attention over it."""
         return self._device.attention(
             layers=self.spec.layers,
             heads=self.spec.heads,
@@ -70,7 +82,7 @@ class Decoder(nn.Module):
             head_dim=self.spec.head_dim,
             num_blocks=num_blocks,
             block_size=block_size,
-            dtype=self._dtype,
+            dtype=dtype or self._dtype,
         )
 
     @torch.inference_mode()
@@ -89,6 +101,17 @@ class Decoder(nn.Module):
         logits = self.head.forward(last).float()
         cap = self.spec.logit_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+
+def form_at(place: str, quantize: WeightFormat | None) -> WeightFormat | None:
+    """The format of the projection at `place` (its module's name) in a model quantized so.
+
+    The head keeps 8 bits, since each of its errors is an error of a logit. Routers stay as they are: they are
+    small, and choose. So does the embedding, of which a token reads one row, mapped from the checkpoint.
+    """
+    if place.endswith("router"):
+        return None
+    return "int8" if place == "head" and quantize == "int4" else quantize
 
 
 def _mlp(spec: ModelSpec, layer: LayerSpec) -> nn.Module:

@@ -70,13 +70,13 @@ class Penalties:
         edits.put((index, ids), new)  # a token that a row has twice is given the same value twice
 
     def record(self, which: NDArray[np.int64], tokens: Tensor) -> None:
-        """Count `tokens[i]` ([N], on the device) as output of row `which[i]`."""
+        """Count `tokens[i]` ([N], on the device; below 0: any) as output of row `which[i]`."""
         some = np.flatnonzero(self.active[which])
         if not some.size:
             return
         rows = which[some]
         self._reserve(int(self._lengths[rows].max()) + 1)
-        places, drawn = self._tensor(rows), tokens[self._tensor(some)]
+        places, drawn = self._tensor(rows), tokens[self._tensor(some)].clamp_(min=0)
         self._counts[places, drawn] += 1
         self._tokens[places, self._tensor(self._lengths[rows])] = drawn
         self._lengths[rows] += 1
@@ -94,4 +94,4 @@ class Penalties:
             self._tokens = torch.cat((self._tokens, self._tokens[:, :1].expand(rows, more)), 1)
 
     def _tensor(self, values: NDArray[np.int64] | NDArray[np.float32]) -> Tensor:
-        return torch.from_numpy(values).to(self._device)
+        return torch.from_numpy(values).to(self._device, non_blocking=True)

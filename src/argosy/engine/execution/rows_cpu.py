@@ -74,7 +74,7 @@ def scale_of(kind: NormKind, weight: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class NativeRows:
-    """csrc/rows.cpp for bfloat16 and float32, torch for other dtypes."""
+    """csrc/rows.cpp for bfloat16 and float32, torch for other dtypes; for one thread at a time."""
 
     kernels: Kernels
     threads: int
@@ -88,14 +88,15 @@ class NativeRows:
     def gate(self, activation: Activation) -> Callable[[Tensor], Tensor]:
         """See `RowOps`."""
         functions = self.kernels.gate[activation]
+        call = GateCall(threads=self.threads)
 
         def compute(x: Tensor) -> Tensor:
             if x.dtype not in functions:
                 return TorchRows().gate(activation)(x)
             x = x.contiguous()
-            rows, size = x.shape[0], x.shape[1] // 2
-            out = torch.empty(rows, size, dtype=x.dtype)
-            call = GateCall(x.data_ptr(), out.data_ptr(), rows, size, self.threads)
+            rows, size = len(x), x.shape[1] // 2
+            out = torch.empty((rows, size), dtype=x.dtype)
+            call.x, call.out, call.rows, call.size = x.data_ptr(), out.data_ptr(), rows, size
             functions[x.dtype](ctypes.addressof(call))
             return out
 
@@ -103,38 +104,35 @@ class NativeRows:
 
 
 class _NativeNorm:
-    """A norm by csrc/rows.cpp."""
+    """A norm by csrc/rows.cpp; its call is kept and refilled, so it serves one thread at a time."""
 
     def __init__(self, ops: NativeRows, kind: NormKind, weight: Tensor, eps: float) -> None:
         self._run = ops.kernels.norm[weight.dtype]
         self._scale = scale_of(kind, weight)
-        self._fixed = (len(weight), kind == "narrow", ops.threads, eps)
+        self._call = NormCall(
+            weight=self._scale.data_ptr(),
+            size=len(weight),
+            narrow=kind == "narrow",
+            threads=ops.threads,
+            eps=eps,
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
-        if x.stride(-1) != 1 or (x.dim() == 3 and x.stride(1) != x.shape[2]):
-            x = x.contiguous()
         return self._compute(x, None)
 
     def after_adding(self, x: Tensor, mixed: Tensor) -> Tensor:
         return self._compute(x, mixed.contiguous().data_ptr())
 
     def _compute(self, x: Tensor, added: int | None) -> Tensor:
-        size, narrow, threads, eps = self._fixed
-        out = torch.empty(x.shape, dtype=x.dtype)
-        inner = x.shape[1] if x.dim() == 3 else 1
-        call = NormCall(
-            x.data_ptr(),
-            added,
-            self._scale.data_ptr(),
-            out.data_ptr(),
-            x.shape[0],
-            inner,
-            size,
-            x.stride(0),
-            narrow,
-            threads,
-            eps,
-        )
+        call = self._call
+        *outer, between, within = x.stride()
+        if within != 1 or (outer and between != call.size):
+            x = x.contiguous()
+            *outer, between, _ = x.stride()
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        call.x, call.add, call.out = x.data_ptr(), added, out.data_ptr()
+        call.outer, call.x_stride = len(x), outer[0] if outer else between
+        call.inner = x.shape[1] if outer else 1
         self._run(ctypes.addressof(call))
         return out
 

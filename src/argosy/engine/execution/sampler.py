@@ -32,11 +32,15 @@ class Sampled:
     """What `Sampler` drew for S rows."""
 
     tokens: Tensor
-    """[S] int64; 0 for rows that are invalid."""
+    """[S] int64, on the device; -1 for rows whose logits were not finite."""
     logprobs: dict[int, Logprob]
     """By batch index, for the valid rows that asked; of the logits as the model gave them."""
-    invalid: list[int]
-    """Batch indices whose logits were not finite."""
+
+    @property
+    def invalid(self) -> list[int]:
+        """Batch indices whose logits were not finite; waits for the device."""
+        found: list[int] = torch.nonzero(self.tokens < 0).flatten().tolist()
+        return found
 
 
 class Sampler:
@@ -85,21 +89,17 @@ class Sampler:
     def __call__(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Sampled:
         """Draw the token at `positions[i]` for `rows[i]` from `logits[i]`.
 
-        logits [S, V] float32 are changed where rows ask for it, and given back as they came: copies of
+        logits: [S, V] float32, changed where rows ask for it and given back as they came: copies of
         them would cost more than the draw.
+        rows, positions: [S] int64, in host memory, so that nobody waits for the device to tell them.
         """
-        where, places = rows.cpu().numpy(), positions.cpu().numpy()
+        where, places = rows.numpy(), positions.numpy()
         edits = Edits(logits)
         self._edit(edits, where, places)
         tokens = self._ops.draw(logits, self._draws(where, places))
         edits.undo()
-        unsound = tokens < 0
-        invalid: list[int] = []
-        if bool(unsound.any()):
-            invalid = torch.nonzero(unsound).flatten().tolist()
-            tokens.clamp_(min=0)
         self._penalties.record(where, tokens)
-        return Sampled(tokens, self._tell(logits, where, tokens, invalid), invalid)
+        return Sampled(tokens, self._tell(logits, where, tokens))
 
     def describe(self, logits: Tensor, tokens: Tensor, top: int) -> list[Logprob]:
         """Log-probability and rank of `tokens[i]` under `logits[i]` ([N, V]), and the `top` likeliest."""
@@ -136,11 +136,11 @@ class Sampler:
             edits.bar((index.unique(),))
             edits.put((index, ids), kept)
 
-    def _tell(
-        self, logits: Tensor, where: NDArray[np.int64], tokens: Tensor, invalid: list[int]
-    ) -> dict[int, Logprob]:
+    def _tell(self, logits: Tensor, where: NDArray[np.int64], tokens: Tensor) -> dict[int, Logprob]:
         """The log-probabilities of the valid rows that asked."""
-        asked = np.setdiff1d(np.flatnonzero(self._top_logprobs[where] >= 0), invalid)
+        asked = np.flatnonzero(self._top_logprobs[where] >= 0)
+        if asked.size:  # only now it is worth waiting for the device
+            asked = asked[tokens.cpu().numpy()[asked] >= 0]
         if not asked.size:
             return {}
         tops = self._top_logprobs[where[asked]]
@@ -148,7 +148,7 @@ class Sampler:
         return dict(zip(asked.tolist(), found, strict=True))
 
     def _index(self, some: NDArray[np.int64] | NDArray[np.bool_]) -> Tensor:
-        return torch.from_numpy(some).to(self._device)
+        return torch.from_numpy(some).to(self._device, non_blocking=True)
 
 
 def draws_for(device: torch.device) -> DrawOps:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,8 +12,9 @@ from torch import nn
 
 from argosy.engine.execution.checkpoint import tensor_files
 from argosy.engine.execution.families import parts_of
-from argosy.engine.execution.layers import Part
+from argosy.engine.execution.layers import Part, Projection
 from argosy.engine.execution.model import Decoder
+from argosy.engine.execution.pack_cache import PackCache
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from argosy.engine.config import WeightFormat
     from argosy.engine.execution.device import Device
     from argosy.engine.execution.spec import ModelSpec
 
@@ -33,14 +36,19 @@ def load_decoder(
     device: Device,
     dtype: torch.dtype,
     progress: Callable[[float], None],
+    *,
+    quantize: WeightFormat | None = None,
+    packs: PackCache | None = None,
 ) -> Decoder:
     """Build the decoder of `spec` with the weights in the directory `path`, ready to compute.
 
-    `progress` is told the part done, 0 to 1. Memory stays at the packed weights plus one matrix; the
-    embedding stays mapped from the file when its dtype is `dtype`.
-    Raises ValueError naming file and tensor when one is missing, damaged or of the wrong shape.
+    `progress` is told the part done, 0 to 1. Weights that `packs` has are not read. Memory stays at the packed
+    weights plus one matrix; the embedding stays mapped from the file when its dtype is `dtype`.
+    Raises ValueError naming file and tensor when one is missing, damaged or of the wrong shape, and
+    when the device has no weights in the format `quantize`.
     """
-    decoder = Decoder(spec, device, dtype)
+    packs = packs or PackCache()
+    decoder = Decoder(spec, device, dtype, quantize)
     checkpoint = Checkpoint(path)
     total = sum(parameter.numel() for parameter in decoder.parameters())
     done = 0
@@ -49,12 +57,18 @@ def load_decoder(
         if not isinstance(module, Part):
             continue
         for name, declared in list(module.named_parameters(recurse=False)):
-            stored = "embed.weight" if spec.tied and place == "head" else f"{place}.{name}"
-            tensor = checkpoint.read(parts_of(spec, stored), tuple(declared.shape))
-            tensor = tensor.to(device=device.torch_device, dtype=dtype, copy=tensor.dim() == 1)
-            setattr(module, name, nn.Parameter(tensor, requires_grad=False))
             done += declared.numel()
-        module.settle(device)
+            if f"{place}.{name}" in packs:
+                tensor = declared.to(dtype)
+            else:
+                stored = "embed.weight" if spec.tied and place == "head" else f"{place}.{name}"
+                tensor = checkpoint.read(parts_of(spec, stored), tuple(declared.shape))
+                tensor = tensor.to(device=device.torch_device, dtype=dtype, copy=tensor.dim() == 1)
+            setattr(module, name, nn.Parameter(tensor, requires_grad=False))
+        if isinstance(module, Projection):
+            module.settle(device, partial(packs.get, f"{place}.weight"))
+        else:
+            module.settle(device)
         progress(done / total)
     return decoder
 

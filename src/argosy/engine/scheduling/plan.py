@@ -64,6 +64,20 @@ class Logprob(NamedTuple):
     top: list[tuple[int, float]]
 
 
+class Durations(NamedTuple):
+    """Where an executor's part of a step went, in seconds."""
+
+    launch: float = 0.0
+    """Blocks moved and inputs built, on the host."""
+    compute: float = 0.0
+    """The model, on the device."""
+    sample: float = 0.0
+    """From logits to tokens, on the device."""
+
+
+NO_TIME = Durations()
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """What the step gave, by chunk index of its plan."""
@@ -77,3 +91,4 @@ class StepResult:
     """Chunks whose row gave no valid numbers, and why; only those sequences end."""
     corrupt: list[int] = field(default_factory=list)
     """Blocks of `restores` whose checksum did not hold; what was computed on them is void."""
+    durations: Durations = NO_TIME

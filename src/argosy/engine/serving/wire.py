@@ -91,6 +91,8 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     host_hit_tokens_total: int = 0
     preemptions_total: int = 0
     corrupt_blocks_total: int = 0
+    phase_s_total: dict[str, float] = {}
+    """Seconds by phase of the step: plan, launch, compute, sample, commit."""
 
 
 class Loading(msgspec.Struct, frozen=True, array_like=True, tag="loading"):
@@ -113,7 +115,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="rea
     parameters: int
     load_s: float
     backend: str
-    """Which compute path is in use, for people, e.g. "cpu (AVX512, 2 threads) bfloat16 native"."""
+    """Which compute path is in use, for people, e.g. "cpu (avx512_bf16, 2 threads) bfloat16 native"."""
     fingerprint: str
     """Which state of the model's files was loaded. Requests never go on with another one."""
 

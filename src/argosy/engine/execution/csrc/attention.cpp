@@ -1,44 +1,16 @@
 // Paged causal attention for the CPU, behind a plain C ABI: rotates, stores new keys and values, then attends.
 //
-// Cache layout, per layer (W = min(16, block_size) keys side by side; D padded to 16 words):
-//   keys   [block][kv head][block_size / W][words of D][W]   a word holds one float or two bfloat16
-//   values [block][kv head][words of block_size][D]
-// so that one 16-lane multiply-add takes 16 keys (scores) or 16 dimensions (values), and both are operands of
-// vdpbf16ps and of the matrix unit as they lie. Every row (token, head) walks key tiles at absolute positions
-// in order, with arithmetic that no other row touches: its result does not depend on the batch, the chunking or
-// the threads. Every RANGE keys the sums begin anew and are merged in order, whoever made them, so that the threads
-// can share a long context. Online softmax: Milakov & Gimelshein 2018; tiling as in FlashAttention (Dao et al. 2022).
+// Every row (token, head) walks key tiles at absolute positions in order, with arithmetic that no other row touches:
+// its result does not depend on the batch, the chunking or the threads. Every RANGE keys the sums begin anew and are merged
+// in order, whoever made them, so that the threads can share a long context. Tiling as in FlashAttention (Dao et al.
+// 2022); the next tile is fetched while one is worked on, since pages lie where no hardware would look for them.
 
 #include <algorithm>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
-#include "attention_units.h"
-#include "elements.h"
-
-extern "C" {
-
-// One call, all sizes in elements; mirrored field by field by native.py.
-struct ArgosyAttention {
-    const void *q;             // [tokens, heads, head_dim], rows of `q_stride`
-    const void *k;             // [tokens, kv_heads, head_dim], rows of `k_stride`
-    const void *v;             // [tokens, kv_heads, head_dim], rows of `v_stride`
-    const float *cos;          // [tokens, turning], null with `sin` when nothing is rotated; see elements.h
-    const float *sin;
-    void *out;                 // [tokens, heads, head_dim]
-    void *keys;                // this layer's cache
-    void *values;
-    const int64_t *positions;  // [tokens]
-    const int64_t *slots;      // [tokens]
-    const int32_t *cu_q;       // [sequences + 1]
-    const int32_t *seq_lens;   // [sequences]
-    const int32_t *pages;      // [sequences, page_stride]
-    int64_t tokens, sequences, page_stride, q_stride, k_stride, v_stride;
-    int64_t heads, kv_heads, head_dim, block_size, turning, window, threads;
-    float scale, softcap;      // window 0 and softcap 0: none
-};
-}
+#include "attention_cache.h"
+#include "attention_sums.h"
 
 namespace {
 
@@ -47,251 +19,127 @@ using namespace argosy;
 constexpr int ROWS = 32;  // rows of a work item, unless one token has more heads
 constexpr int64_t RANGE = 32 * TILE;  // keys whose sums are made together
 constexpr int64_t THREAD_WORK = 1 << 17;  // elements of keys met by 16 rows in the time that it takes to wake a thread
-constexpr float LOG2E = 1.44269504088896341f;
-constexpr float NONE = -INFINITY;
-
-// What the rows of an item have of some ranges of keys, one after the other.
-struct Sums {
-    std::vector<float> out, peak, total;
-
-    Sums(int64_t rows, int64_t width) : out(rows * width), peak(rows), total(rows * LANES) {}
-};
-
-// One thread's working memory: a row is one head of one token.
-struct Scratch {
-    std::vector<uint32_t> q, key, weights, part;
-    std::vector<float> scores, fade;
-    Sums range, whole;
-
-    Scratch(int64_t rows, int64_t width)
-        : q(rows * width), key(width), weights(rows * TILE), part(LANES * width), scores(rows * TILE), fade(rows, 1.0f),
-          range(rows, width), whole(rows, width) {}
-};
 
 struct Item {
     int64_t sequence, first, last;  // flat tokens first .. last - 1
 };
 
+// What one thread works in: a row is one head of one token.
+struct Desk {
+    uint32_t *q, *row, *weights, *panel;
+    float *scores, *fade;
+    Sums sums, next;
+
+    Desk(Scratch &memory, int64_t rows, int64_t words, int64_t width) {
+        memory.reset(Scratch::lines_of<uint32_t>(rows * words) + 2 * Scratch::lines_of<uint32_t>(rows * TILE) +
+                     Scratch::lines_of<uint32_t>(words) + Scratch::lines_of<uint32_t>(LANES * width) +
+                     Scratch::lines_of<float>(rows) + 2 * Sums::lines(rows, width));
+        q = memory.take<uint32_t>(rows * words);
+        row = memory.take<uint32_t>(words);
+        weights = memory.take<uint32_t>(rows * TILE);
+        panel = memory.take<uint32_t>(LANES * width);
+        scores = memory.take<float>(rows * TILE);
+        fade = memory.take<float>(rows);
+        sums = Sums::in(memory, rows, width);
+        next = Sums::in(memory, rows, width);
+        std::fill_n(fade, rows, 1.0f);
+    }
+};
+
 template <class Unit> class Kernel {
     using T = typename Unit::T;
     using Scalar = typename T::Scalar;
-    using Row = std::conditional_t<std::is_same_v<T, Bfloat16>, Bfloat16Row, FloatRow>;
-    static constexpr int N = T::PER_WORD;
-    static constexpr int W = Unit::PANEL;
-    static constexpr int WORDS = TILE / N;
 
     const ArgosyAttention &a;
-    const int64_t words = (a.head_dim + LANES * N - 1) / (LANES * N) * LANES;
-    const int64_t width = words * N;  // the padded head dimension
+    const Cache<Unit> cache{a};
+    const Softmax softmax{a.scale, a.softcap, a.window};
+    const int64_t words = cache.words, width = cache.width;
     const int64_t group = a.heads / a.kv_heads;
-    const int64_t head_words = a.block_size * words;  // of one block, keys or values
     const int64_t tile_tokens = std::max<int64_t>(1, ROWS / group);
-    const std::vector<uint32_t> zeros = std::vector<uint32_t>(LANES * width);
 
-    // Token t's row of head_dim elements to `to`, rotated.
-    void load_row(uint32_t *to, const Scalar *from, int64_t t) const {
-        std::memcpy(to, from, a.head_dim * sizeof(Scalar));
-        if (a.turning) rotate<Row>((Scalar *)to, from, a.cos + t * a.turning, a.sin + t * a.turning, a.turning);
+    int64_t rows_of(const Item &item) const { return (item.last - item.first) * group; }
+
+    void load_queries(Desk &desk, const Item &item, int64_t head) const {
+        for (int64_t row = 0; row < rows_of(item); row++)
+            cache.load_row(desk.q + row * words, a.q, a.q_stride, item.first + row / group, head * group + row % group);
     }
 
-    // Put token t's keys and values where the layout wants them.
-    void store_token(int64_t t, Scratch &s) const {
-        const int64_t block = a.slots[t] / a.block_size, offset = a.slots[t] % a.block_size;
-        for (int64_t head = 0; head < a.kv_heads; head++) {
-            const int64_t base = (block * a.kv_heads + head) * head_words;
-            load_row(s.key.data(), (const Scalar *)a.k + t * a.k_stride + head * a.head_dim, t);
-            const Scalar *v = (const Scalar *)a.v + t * a.v_stride + head * a.head_dim;
-            uint32_t *key = (uint32_t *)a.keys + base + offset / W * W * words + offset % W;
-            Scalar *value = (Scalar *)((uint32_t *)a.values + base + offset / N * width) + offset % N;
-            for (int64_t word = 0; word < words; word++) key[word * W] = s.key[word];
-            for (int64_t d = 0; d < a.head_dim; d++) value[d * N] = v[d];
-        }
-    }
-
-    // Where the keys and values of tile `index` lie. Values past the sequence's end are taken as zero: a cache
-    // block may still hold another sequence's there, not all of them finite.
-    void locate(Tile &tile, const Item &item, int64_t head, int64_t index, Scratch &s) const {
-        const int32_t *pages = a.pages + item.sequence * a.page_stride;
-        const int64_t length = a.seq_lens[item.sequence];
-        for (int i = 0; i < TILE / W; i++) {
-            const int64_t at = index * TILE + i * W, held = std::min<int64_t>(W, length - at);
-            tile.keys[i] = tile.values[i] = zeros.data();
-            if (held <= 0) continue;
-            const int64_t base = (pages[at / a.block_size] * a.kv_heads + head) * head_words;
-            const int64_t panel = base + at % a.block_size / W * W * words;
-            tile.keys[i] = (const uint32_t *)a.keys + panel;
-            tile.values[i] = (const uint32_t *)a.values + panel;
-            if (held < W) tile.values[i] = cut(tile.values[i], held, s);
-        }
-    }
-
-    // A copy of a panel of values with zeros after the first `held` keys.
-    const uint32_t *cut(const uint32_t *values, int64_t held, Scratch &s) const {
-        const int64_t whole = held / N * width;
-        std::copy_n(values, whole, s.part.begin());
-        std::fill(s.part.begin() + whole, s.part.end(), 0u);
-        if (held % N)  // the last key without its partner
-            for (int64_t d = 0; d < width; d++) s.part[whole + d] = values[whole + d] & 0xffffu;
-        return s.part.data();
-    }
-
-    f32x16 logits(f32x16 x) const {  // in units of log 2
-        if (a.softcap == 0) return x * (a.scale * LOG2E);
-        const f32x16 doubled = x * (a.scale / a.softcap * 2 * LOG2E);
-        const f32x16 e = exp2_of(doubled > 126.0f ? broadcast(126.0f) : doubled);
-        return (1.0f - 2.0f / (e + 1.0f)) * (a.softcap * LOG2E);  // tanh
-    }
-
-    // Scores of one row to weights: the online softmax. A row that sees nothing of the tile stays as it is.
-    void soften(Scratch &s, int64_t row, int64_t position, int64_t start) const {
-        const int64_t oldest = a.window ? position - a.window + 1 : 0;
-        const bool whole = oldest <= start && position >= start + TILE - 1;
-        const int from = (int)std::clamp<int64_t>(oldest - start, -1, TILE);
-        const int to = (int)std::clamp<int64_t>(position - start, -1, TILE);
-        const i32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-        f32x16 score[PANELS];
-        f32x16 best = broadcast(NONE);
-        for (int p = 0; p < PANELS; p++) {
-            score[p] = logits(load<f32x16>(s.scores.data() + row * TILE + p * LANES));
-            if (!whole) {
-                const i32x16 key = lane + p * LANES;
-                score[p] = (key >= from) & (key <= to) ? score[p] : broadcast(NONE);
-            }
-            best = maximum(best, score[p]);
-        }
-        const float before = s.range.peak[row], now = std::max(before, reduce_max(best));
-        const float base = now == NONE ? 0.0f : now;
-        s.range.peak[row] = now;
-        s.fade[row] = now == before ? 1.0f : exp2_of(broadcast(before - base))[0];
-        f32x16 total = load<f32x16>(s.range.total.data() + row * LANES) * s.fade[row];
-        uint32_t *weights = s.weights.data() + row * WORDS;
-        for (int p = 0; p < PANELS; p++) {
-            const f32x16 weight = exp2_of(score[p] - base);
-            if constexpr (N == 2) {
-                const u32x16 rounded = to_bfloat16(weight);
-                store((uint16_t *)weights + p * LANES, halves(rounded));
-                total += (f32x16)(rounded << 16);
-            } else {
-                store(weights + p * LANES, weight);
-                total += weight;
-            }
-        }
-        store(s.range.total.data() + row * LANES, total);
-    }
-
-    void clear(Sums &sums, int64_t rows) const {
-        std::fill_n(sums.out.begin(), rows * width, 0.0f);
-        std::fill_n(sums.total.begin(), rows * LANES, 0.0f);
-        std::fill_n(sums.peak.begin(), rows, NONE);
-    }
-
-    // Add what the next range gave. What saw nothing adds nothing, exactly.
-    void merge(Sums &sums, const Sums &next, int64_t rows) const {
-        for (int64_t row = 0; row < rows; row++) {
-            const float now = std::max(sums.peak[row], next.peak[row]), base = now == NONE ? 0.0f : now;
-            const float old_fade = exp2_of(broadcast(sums.peak[row] - base))[0];
-            const float new_fade = exp2_of(broadcast(next.peak[row] - base))[0];
-            sums.peak[row] = now;
-            float *total = sums.total.data() + row * LANES, *out = sums.out.data() + row * width;
-            store(total, load<f32x16>(total) * old_fade + load<f32x16>(next.total.data() + row * LANES) * new_fade);
-            for (int64_t d = 0; d < width; d += LANES)
-                store(out + d, load<f32x16>(out + d) * old_fade +
-                                   load<f32x16>(next.out.data() + row * width + d) * new_fade);
-        }
-    }
-
-    void load_queries(Scratch &s, const Item &item, int64_t head, int64_t rows) const {
-        std::fill_n(s.q.begin(), rows * words, 0u);
-        for (int64_t row = 0; row < rows; row++) {
-            const int64_t t = item.first + row / group, h = head * group + row % group;
-            load_row(s.q.data() + row * words, (const Scalar *)a.q + t * a.q_stride + h * a.head_dim, t);
-        }
-    }
-
-    void store_rows(const Sums &sums, const Item &item, int64_t head, int64_t rows) const {
-        for (int64_t row = 0; row < rows; row++) {
+    void store_rows(const Sums &sums, const Item &item, int64_t head) const {
+        for (int64_t row = 0; row < rows_of(item); row++) {
             const int64_t t = item.first + row / group, h = head * group + row % group;
             Scalar *out = (Scalar *)a.out + (t * a.heads + h) * a.head_dim;
-            const float total = reduce_sum(load<f32x16>(sums.total.data() + row * LANES));
+            const float total = reduce_sum(load<f32x16>(sums.total + row * LANES));
             for (int64_t d = 0; d < a.head_dim; d += LANES) {
                 // Adding zero turns -0, which depends on how many masked keys were summed, into 0.
-                const f32x16 x = load<f32x16>(sums.out.data() + row * width + d) / total + 0.0f;
-                const size_t bytes = std::min<int64_t>(LANES, a.head_dim - d) * sizeof(Scalar);
-                if constexpr (N == 2) {
-                    const u16x16 rounded = halves(to_bfloat16(x));
-                    std::memcpy(out + d, &rounded, bytes);
-                } else {
-                    std::memcpy(out + d, &x, bytes);
-                }
+                const f32x16 x = load<f32x16>(sums.out + row * width + d) / total + 0.0f;
+                Cache<Unit>::Row::put(out + d, x, a.head_dim - d);
             }
         }
     }
 
     // The ranges that an item's rows see: from .first to .second, both included.
     std::pair<int64_t, int64_t> ranges(const Item &item) const {
-        const int64_t oldest = a.window ? std::max<int64_t>(0, a.positions[item.first] - a.window + 1) : 0;
-        return {oldest / RANGE, a.positions[item.last - 1] / RANGE};
+        return {softmax.oldest(a.positions[item.first]) / RANGE, a.positions[item.last - 1] / RANGE};
     }
 
-    // One range of keys into s.range.
-    void attend(const Item &item, int64_t head, int64_t range, Scratch &s) const {
-        const int64_t rows = (item.last - item.first) * group;
-        const int64_t padded = (rows + Unit::ALIGN - 1) / Unit::ALIGN * Unit::ALIGN;
-        const int64_t oldest = a.window ? std::max<int64_t>(0, a.positions[item.first] - a.window + 1) : 0;
+    // Where the tiles of an item's range begin.
+    int64_t begin(const Item &item, int64_t range) const {
+        return std::max(softmax.oldest(a.positions[item.first]), range * RANGE) / TILE * TILE;
+    }
+
+    // One range of keys into `sums`. head_after: the kv head whose keys are probably wanted next.
+    void attend(const Item &item, int64_t head, int64_t head_after, int64_t range, const Sums &sums,
+                Desk &desk) const {
+        const int64_t rows = rows_of(item), padded = (rows + Unit::ALIGN - 1) / Unit::ALIGN * Unit::ALIGN;
         const int64_t newest = std::min(a.positions[item.last - 1], (range + 1) * RANGE - 1);
-        clear(s.range, rows);
-        for (int64_t index = std::max(oldest, range * RANGE) / TILE; index <= newest / TILE; index++) {
-            Tile tile;
-            locate(tile, item, head, index, s);
-            Unit::score(s.q.data(), padded, words, tile, s.scores.data());
+        sums.clear(rows, width);
+        Tile next = cache.tile(item.sequence, head, begin(item, range), newest, desk.panel);
+        for (int64_t start = begin(item, range); start <= newest; start += TILE) {
+            const Tile tile = next;
+            const bool last = start + TILE > newest;
+            next = last ? cache.tile(item.sequence, head_after, begin(item, range), newest, nullptr)
+                        : cache.tile(item.sequence, head, start + TILE, newest, desk.panel);
+            Unit::score(desk.q, padded, words, tile, next, desk.scores);
             for (int64_t row = 0; row < rows; row++)
-                soften(s, row, a.positions[item.first + row / group], index * TILE);
-            Unit::weigh(s.weights.data(), padded, tile, s.fade.data(), s.range.out.data(), width);
+                desk.fade[row] = softmax.soften<T>(desk.scores + row * TILE, a.positions[item.first + row / group],
+                                                   start, desk.weights + row * Unit::WORDS, sums.peak[row],
+                                                   sums.total + row * LANES);
+            Unit::weigh(desk.weights, padded, tile, next, desk.fade, sums.out, width);
         }
     }
 
     // All of an item's ranges by one thread.
-    void attend_alone(const Item &item, int64_t head, Scratch &s) const {
-        const int64_t rows = (item.last - item.first) * group;
+    void attend_alone(const Item &item, int64_t head, Desk &desk) const {
         const auto [first, last] = ranges(item);
-        load_queries(s, item, head, rows);
-        attend(item, head, first, s);
-        if (first == last) return store_rows(s.range, item, head, rows);
-        std::swap(s.whole, s.range);
+        load_queries(desk, item, head);
+        const int64_t head_after = std::min(head + 1, a.kv_heads - 1);
+        attend(item, head, head_after, first, desk.sums, desk);
         for (int64_t range = first + 1; range <= last; range++) {
-            attend(item, head, range, s);
-            merge(s.whole, s.range, rows);
+            attend(item, head, head_after, range, desk.next, desk);
+            softmax.merge(desk.sums, desk.next, rows_of(item), width);
         }
-        store_rows(s.whole, item, head, rows);
+        store_rows(desk.sums, item, head);
     }
 
     // The ranges of few items, shared by the threads, then merged.
-    void attend_together(const std::vector<Item> &items, Scratch &s, std::vector<std::vector<Sums>> &parts) const {
-        const int64_t rows_most = (int64_t)s.fade.size();
-#pragma omp single
-        for (const Item &item : items)
-            for (int64_t head = 0; head < a.kv_heads; head++) {
-                const auto [first, last] = ranges(item);
-                parts.emplace_back(last - first + 1, Sums(rows_most, width));
-            }
-        int64_t most = 0;
-        for (const std::vector<Sums> &each : parts) most = std::max<int64_t>(most, each.size());
+    void attend_together(const std::vector<Item> &items, const std::vector<Sums> &parts, Desk &desk) const {
+        const int64_t pairs = (int64_t)items.size() * a.kv_heads, most = (int64_t)parts.size() / pairs;
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < most * (int64_t)parts.size(); i++) {
-            const int64_t pair = i % parts.size(), at = i / parts.size();
-            if (at >= (int64_t)parts[pair].size()) continue;
+        for (int64_t i = 0; i < pairs * most; i++) {
+            const int64_t pair = i % pairs, at = i / pairs, head = pair % a.kv_heads;
             const Item &item = items[pair / a.kv_heads];
-            load_queries(s, item, pair % a.kv_heads, (item.last - item.first) * group);
-            attend(item, pair % a.kv_heads, ranges(item).first + at, s);
-            std::swap(parts[pair][at], s.range);
+            const auto [first, last] = ranges(item);
+            if (first + at > last) continue;
+            load_queries(desk, item, head);
+            attend(item, head, head, first + at, parts[pair * most + at], desk);
         }
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t pair = 0; pair < (int64_t)parts.size(); pair++) {
+        for (int64_t pair = 0; pair < pairs; pair++) {
             const Item &item = items[pair / a.kv_heads];
-            const int64_t rows = (item.last - item.first) * group;
-            std::swap(s.whole, parts[pair].front());
-            for (size_t at = 1; at < parts[pair].size(); at++) merge(s.whole, parts[pair][at], rows);
-            store_rows(s.whole, item, pair % a.kv_heads, rows);
+            const auto [first, last] = ranges(item);
+            const Sums *part = parts.data() + pair * most;
+            for (int64_t at = 1; at <= last - first; at++) softmax.merge(part[0], part[at], rows_of(item), width);
+            store_rows(part[0], item, pair % a.kv_heads);
         }
     }
 
@@ -299,57 +147,71 @@ template <class Unit> class Kernel {
     int64_t hands(const std::vector<Item> &items) const {
         int64_t cost = 0;
         for (const Item &item : items) {
-            const int64_t newest = a.positions[item.last - 1] + 1, rows = (item.last - item.first) * group;
+            const int64_t newest = a.positions[item.last - 1] + 1, rows = rows_of(item);
             cost += (a.window ? std::min(newest, a.window + rows) : newest) * ((rows + 15) / 16);
         }
         return std::clamp<int64_t>(cost * a.kv_heads * width / THREAD_WORK, 1, a.threads);
     }
 
-    // Whether whole items would leave threads idle at the end.
-    bool uneven(const std::vector<Item> &items, int64_t threads) const {
+    // Into how many ranges the items are split: 0 where whole items keep all threads busy to the end.
+    int64_t split(const std::vector<Item> &items, int64_t threads) const {
         const int64_t count = (int64_t)items.size() * a.kv_heads;
-        if (threads == 1 || count >= 4 * threads) return false;
+        if (threads == 1 || count >= 4 * threads) return 0;
         int64_t longest = 0, all = 0;
         for (const Item &item : items) {
             const auto [first, last] = ranges(item);
             longest = std::max(longest, last - first + 1);
             all += (last - first + 1) * a.kv_heads;
         }
-        return longest > 1 && (count % threads || longest * threads > all);
+        return longest > 1 && (count % threads || longest * threads > all) ? longest : 0;
     }
 
     // Work items, costliest (longest context) first so that the threads end together.
-    std::vector<Item> plan() const {
-        std::vector<Item> items;
+    void plan(std::vector<Item> &items) const {
+        items.clear();
         for (int64_t sequence = 0; sequence < a.sequences; sequence++)
             for (int64_t first = a.cu_q[sequence]; first < a.cu_q[sequence + 1]; first += tile_tokens)
                 items.push_back({sequence, first, std::min<int64_t>(first + tile_tokens, a.cu_q[sequence + 1])});
         const auto cost = [&](const Item &i) { return (i.last - i.first + 1) * a.positions[i.last - 1]; };
         std::stable_sort(items.begin(), items.end(), [&](const Item &x, const Item &y) { return cost(x) > cost(y); });
-        return items;
+    }
+
+    // Sums for so many ranges of every pair of item and head.
+    void lay_out(std::vector<Sums> &parts, int64_t count, int64_t rows, Scratch &memory) const {
+        memory.reset(count * Sums::lines(rows, width));
+        parts.clear();
+        for (int64_t i = 0; i < count; i++) parts.push_back(Sums::in(memory, rows, width));
     }
 
   public:
     explicit Kernel(const ArgosyAttention &call) : a(call) {}
 
     void run() const {
-        const std::vector<Item> items = plan();
-        const int64_t count = (int64_t)items.size() * a.kv_heads;
-        const int64_t rows = (tile_tokens * group + Unit::ALIGN - 1) / Unit::ALIGN * Unit::ALIGN;
-        const int64_t threads = hands(items);
-        const bool together = uneven(items, threads);
-        std::vector<std::vector<Sums>> parts;
+        static thread_local std::vector<Item> items;
+        static thread_local std::vector<Sums> parts;
+        static thread_local Scratch shared;
+        plan(items);
+        int64_t rows = 0;
+        for (const Item &item : items) rows = std::max(rows, rows_of(item));
+        rows = (rows + Unit::ALIGN - 1) / Unit::ALIGN * Unit::ALIGN;
+        const int64_t threads = hands(items), count = (int64_t)items.size() * a.kv_heads, most = split(items, threads);
+        // Where there are many, a thread takes all heads of an item: each fetches what the next one begins with.
+        const int64_t chunk = (int64_t)items.size() >= 4 * threads ? a.kv_heads : 1;
+        lay_out(parts, count * most, rows, shared);
+        const std::vector<Item> &work = items;  // this thread's, not each thread's own
+        const std::vector<Sums> &ranges_of = parts;
 #pragma omp parallel num_threads((int)threads)
         {
+            static thread_local Scratch memory;
             [[maybe_unused]] const Unit unit{};
-            Scratch scratch(rows, width);
+            Desk desk(memory, rows, words, width);
 #pragma omp for schedule(static)
-            for (int64_t t = 0; t < a.tokens; t++) store_token(t, scratch);
-            if (together) {
-                attend_together(items, scratch, parts);
+            for (int64_t t = 0; t < a.tokens; t++) cache.store_token(t, desk.row);
+            if (most) {
+                attend_together(work, ranges_of, desk);
             } else {
-#pragma omp for schedule(dynamic, 1)
-                for (int64_t i = 0; i < count; i++) attend_alone(items[i / a.kv_heads], i % a.kv_heads, scratch);
+#pragma omp for schedule(dynamic, chunk)
+                for (int64_t i = 0; i < count; i++) attend_alone(work[i / a.kv_heads], i % a.kv_heads, desk);
             }
         }
     }

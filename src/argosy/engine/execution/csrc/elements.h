@@ -5,6 +5,14 @@
 
 namespace argosy {
 
+inline u32x16 as_words(u16x16 x) {
+#ifdef __AVX512F__
+    return (u32x16)_mm512_cvtepu16_epi32((__m256i)x);
+#else
+    return __builtin_convertvector(x, u32x16);
+#endif
+}
+
 // Up to sixteen elements in float32 lanes; the lanes beyond are zero.
 struct FloatRow {
     using Scalar = float;
@@ -23,20 +31,28 @@ struct FloatRow {
 
 struct Bfloat16Row {
     using Scalar = uint16_t;
+    static u16x16 narrow(f32x16 x) {
+#ifdef __AVX512BF16__
+        return (u16x16)_mm512_cvtneps_pbh((__m512)x);
+#else
+        return halves(to_bfloat16(x));
+#endif
+    }
+    static f32x16 wide(u16x16 x) { return (f32x16)(as_words(x) << 16); }
     static f32x16 get(const uint16_t *from, int64_t count) {
         u16x16 x{};
         if (count >= LANES)
             x = load<u16x16>(from);
         else
             std::memcpy(&x, from, count * sizeof *from);
-        return (f32x16)(__builtin_convertvector(x, u32x16) << 16);
+        return wide(x);
     }
     static void put(uint16_t *to, f32x16 x, int64_t count) {
-        const u16x16 bits = halves(to_bfloat16(x));
+        const u16x16 bits = narrow(x);
         if (count >= LANES) return store(to, bits);
         std::memcpy(to, &bits, count * sizeof *to);
     }
-    static f32x16 rounded(f32x16 x) { return (f32x16)(to_bfloat16(x) << 16); }
+    static f32x16 rounded(f32x16 x) { return wide(narrow(x)); }
 };
 
 // Rotary position embedding (Su et al. 2021) of the first `turning` elements of a row, in float32 and rounded once;

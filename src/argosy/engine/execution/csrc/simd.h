@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <cstring>
 
-#ifdef __AVX512BF16__
+#ifdef __AVX512F__
 #include <immintrin.h>
 #endif
 
@@ -17,6 +17,17 @@ using f32x16 = float __attribute__((vector_size(64)));
 using u16x16 = uint16_t __attribute__((vector_size(32)));
 
 constexpr int LANES = 16;
+
+// Lanes of the widest vector that one register holds, and that vector: what a long-lived sum should be.
+#if defined(__AVX512F__)
+constexpr int NATIVE = 16;
+#elif defined(__AVX__)
+constexpr int NATIVE = 8;
+#else
+constexpr int NATIVE = 4;
+#endif
+using native_u32 = uint32_t __attribute__((vector_size(4 * NATIVE)));
+using native_f32 = float __attribute__((vector_size(4 * NATIVE)));
 
 template <class V> inline V load(const void *from) {
     V value;
@@ -31,12 +42,18 @@ inline f32x16 broadcast(float x) { return x - f32x16{}; }
 inline f32x16 maximum(f32x16 a, f32x16 b) { return a > b ? a : b; }
 
 inline float reduce_max(f32x16 x) {
+#ifdef __AVX512F__
+    return _mm512_reduce_max_ps((__m512)x);
+#endif
     float best = x[0];
     for (int i = 1; i < LANES; i++) best = x[i] > best ? x[i] : best;
     return best;
 }
 
 inline float reduce_sum(f32x16 x) {
+#ifdef __AVX512F__
+    return _mm512_reduce_add_ps((__m512)x);
+#endif
     float part[LANES];
     store(part, x);
     for (int width = LANES / 2; width; width /= 2)
@@ -46,20 +63,29 @@ inline float reduce_sum(f32x16 x) {
 
 // 2^x to about 2e-7 relative for x <= 126, exactly 1 at 0, 0 below -126; NaN stays NaN.
 inline f32x16 exp2_of(f32x16 x) {
+#ifdef __AVX512F__
+    const f32x16 whole = (f32x16)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const f32x16 f = x - whole;
+#else
     const f32x16 clamped = x < -126.0f ? broadcast(-126.0f) : x;
     const f32x16 magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
     const f32x16 shifted = clamped + magic;
     const f32x16 f = clamped - (shifted - magic);
     const i32x16 n = (i32x16)shifted - (i32x16)magic;
-    f32x16 p = broadcast(1.5403530e-4f);
-    p = p * f + 1.3333558e-3f;
-    p = p * f + 9.6181291e-3f;
-    p = p * f + 5.5504109e-2f;
-    p = p * f + 2.4022651e-1f;
-    p = p * f + 6.9314718e-1f;
+#endif
+    f32x16 p = broadcast(1.3264727e-3f);  // minimax on [-1/2, 1/2]
+    p = p * f + 9.6715127e-3f;
+    p = p * f + 5.5507337e-2f;
+    p = p * f + 2.4022242e-1f;
+    p = p * f + 6.9314698e-1f;
     p = p * f + 1.0f;
+#ifdef __AVX512F__
+    const __mmask16 large = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
+    return (f32x16)_mm512_maskz_scalef_ps(large, (__m512)p, (__m512)whole);
+#else
     p = p * (f32x16)((n + 127) << 23);
     return x < -126.0f ? f32x16{} : p;
+#endif
 }
 
 // The nearest bfloat16, ties to even, in the low half of each lane.

@@ -39,7 +39,7 @@ class TritonDraws:
         limited = (draws.top_k < logits.shape[1]) | (draws.top_p < 1.0)
         cut = np.flatnonzero(limited & (draws.scale > 0))
         if cut.size:
-            index = torch.from_numpy(cut).to(logits.device)
+            index = torch.from_numpy(cut).to(logits.device, non_blocking=True)
             tokens[index] = self._torch.draw(logits[index], draws.of(cut))
         return tokens
 
@@ -58,7 +58,7 @@ def _drawn(logits: Tensor, draws: Draws) -> Tensor:
     if not rows:
         return tokens
     how = np.stack((draws.scale, draws.least, draws.chance), dtype=np.float64)
-    options = torch.from_numpy(how).to(device)
+    options = torch.from_numpy(how).to(device, non_blocking=True)
     tiles = triton.cdiv(vocab, VOCAB_TILE)
     width = triton.next_power_of_2(tiles)
     peaks = torch.empty(rows, tiles, dtype=torch.float32, device=device)

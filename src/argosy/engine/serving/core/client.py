@@ -22,6 +22,7 @@ from argosy.engine.config import EngineConfig
 from argosy.engine.serving.core.delta_stream import DeltaStream
 from argosy.engine.serving.core.process import EXIT_REFUSED
 from argosy.engine.serving.core.spawn import CoreHandle
+from argosy.engine.serving.core.start import CORE, EarlyCore
 from argosy.engine.serving.core.watch import RestartPolicy, Vigil
 from argosy.engine.serving.wire import (
     Abort,
@@ -43,7 +44,6 @@ State = Literal["starting", "ready", "restarting", "failed", "stopped"]
 Progress = Callable[[str, float], None]
 """Called with what is being loaded and how much of it is done (0 to 1)."""
 
-CORE = "argosy.engine.serving.core.loop:EngineCore"
 BEAT_S = 1.0
 TRIAL_S = 2.0
 """How long the next survivor of a crash waits for the one before it to get a token."""
@@ -75,8 +75,11 @@ class EngineClient:
         restarts: RestartPolicy = RESTARTS,
         log_format: LogFormat = "console",
         log_level: str = "info",
+        early: EarlyCore | None = None,
     ) -> None:
+        """`early` is the process of the first core, when it has been started already."""
         self._config = config
+        self._early = early
         self._factory = core
         self._progress = progress
         self._on_step: Callable[[Stats], None] | None = None
@@ -208,6 +211,7 @@ class EngineClient:
                 log_level=self._log_level,
                 hear=partial(self._hear, vigil),
                 gone=exited.set_result,
+                process=self._early.take() if self._early else None,
             )
         except OSError as error:
             return f"the core's process cannot be started: {error}"

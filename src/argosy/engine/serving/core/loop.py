@@ -1,24 +1,32 @@
-"""The engine loop: requests in, one step at a time, deltas out; a step that fails costs one request."""
+"""The engine loop: requests in, step after step, deltas out; a step that fails costs one request.
+
+A step is planned, launched and committed. Up to `inflight` steps are under way while the next one is
+planned: the host's work then hides behind the device's, and a stop is seen one step late, when a token
+too many was sampled already; the scheduler drops it.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NoReturn
 
 import structlog
 
 from argosy.engine.config import EngineConfig
 from argosy.engine.execution.build import build
-from argosy.engine.scheduling import Limits, Plan, Progress, Scheduler, Sequence, StepResult
+from argosy.engine.execution.executor import Flight
+from argosy.engine.scheduling import Limits, Plan, Scheduler
 from argosy.engine.scheduling.admission import Batching, Continuous, Dynamic, Static
-from argosy.engine.scheduling.plan import Logprob
+from argosy.engine.serving.core.deltas import Deltas
+from argosy.engine.serving.core.phases import PhaseSeconds
 from argosy.engine.serving.wire import (
     Delta,
     EngineRequest,
-    FinishReason,
     Outputs,
     Ready,
     Stats,
-    TokenLogprob,
 )
 
 log = structlog.get_logger(__name__)
@@ -26,6 +34,19 @@ log = structlog.get_logger(__name__)
 MAX_FAILED_STEPS = 64
 """So many failed steps in a row mean that the worker itself is broken."""
 QUEUE_REPORT_S = 0.1
+PREPARE_EVERY = 32
+"""While there is something to compute, what makes steps faster waits for so many of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Crashed:
+    """A step that could not even be launched; those before it are landed first."""
+
+    error: Exception
+
+    def result(self) -> NoReturn:
+        """See `Flight`."""
+        raise self.error
 
 
 class EngineCore:
@@ -69,22 +90,22 @@ class EngineCore:
             fingerprint=built.fingerprint,
         )
         self._eos = frozenset(built.spec.eos_token_ids)
-        self._fresh: set[str] = set()
-        """Requests that have had no delta yet."""
-        self._prompt_told: dict[str, int] = {}
-        """Request -> prompt positions whose log-probabilities were sent."""
+        self._deltas = Deltas()
         self._news: list[Delta] = []
         """Deltas that came up between steps."""
+        self._inflight = built.inflight
+        self._flights: deque[tuple[Plan, Flight]] = deque()
+        """Steps under way, the oldest first."""
         self._failures = 0
-        self._prompt_tokens = 0
-        self._generated_tokens = 0
+        self._spent = PhaseSeconds()
         self._queued_tokens = 0
         self._queued_at = float("-inf")
 
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
-        return self.scheduler.has_work or bool(self._news)
+        requests = self.scheduler.has_work or self._news or self._flights
+        return bool(requests) or self.executor.unprepared > 0
 
     def add(self, request: EngineRequest) -> None:
         """Line up a request; one that the door should have refused is answered with an error delta."""
@@ -94,7 +115,7 @@ class EngineCore:
             self._news.append(Delta(id=request.id, finish="error", error=problem))
             return
         stops = frozenset(params.stop_token_ids)
-        self.scheduler.add(
+        seq = self.scheduler.add(
             id=request.id,
             prompt=request.prompt,
             output=request.output,
@@ -108,33 +129,34 @@ class EngineCore:
             timeout_s=self._request_timeout_s if request.timeout_s is None else request.timeout_s,
             lead=request.lead,
         )
-        self._fresh.add(request.id)
-        if params.prompt_logprobs is not None:
-            self._prompt_told[request.id] = 0
+        self._deltas.enter(seq)
 
     def abort(self, ids: list[str]) -> None:
         """End these requests; their blocks are free at once. Those that have ended are passed over."""
         for request_id in ids:
             seq = self.scheduler.cancel(request_id)
             if seq is not None:
-                self._news.append(self._last(seq, "cancelled"))
+                self._news.append(self._deltas.last(seq, "cancelled"))
 
     def step(self) -> Outputs:
         """Run one engine step. Raises only when step after step fails: the worker is then broken."""
         now = self._clock()
         deltas, self._news = self._news, []
-        deltas += [self._last(seq, "timeout") for seq in self.scheduler.expire(now)]
+        deltas += [self._deltas.last(seq, "timeout") for seq in self.scheduler.expire(now)]
         plan = self.scheduler.schedule(now)
-        launched = self._clock()
+        if self.executor.unprepared and not (plan.tokens and plan.step % PREPARE_EVERY):
+            self.executor.prepare()
+        planned = self._clock()
+        self._spent.plan += planned - now
+        depth = self._inflight if plan.tokens else 0
         try:
-            result = self.executor.execute(plan)
-        except Exception as error:
-            log.exception("step_failed", failures=self._failures)
-            deltas += self._recover(error)
-        else:
-            self._failures = 0
-            deltas += self._commit(plan, result)
-        return Outputs(deltas, self._stats(plan, now, launched))
+            flight = self.executor.launch(plan)
+        except Exception as error:  # noqa: BLE001 - whatever it was, it is this step's result
+            flight, depth = _Crashed(error), 0
+        self._flights.append((plan, flight))
+        while len(self._flights) > depth:
+            deltas += self._land()
+        return Outputs(deltas, self._stats(plan, now, planned))
 
     def _problem(self, request: EngineRequest) -> str | None:
         """Why a request cannot be run at all."""
@@ -147,87 +169,23 @@ class EngineCore:
             return f"{total} tokens exceed the {self.ready.max_model_len} that fit"
         return None
 
-    def _commit(self, plan: Plan, result: StepResult) -> list[Delta]:
+    def _land(self) -> list[Delta]:
+        """Wait for the oldest step under way and take in what it gave."""
+        plan, flight = self._flights.popleft()
+        try:
+            result = flight.result()
+        except Exception as error:
+            log.exception("step_failed", failures=self._failures)
+            return self._recover(error)
+        landed = self._clock()
+        self._failures = 0
         deltas = []
         for item in self.scheduler.commit(result):
-            delta = self._delta(plan, result, item)
+            delta = self._deltas.of(plan, result, item)
             if delta is not None:
                 deltas.append(delta)
+        self._spent.add(result.durations, self._clock() - landed)
         return deltas
-
-    def _delta(self, plan: Plan, result: StepResult, item: Progress) -> Delta | None:
-        """What one chunk means for its client; None when there is nothing to tell."""
-        seq, chunk, token, finish = item
-        if plan.starts[chunk] < seq.prompt_len:
-            self._prompt_tokens += plan.counts[chunk]
-        told = self._prompt_news(plan, result, seq, chunk) if self._prompt_told else []
-        if token < 0 and finish is None and not told:
-            return None
-        if finish is not None:
-            return self._last(
-                seq,
-                finish,
-                token,
-                result.logprobs.get(chunk),
-                told=told,
-                error=result.failed.get(chunk),
-            )
-        self._generated_tokens += token >= 0
-        logprob = result.logprobs.get(chunk)
-        fresh = self._introduce(seq)
-        return Delta(
-            id=seq.id,
-            tokens=[token] if token >= 0 else [],
-            logprobs=[] if logprob is None else [_wire(logprob)],
-            prompt_logprobs=told,
-            cached_tokens=seq.hit_tokens if fresh else None,
-            queue_s=_queue_s(seq) if fresh else None,
-        )
-
-    def _last(
-        self,
-        seq: Sequence,
-        finish: FinishReason,
-        token: int = -1,
-        logprob: Logprob | None = None,
-        *,
-        told: list[TokenLogprob] | None = None,
-        error: str | None = None,
-    ) -> Delta:
-        """The delta that ends a request."""
-        self._generated_tokens += token >= 0
-        fresh = self._introduce(seq)
-        self._prompt_told.pop(seq.id, None)
-        return Delta(
-            id=seq.id,
-            tokens=[token] if token >= 0 else [],
-            logprobs=[] if logprob is None or token < 0 else [_wire(logprob)],
-            prompt_logprobs=told or [],
-            finish=finish,
-            stop_token=token if finish == "stop" else None,
-            error=error,
-            cached_tokens=seq.hit_tokens if fresh else None,
-            queue_s=_queue_s(seq) if fresh else None,
-        )
-
-    def _introduce(self, seq: Sequence) -> bool:
-        """Whether this is the request's first delta."""
-        if seq.id in self._fresh:
-            self._fresh.remove(seq.id)
-            return True
-        return False
-
-    def _prompt_news(
-        self, plan: Plan, result: StepResult, seq: Sequence, chunk: int
-    ) -> list[TokenLogprob]:
-        """Prompt log-probabilities not sent yet (a preempted request computes some again)."""
-        found = result.prompt_logprobs.get(chunk)
-        told = self._prompt_told.get(seq.id)
-        if not found or told is None:
-            return []
-        news = found[max(0, told - plan.starts[chunk]) :]
-        self._prompt_told[seq.id] = max(told, plan.starts[chunk] + len(found))
-        return [_wire(logprob) for logprob in news]
 
     def _recover(self, error: Exception) -> list[Delta]:
         """A step raised: whoever was alone in it ends; everyone else starts over from their tokens."""
@@ -236,10 +194,11 @@ class EngineCore:
             raise error
         if _out_of_memory(error):
             self.scheduler.shrink()
+        self._flights.clear()
         ended = self.scheduler.fail()
         self.executor.reset()
         reason = "the engine failed on this request; the error is in the server's log"
-        return [self._last(seq, "error", error=reason) for seq in ended]
+        return [self._deltas.last(seq, "error", error=reason) for seq in ended]
 
     def _stats(self, plan: Plan, begin: float, launched: float) -> Stats:
         scheduler, memory = self.scheduler, self.scheduler.memory
@@ -258,13 +217,14 @@ class EngineCore:
             step_tokens=plan.tokens,
             step_s=now - begin,
             schedule_s=launched - begin,
-            prompt_tokens_total=self._prompt_tokens,
-            generated_tokens_total=self._generated_tokens,
+            prompt_tokens_total=self._deltas.prompt_tokens,
+            generated_tokens_total=self._deltas.generated_tokens,
             prefix_query_tokens_total=memory.query_tokens,
             prefix_hit_tokens_total=memory.hit_tokens,
             host_hit_tokens_total=memory.host_hit_tokens,
             preemptions_total=scheduler.preemptions,
             corrupt_blocks_total=memory.corrupt_blocks,
+            phase_s_total=self._spent.totals(),
         )
 
 
@@ -274,14 +234,6 @@ def _batching(config: EngineConfig) -> Batching:
     if config.batching == "dynamic":
         return Dynamic(config.max_seqs, config.batch_wait_s)
     return Continuous()
-
-
-def _queue_s(seq: Sequence) -> float | None:
-    return None if seq.scheduled_at is None else seq.scheduled_at - seq.arrival
-
-
-def _wire(logprob: Logprob) -> TokenLogprob:
-    return TokenLogprob(logprob.token, logprob.logprob, logprob.rank, logprob.top)
 
 
 def _out_of_memory(error: Exception) -> bool:

@@ -1,12 +1,13 @@
 """The engine core as a process of its own: loads the model, then steps until told to stop.
 
-Started by `spawn.CoreHandle` as `python -m argosy.engine.serving.core.process`, a `Launch` as JSON on
-stdin. Two ZeroMQ sockets connect it to its parent: one carries `ToCore` in and `FromCore` out
-(msgpack), the other its heartbeat, which tells a core that hangs from one that thinks.
+Started by `start.start_process` as `python -m argosy.engine.serving.core.process CORE`; it imports CORE, then
+reads a `Launch` as JSON from stdin. Two ZeroMQ sockets connect it to its parent: one carries `ToCore` in and
+`FromCore` out (msgpack), the other its heartbeat, which tells a core that hangs from one that thinks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import os
@@ -218,6 +219,7 @@ def serve(launch: Launch, channel: zmq.Socket[bytes], pulse: Pulse) -> int:
         log.exception("load_gave_up")
         return EXIT_FAILED
     gc.collect()
+    gc.enable()
     gc.freeze()  # the model and the tables stay: later collections need not look at them
     pulse.busy = False
     send(channel, core.ready)
@@ -232,10 +234,16 @@ def serve(launch: Launch, channel: zmq.Socket[bytes], pulse: Pulse) -> int:
 
 def main() -> NoReturn:
     """Run the process that `Launch` on stdin describes; never returns."""
-    launch = msgspec.json.decode(sys.stdin.buffer.read(), type=Launch)
     _die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which decides
     signal.signal(signal.SIGTERM, _leave)
+    gc.disable()  # importing torch makes a million objects, all of which stay
+    with contextlib.suppress(Exception):  # `load` meets it again, and can tell the parent
+        pkgutil.resolve_name(sys.argv[1])
+    told = sys.stdin.buffer.read()
+    if not told:  # the parent has changed its mind
+        os._exit(0)
+    launch = msgspec.json.decode(told, type=Launch)
     configure_logs(launch.log_format, launch.log_level)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     channel = _connect(context, zmq.DEALER, launch.channel)

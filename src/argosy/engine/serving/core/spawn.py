@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable
@@ -17,8 +16,9 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from argosy.engine.config import COMPUTE_ENVIRONMENT, EngineConfig
+from argosy.engine.config import EngineConfig
 from argosy.engine.serving.core.process import Launch
+from argosy.engine.serving.core.start import start_process
 from argosy.engine.serving.wire import FromCore, ToCore
 from argosy.telemetry import LogFormat
 
@@ -46,7 +46,9 @@ class CoreHandle:
         log_level: str,
         hear: Hear,
         gone: Callable[[int], None],
+        process: subprocess.Popen[bytes] | None = None,
     ) -> None:
+        """`process` is one that has been started already, for the same `core`. Raises OSError."""
         self._hear = hear
         self._gone = gone
         self._loop = asyncio.get_running_loop()
@@ -57,7 +59,8 @@ class CoreHandle:
         self._channel = self._bind(zmq.DEALER, "core")
         self._beats = self._bind(zmq.PULL, "beats")
         self._unmet = {self._channel, self._beats}
-        self._process = self._spawn(
+        self._process = process or start_process(core)
+        self._tell(
             Launch(
                 engine=engine,
                 core=core,
@@ -108,17 +111,10 @@ class CoreHandle:
         socket.bind(self._address(name))
         return socket
 
-    def _spawn(self, launch: Launch) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "argosy.engine.serving.core.process"],
-            stdin=subprocess.PIPE,
-            env=COMPUTE_ENVIRONMENT | os.environ,
-            start_new_session=True,  # signals from the terminal are the parent's affair
-        )
-        assert process.stdin is not None  # noqa: S101 - asked for above
-        with process.stdin as stdin:
+    def _tell(self, launch: Launch) -> None:
+        assert self._process.stdin is not None  # noqa: S101 - it is a pipe
+        with self._process.stdin as stdin:
             stdin.write(msgspec.json.encode(launch))
-        return process
 
     def _drain(self, socket: zmq.Socket[bytes]) -> None:
         while not socket.closed and socket.poll(0, zmq.POLLIN):

@@ -35,6 +35,10 @@ class Context:
     """Cache domain of the tenant."""
     tier: int = 1
     weight: float = 1.0
+    created: int | None = None
+    """Unix time in seconds that the answer is to carry; None: now."""
+    journal: bool = False
+    """The answer's stream is to tell the gateway where it can be carried on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +53,8 @@ class Job:
     """How many likeliest tokens to list beside each token; None for no log-probabilities."""
     echo: list[str]
     """The text of each prompt when the answer is to begin with it, else empty."""
+    told: frozenset[int]
+    """Choices whose whole answer was given before (only of a stream that is carried on)."""
     scoring: bool
     """No answer is wanted (`max_tokens` 0): the one token that the engine samples is left out."""
 
@@ -92,7 +98,14 @@ class Door:
         self._prompts.fit(prompts, max_tokens, "messages")
         params = self._params(body, max_tokens, logprobs, body.prompt_logprobs)
         requests = self._requests(body, context, prompts, params)
-        return Job(requests=requests, n=body.n or 1, logprobs=logprobs, echo=[], scoring=False)
+        return Job(
+            requests=requests,
+            n=body.n or 1,
+            logprobs=logprobs,
+            echo=[],
+            told=self._told(requests, context),
+            scoring=False,
+        )
 
     def completion(self, body: CompletionRequest, context: Context) -> Job:
         """Lower a completion: one or several prompts of text or token ids."""
@@ -107,11 +120,13 @@ class Door:
         asked = [body.prompt_logprobs, logprobs if body.echo else None]
         prompt_logprobs = max((k for k in asked if k is not None), default=None)
         params = self._params(body, max(max_tokens, 1), logprobs, prompt_logprobs)
+        requests = self._requests(body, context, prompts, params)
         return Job(
-            requests=self._requests(body, context, prompts, params),
+            requests=requests,
             n=n,
             logprobs=logprobs,
             echo=[prompt.text for prompt in prompts] if body.echo else [],
+            told=self._told(requests, context),
             scoring=max_tokens == 0,
         )
 
@@ -168,7 +183,8 @@ class Door:
         n = body.n or 1
         seed = lower.request_seed(body)
         requests = []
-        for index, output in enumerate(self._resumed(body, n * len(prompts), params)):
+        resumed = self._resumed(body, n * len(prompts))
+        for index, output in enumerate(resumed):
             choice = index % n
             own = msgspec.structs.replace(
                 params,
@@ -190,9 +206,7 @@ class Door:
             requests.append(request)
         return requests
 
-    def _resumed(
-        self, body: GenerationRequest, choices: int, params: SamplingParams
-    ) -> list[list[int]]:
+    def _resumed(self, body: GenerationRequest, choices: int) -> list[list[int]]:
         """The tokens that each choice goes on from."""
         if body.resume is None:
             return [[] for _ in range(choices)]
@@ -210,17 +224,25 @@ class Door:
                 f"'resume.token_ids' has {len(lists)} lists for {choices} choices. Give one each.",
                 "resume.token_ids",
             )
-        for index, ids in enumerate(lists):
+        for ids in lists:
             rules.token_ids("resume.token_ids", ids, self._vocab_size)
-            ended = self._ended(ids, params)
-            if ended:
+        return lists
+
+    def _told(self, requests: list[EngineRequest], context: Context) -> frozenset[int]:
+        """The choices that have nothing to go on with; refused unless a stream is carried on."""
+        told = set()
+        for index, request in enumerate(requests):
+            ended = self._ended(request.output, request.params) if request.output else ""
+            if ended and not context.journal:
                 raise invalid(
                     f"'resume.token_ids' of choice {index} is a finished answer ({ended}): "
                     "there is nothing to go on with. Do not ask for it again.",
                     "resume.token_ids",
                     "resume_finished",
                 )
-        return lists
+            if ended:
+                told.add(index)
+        return frozenset(told)
 
     def _ended(self, ids: list[int], params: SamplingParams) -> str:
         """Why an answer of these tokens is finished, or nothing."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -12,9 +13,9 @@ from typing import Generic, TypeVar
 import msgspec
 
 from argosy.engine.serving.door.validate import Context, Door, Job
-from argosy.engine.serving.http.exchange import Exchange, SlowReaderError
 from argosy.engine.serving.http.frame import Frame, new_id
 from argosy.engine.serving.http.generation import Generation
+from argosy.engine.serving.http.journal import Journal
 from argosy.engine.serving.http.recorder import Recorder, reason_of
 from argosy.engine.serving.http.replica import Replica, Service
 from argosy.engine.serving.http.responses import chat_completion, completion
@@ -32,12 +33,14 @@ from argosy.protocol import (
     invalid,
     parse,
 )
+from argosy.web import Exchange, SlowReaderError
 
 LARGE_BODY_BYTES = 32 * 1024
 """Bodies from this size are parsed and tokenized in a thread, so that streams do not wait for them."""
 
 KEEP_ALIVE = comment(b"keep-alive")
 GONE = ApiError(499, "client_closed_request", "The client closed the connection.")
+_ANSWER = re.compile(r"([\x21-\x7e]{1,128}) (\d{1,12})")
 MAX_WEIGHT = 1e6
 MAX_TIER = 100
 
@@ -103,8 +106,7 @@ class Answering:
     async def _admit(self, exchange: Exchange, api: Api[Body], raw: bytes) -> tuple[Body, Frame]:
         """Check everything and prepare the answer."""
         service = self._replica.service()
-        answer_id = new_id(api.id_prefix)
-        context = trusted_context(exchange, answer_id)
+        context = trusted_context(exchange, new_id(api.id_prefix))
         work = partial(self._lower, api, service, raw, context)
         admitted = work() if len(raw) < LARGE_BODY_BYTES else await asyncio.to_thread(work)
         self._replica.service()  # it may have begun to drain meanwhile
@@ -116,7 +118,7 @@ class Answering:
         body = parse(api.body, raw)
         self._replica.check_model(body.model)
         job = api.lower(service.door, body, context)
-        return body, Frame.of(body, job, service.tokenizer, context.request_id)
+        return body, Frame.of(body, job, service.tokenizer, context)
 
     async def _generate(
         self,
@@ -132,7 +134,9 @@ class Answering:
             watch = exchange.on_disconnect(partial(generation.fail, GONE))
             try:
                 if body.stream:
-                    await self._stream(exchange, generation, frame, api.events(frame))
+                    writer = api.events(frame)
+                    writer = Journal(frame, writer) if frame.journal else writer
+                    await self._stream(exchange, generation, frame, writer)
                 else:
                     await generation.complete()
                     _refuse_nothing(frame)
@@ -160,7 +164,9 @@ class Answering:
             news = await generation.news(self._replica.config.keep_alive_s)
             _refuse_nothing(frame)
             done = all(choice.finish is not None for choice in frame.choices)
-            data = b"".join(map(writer.events, news)) if news else KEEP_ALIVE
+            data = b"".join(map(writer.events, news))
+            if not news and not done:
+                data = KEEP_ALIVE
             if done:
                 data += writer.usage() + SSE_DONE
             if not data:
@@ -190,13 +196,29 @@ def trusted_context(exchange: Exchange, answer_id: str) -> Context:
     if not 0 < weight <= MAX_WEIGHT:
         message = f"The header x-argosy-weight must be above 0 and at most {MAX_WEIGHT:g}."
         raise invalid(message, "x-argosy-weight")
+    answer_id, created = _identity(exchange, answer_id)
     return Context(
         request_id=answer_id,
+        created=created,
+        journal=exchange.header(b"x-argosy-journal") == "1",
         tenant=exchange.header(b"x-argosy-tenant"),
         domain=exchange.header(b"x-argosy-domain"),
         tier=int(tier),
         weight=weight,
     )
+
+
+def _identity(exchange: Exchange, answer_id: str) -> tuple[str, int | None]:
+    """Id and time of an answer that was begun elsewhere; else the new id and None."""
+    told = exchange.header(b"x-argosy-answer")
+    if not told:
+        return answer_id, None
+    found = _ANSWER.fullmatch(told)
+    if found is None:
+        raise invalid(
+            "The header x-argosy-answer must be an id and a Unix time.", "x-argosy-answer"
+        )
+    return found[1], int(found[2])
 
 
 def _number(exchange: Exchange, name: str) -> float:

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from argosy.engine.serving.door.validate import Job
+from argosy.engine.serving.door.validate import Context, Job
 from argosy.engine.serving.http.logprobs import LogprobWriter
 from argosy.engine.serving.text.choice import Choice, Prompt, ScoredPrompt
 from argosy.engine.serving.text.tokenizer import Tokenizer
@@ -37,9 +37,11 @@ class Frame:
     """Token ids are wanted beside the text."""
     usage_chunk: bool
     running_usage: bool
+    journal: bool
+    """The stream tells a gateway where it can be carried on, and goes on where a cut one ended."""
 
     @classmethod
-    def of(cls, body: GenerationRequest, job: Job, tokenizer: Tokenizer, answer_id: str) -> Frame:
+    def of(cls, body: GenerationRequest, job: Job, tokenizer: Tokenizer, context: Context) -> Frame:
         """The frame of the answer to `body`."""
         name = LogprobWriter.by_id if body.return_tokens_as_token_ids else LogprobWriter.by_text
         skips = job.requests[0].params.skip_special_tokens
@@ -53,11 +55,17 @@ class Frame:
         kind = ScoredPrompt if job.scoring else Choice
         options = body.stream_options or StreamOptions()
         return cls(
-            id=answer_id,
-            created=int(time.time()),
+            id=context.request_id,
+            created=int(time.time()) if context.created is None else context.created,
             model=body.model,
             choices=[
-                kind(index, request, prompts[index // job.n], tokenizer)
+                kind(
+                    index,
+                    request,
+                    prompts[index // job.n],
+                    tokenizer,
+                    told=index in job.told,
+                )
                 for index, request in enumerate(job.requests)
             ],
             prompts=prompts,
@@ -66,6 +74,7 @@ class Frame:
             token_ids=bool(body.return_token_ids),
             usage_chunk=bool(options.include_usage),
             running_usage=bool(options.include_usage and options.continuous_usage_stats),
+            journal=context.journal,
         )
 
     def usage(self) -> Usage:
@@ -79,6 +88,10 @@ class Frame:
             total_tokens=prompt_tokens + completion_tokens,
             prompt_tokens_details=CachedTokens(cached_tokens=cached),
         )
+
+    def carries_on(self, choice: Choice) -> bool:
+        """Whether the choice's beginning has been told, by the stream that this one carries on."""
+        return self.journal and bool(choice.request.output)
 
     @property
     def nothing_in_time(self) -> bool:

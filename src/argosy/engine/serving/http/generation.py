@@ -51,13 +51,14 @@ class Generation:
         self._error: ApiError | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._ended = asyncio.Event()
-        self._open = len(choices)
         self.choices = choices
+        self._running = [choice for choice in choices if choice.finish is None]
+        self._open = len(self._running)
 
     async def __aenter__(self) -> Self:
         streams: list[Deltas] = []
         try:
-            for choice in self.choices:  # in order: a lead before its siblings
+            for choice in self._running:  # in order: a lead before its siblings
                 streams.append(self._engine.generate(choice.request))  # noqa: PERF401 - kept if one fails
         except BaseException:
             for stream in streams:
@@ -65,8 +66,10 @@ class Generation:
             raise
         self._tasks = [
             asyncio.create_task(self._read(choice, stream))
-            for choice, stream in zip(self.choices, streams, strict=True)
+            for choice, stream in zip(self._running, streams, strict=True)
         ]
+        if not self._open:
+            self._ended.set()
         return self
 
     async def __aexit__(
@@ -88,7 +91,7 @@ class Generation:
 
     async def news(self, idle_s: float) -> list[Choice]:
         """The choices with something new to take, or none after `idle_s`. Raises what ended it."""
-        if not self._news and self._error is None:
+        if self._open and not self._news and self._error is None:
             self._wake.clear()
             alarm = asyncio.get_running_loop().call_later(idle_s, self._wake.set)
             try:

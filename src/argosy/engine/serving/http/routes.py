@@ -12,14 +12,6 @@ import structlog
 
 from argosy.engine.serving.http import openapi
 from argosy.engine.serving.http.answering import Answering
-from argosy.engine.serving.http.exchange import (
-    DisconnectedError,
-    Exchange,
-    Receive,
-    Scope,
-    Send,
-    SlowReaderError,
-)
 from argosy.engine.serving.http.replica import Replica, Service
 from argosy.protocol import (
     ApiError,
@@ -36,6 +28,14 @@ from argosy.protocol import (
 )
 from argosy.telemetry import CONTENT_TYPE as METRICS_TYPE
 from argosy.telemetry import request_context
+from argosy.web import (
+    DisconnectedError,
+    Exchange,
+    Receive,
+    Scope,
+    Send,
+    SlowReaderError,
+)
 
 Handler = Callable[[Exchange], Awaitable[None]]
 

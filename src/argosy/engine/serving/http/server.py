@@ -6,30 +6,26 @@ import asyncio
 import contextlib
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
-import uvicorn
 import uvloop
 
 from argosy.engine.config import EngineConfig
 from argosy.engine.execution.checkpoint import locate
 from argosy.engine.serving.core.client import EngineClient, EngineFailedError, Progress
+from argosy.engine.serving.core.start import EarlyCore
 from argosy.engine.serving.door.validate import Door
-from argosy.engine.serving.http.connection import Connection
 from argosy.engine.serving.http.options import ServerConfig
 from argosy.engine.serving.http.replica import Engine, Replica
 from argosy.engine.serving.http.routes import App
 from argosy.engine.serving.text.template import ChatTemplate
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.telemetry import configure_logs
+from argosy.web import GOODBYE_S, Listener, bind, bind_unix, url_of
 
-KEEP_ALIVE_S = 75
-"""An idle connection is closed after this long; longer than clients keep theirs."""
-GOODBYE_S = 5
-"""How long connections may take to close once everything has been answered."""
 WATCH_S = 0.5
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -48,15 +44,6 @@ class TextTools:
         """From the checkpoint directory `path`; `template` is a file that replaces its chat template."""
         override = Path(template) if template is not None else None
         return cls(Tokenizer.load(path), ChatTemplate.load(path, override))
-
-
-class _Listener(uvicorn.Server):
-    """uvicorn without its signal handlers: what a signal means is decided here."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leave the signals alone."""
-        yield
 
 
 class ReplicaServer:
@@ -81,7 +68,7 @@ class ReplicaServer:
         self._load_text = load_text
         self._on_ready = on_ready
         self.replica = Replica(config, config.names_of(engine_config.model), engine)
-        self._listener = _Listener(self._uvicorn_config())
+        self._listener = Listener(App(self.replica))
         self._leave = asyncio.Event()
         self._at_once = asyncio.Event()
 
@@ -95,9 +82,9 @@ class ReplicaServer:
     async def run(self) -> None:
         """Serve until told to stop. Raises EngineFailedError when the engine cannot (go on to) serve."""
         self._install_signals()
-        sockets = self._bind()
-        listening = asyncio.create_task(self._listener.serve(sockets=sockets))
-        serving = asyncio.create_task(self._serve(self._url(sockets)))
+        bound = self._bind()
+        listening = asyncio.create_task(self._listener.serve(sockets=[bound]))
+        serving = asyncio.create_task(self._serve(url_of(bound)))
         leaving = asyncio.create_task(self._leave.wait())
         try:
             await asyncio.wait({listening, serving, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -148,40 +135,14 @@ class ReplicaServer:
 
     # --- the socket ------------------------------------------------------------------------------
 
-    def _uvicorn_config(self) -> uvicorn.Config:
-        return uvicorn.Config(
-            App(self.replica),
-            http=Connection,
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=GOODBYE_S,
-        )
-
-    def _bind(self) -> list[socket.socket]:
-        """A listening socket. Raises OSError (with the remedy) when the address is taken."""
+    def _bind(self) -> socket.socket:
         if self._config.uds is not None:
-            return [_bind_unix(Path(self._config.uds))]
-        host, port = self._config.host, self._config.port
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        try:
-            return [socket.create_server((host, port), family=family, backlog=2048)]
-        except OSError as error:
-            message = f"cannot listen on {host}:{port} ({error.strerror}); choose another --port"
-            raise OSError(error.errno, message) from error
+            return bind_unix(Path(self._config.uds))
+        return bind(self._config.host, self._config.port)
 
     def _unlink(self) -> None:
         if self._config.uds is not None:
             Path(self._config.uds).unlink(missing_ok=True)
-
-    def _url(self, sockets: list[socket.socket]) -> str:
-        if self._config.uds is not None:
-            return f"unix:{self._config.uds}"
-        host, port = sockets[0].getsockname()[:2]
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def _install_signals(self) -> None:
         loop = asyncio.get_running_loop()
@@ -203,8 +164,11 @@ def serve_replica(
     *,
     on_ready: Callable[[str], None] | None = None,
     progress: Progress | None = None,
+    early: EarlyCore | None = None,
 ) -> None:
     """Serve one model until SIGTERM or SIGINT; returns when everything is closed.
+
+    `early` is the engine core's process, when it has been started already.
 
     Raises EngineFailedError, ValueError or OSError, each saying what to change, when it cannot.
     """
@@ -220,6 +184,7 @@ def serve_replica(
                 progress=progress,
                 log_format=config.log_format,
                 log_level=config.log_level,
+                early=early,
             ),
             load_text=lambda: TextTools.load(path, config.chat_template),
             on_ready=on_ready or _tell_nobody,
@@ -227,25 +192,6 @@ def serve_replica(
         await server.run()
 
     uvloop.run(run())
-
-
-def _bind_unix(path: Path) -> socket.socket:
-    """A socket at `path`, where one that nobody listens on any more is replaced."""
-    unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        if path.is_socket() and not _somebody_listens(path):
-            path.unlink()
-        unix.bind(str(path))
-    except OSError as error:
-        unix.close()
-        message = f"cannot listen on {path} ({error.strerror}); choose another --uds"
-        raise OSError(error.errno, message) from error
-    return unix
-
-
-def _somebody_listens(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        return probe.connect_ex(str(path)) == 0
 
 
 def _tell_nobody(url: str) -> None:

@@ -55,7 +55,7 @@ class ChatEvents:
     def __init__(self, frame: Frame) -> None:
         self._frame = frame
         self._envelope = _Envelope(frame, "chat.completion.chunk")
-        self._begun: set[int] = set()
+        self._begun = {choice.index for choice in frame.choices if frame.carries_on(choice)}
 
     def events(self, choice: Choice) -> bytes:
         """See `EventWriter`."""
@@ -122,7 +122,7 @@ class CompletionEvents:
     def __init__(self, frame: Frame) -> None:
         self._frame = frame
         self._envelope = _Envelope(frame, "text_completion")
-        self._offsets: dict[int, int] = {}
+        self._offsets = {c.index: self._told(c) for c in frame.choices if frame.carries_on(c)}
         """Where the next token's text starts, for each choice that has begun."""
 
     def events(self, choice: Choice) -> bytes:
@@ -173,6 +173,12 @@ class CompletionEvents:
             return b"null"
         self._offsets[choice.index] = offset + writer.width(tokens)
         return _encode(writer.completion(tokens, records, offset))
+
+    def _told(self, choice: Choice) -> int:
+        """Characters of the choice that the stream which this one carries on has told."""
+        writer = self._frame.logprobs
+        prompt = choice.prompt.token_ids if choice.prompt.echo is not None else []
+        return 0 if writer is None else writer.width(prompt + choice.request.output)
 
     def _must_wait(self, choice: Choice) -> bool:
         """Whether the prompt's log-probabilities, which go first, are not all there yet."""

@@ -38,12 +38,19 @@ class Choice:
     """The state of one choice. Pure: no clock, no I/O."""
 
     def __init__(
-        self, index: int, request: EngineRequest, prompt: Prompt, tokenizer: Tokenizer
+        self,
+        index: int,
+        request: EngineRequest,
+        prompt: Prompt,
+        tokenizer: Tokenizer,
+        *,
+        told: bool = False,
     ) -> None:
         self.index = index
         self.request = request
         self.prompt = prompt
-        self.finish: FinishReason | None = None
+        self.finish: FinishReason | None = "stop" if told else None
+        """Set from the start where the whole answer was told before: nothing is generated."""
         self.stop_reason: int | str | None = None
         self.generated = 0
         """Output tokens that count so far, those of a resume not included."""
@@ -57,6 +64,11 @@ class Choice:
     def output_tokens(self) -> int:
         """Output tokens that count, those of a resume included."""
         return len(self.request.output) + self.generated
+
+    @property
+    def untaken(self) -> list[int]:
+        """The tokens that the next `take` will give; not to be changed."""
+        return self._tokens
 
     def push(self, delta: Delta) -> None:
         """Take a delta. Raises ApiError when it says that the request failed.

@@ -7,19 +7,19 @@ import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
-from typing import Any
+from typing import Any, Protocol
 
-from argosy.engine.serving.http.options import ServerConfig
 from argosy.protocol import SSE_CONTENT_TYPE, ApiError
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
 Headers = Iterable[tuple[bytes, bytes]]
 
 JSON = b"application/json"
-CUT = "argosy.cut"
-"""Key of the scope's state: a function that drops the connection at once, whatever waits to be sent."""
+WIRE = "argosy.wire"
+"""Key of the scope's state: the connection that the request came by, a `Wire`."""
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -32,14 +32,60 @@ class SlowReaderError(Exception):
     """The client takes nothing; its connection has been cut."""
 
 
+class Watcher(Protocol):
+    """Whoever pushes to a client is told how the client takes it."""
+
+    def on_full(self) -> None:
+        """It is behind: push nothing more for now."""
+
+    def on_room(self) -> None:
+        """It has caught up."""
+
+    def on_gone(self) -> None:
+        """It has gone away."""
+
+
+class Wire(Protocol):
+    """The connection under a request, past what ASGI offers."""
+
+    def cut(self) -> None:
+        """Drop it at once, whatever waits to be sent."""
+
+    def push(self, data: bytes) -> None:
+        """Send a part of a stream that has begun, without waiting."""
+
+    def unframe(self) -> None:
+        """The stream that begins ends with the connection (HTTP/1.0 knows no chunks)."""
+
+    def watch(self, watcher: Watcher | None) -> None:
+        """Tell `watcher`, and nobody else, how the client takes what is pushed."""
+
+
+class ExchangeLimits(Protocol):
+    """What a client may send and how long it may take. Times are in seconds."""
+
+    @property
+    def body_limit_bytes(self) -> int:
+        """Most bytes of a body."""
+
+    @property
+    def body_timeout_s(self) -> float:
+        """A request whose body is not complete after this long is refused."""
+
+    @property
+    def slow_reader_timeout_s(self) -> float:
+        """A client that takes nothing for this long is cut off."""
+
+
 class Exchange:
     """One request and its answer. Every answer carries `x-request-id` and `openai-processing-ms`."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, config: ServerConfig) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, limits: ExchangeLimits) -> None:
         self._receive = receive
         self._send = send
-        self._config = config
-        self._cut: Callable[[], None] = scope["state"][CUT]
+        self._limits = limits
+        self._wire: Wire = scope["state"][WIRE]
+        self._version: str = scope["http_version"]
         self.arrived = time.monotonic()
         self.method: str = scope["method"]
         self.path: str = scope["path"]
@@ -49,6 +95,8 @@ class Exchange:
         """The status that was sent, once it was."""
         self.complete = False
         """Whether the whole answer was sent."""
+        self.gone = False
+        """Whether the client went away, as far as `on_disconnect` saw."""
         self.failure: str | None = None
         """Code of the error that it ended with."""
 
@@ -67,12 +115,12 @@ class Exchange:
 
     async def body(self) -> bytes:
         """The whole body. Raises ApiError 413 before reading too much, 408 when it does not come."""
-        limit = self._config.body_limit_bytes
+        limit = self._limits.body_limit_bytes
         self._refuse_length(limit)
         chunks: list[bytes] = []
         size = 0
         try:
-            async with asyncio.timeout(self._config.body_timeout_s):
+            async with asyncio.timeout(self._limits.body_timeout_s):
                 while True:
                     message = await self._receive()
                     if message["type"] == "http.disconnect":
@@ -84,7 +132,7 @@ class Exchange:
                     if not message.get("more_body", False):
                         return b"".join(chunks)
         except TimeoutError as error:
-            seconds = self._config.body_timeout_s
+            seconds = self._limits.body_timeout_s
             message_text = f"The body was not complete after {seconds:g} s. Send it faster."
             raise ApiError(408, "request_timeout", message_text) from error
 
@@ -97,12 +145,13 @@ class Exchange:
             message = "Compressed bodies are not read. Send the JSON as it is."
             raise ApiError(415, "unsupported_encoding", message)
 
-    def on_disconnect(self, gone: Callable[[], None]) -> asyncio.Task[None]:
+    def on_disconnect(self, gone: Callable[[], object]) -> asyncio.Task[None]:
         """Call `gone` when the client goes away; call after `body`. Cancel the task when done."""
 
         async def watch() -> None:
             while (await self._receive())["type"] != "http.disconnect":
                 pass
+            self.gone = True
             gone()
 
         return asyncio.create_task(watch())
@@ -126,18 +175,29 @@ class Exchange:
             headers += [(b"retry-after", seconds), (b"retry-after-ms", milliseconds)]
         await self.answer(error.status, error.body(self.request_id), JSON, headers)
 
-    async def start_stream(self) -> None:
+    async def start_stream(self, extra: Headers = ()) -> None:
         """Begin an event stream."""
         headers = [
             (b"content-type", SSE_CONTENT_TYPE),
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),
+            *extra,
         ]
+        if self._version == "1.0":
+            self._wire.unframe()
         await self._start(200, headers)
 
     async def write(self, data: bytes) -> None:
         """Send a part of a stream, waiting while the client is behind."""
         await self._write({"type": "http.response.body", "body": data, "more_body": True})
+
+    def push(self, data: bytes) -> None:
+        """Send a part of a stream at once; `watch` tells when the client is behind."""
+        self._wire.push(data)
+
+    def watch(self, watcher: Watcher | None) -> None:
+        """Tell `watcher` from now on how the client takes what is pushed."""
+        self._wire.watch(watcher)
 
     async def end_stream(self) -> None:
         """End it."""
@@ -146,7 +206,7 @@ class Exchange:
 
     async def drop(self) -> None:
         """Cut the connection at once, whatever waits to be sent."""
-        self._cut()
+        self._wire.cut()
         await asyncio.sleep(0)  # the server learns of it before we return
 
     def age_ms(self) -> float:
@@ -165,7 +225,7 @@ class Exchange:
     async def _write(self, message: MutableMapping[str, Any]) -> None:
         """Send; raises SlowReaderError, the connection cut, when the client takes nothing."""
         try:
-            async with asyncio.timeout(self._config.slow_reader_timeout_s):
+            async with asyncio.timeout(self._limits.slow_reader_timeout_s):
                 await self._send(message)
         except TimeoutError as error:
             await self.drop()

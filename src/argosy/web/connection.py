@@ -7,9 +7,9 @@ import socket
 import struct
 
 import msgspec
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from argosy.engine.serving.http.exchange import CUT
+from argosy.web.exchange import WIRE, Watcher
 
 HEADER_LIMIT_BYTES = 64 * 1024
 """Most bytes of request line and headers together."""
@@ -17,12 +17,45 @@ HEADER_TIMEOUT_S = 30.0
 """A connection whose request line and headers take longer is dropped."""
 
 
-class Connection(HttpToolsProtocol):
-    """A client's connection. The scope's `state` has `CUT`, which drops it whatever waits to be sent.
+class RequestWire:
+    """The `Wire` of one request: the next one may already wait on the same connection.
 
-    `transport.close()` would first wait for a client that reads nothing.
+    `push` writes past uvicorn's request cycle, which costs a task's wake-up for each piece; head and end
+    of a stream go through it as ever.
     """
 
+    __slots__ = ("_connection", "_cycle")
+
+    def __init__(self, connection: Connection, cycle: RequestResponseCycle) -> None:
+        self._connection = connection
+        self._cycle = cycle
+
+    def cut(self) -> None:
+        """See `Wire`."""
+        self._connection.drop()
+
+    def push(self, data: bytes) -> None:
+        """See `Wire`."""
+        transport = self._connection.transport
+        if transport.is_closing():
+            return
+        if self._cycle.chunked_encoding:
+            data = b"%x\r\n%b\r\n" % (len(data), data)
+        transport.write(data)
+
+    def unframe(self) -> None:
+        """See `Wire`."""
+        self._cycle.chunked_encoding = False
+
+    def watch(self, watcher: Watcher | None) -> None:
+        """See `Wire`."""
+        self._connection.watcher = watcher
+
+
+class Connection(HttpToolsProtocol):
+    """A client's connection. The scope's `state` has its request's `RequestWire`."""
+
+    watcher: Watcher | None = None
     _header_bytes = 0
     _alarm: asyncio.TimerHandle | None = None
 
@@ -35,13 +68,14 @@ class Connection(HttpToolsProtocol):
         """It is gone."""
         self._disarm()
         super().connection_lost(exc)
+        if self.watcher is not None:
+            self.watcher.on_gone()
 
     def on_message_begin(self) -> None:
         """A request begins."""
         super().on_message_begin()
         self._header_bytes = 0
         self._arm()
-        self.scope["state"][CUT] = self.cut
 
     def on_url(self, url: bytes) -> None:
         """A part of the request line came."""
@@ -57,6 +91,7 @@ class Connection(HttpToolsProtocol):
         """All headers came."""
         self._disarm()
         super().on_headers_complete()
+        self.scope["state"][WIRE] = RequestWire(self, self.cycle)
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no HTTP, in the shape of every other refusal."""
@@ -74,8 +109,23 @@ class Connection(HttpToolsProtocol):
         self.transport.write(head.encode() + body)
         self.transport.close()
 
-    def cut(self) -> None:
-        """Drop the connection with a reset, so that the kernel keeps nothing for it either."""
+    def pause_writing(self) -> None:
+        """What was sent piles up."""
+        super().pause_writing()
+        if self.watcher is not None:
+            self.watcher.on_full()
+
+    def resume_writing(self) -> None:
+        """It no longer does."""
+        super().resume_writing()
+        if self.watcher is not None:
+            self.watcher.on_room()
+
+    def drop(self) -> None:
+        """Close with a reset, so that the kernel keeps nothing for it either.
+
+        `transport.close()` would first wait for a client that reads nothing.
+        """
         peer = self.transport.get_extra_info("socket")
         if peer is not None and not self.transport.is_closing():
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

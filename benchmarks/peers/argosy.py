@@ -1,0 +1,74 @@
+"""Argosy's engine loop in a process of its own, and its replica server."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Any
+
+from argosy.engine.config import COMPUTE_ENVIRONMENT, EngineConfig
+from benchmarks.peers.worker import KV_GIB, MAX_SEQS, Request, Settings, Stamps, main
+
+for name, value in COMPUTE_ENVIRONMENT.items():
+    os.environ.setdefault(name, value)
+
+
+class Argosy:
+    """Requests go straight into the loop, as in the offline use of the peers."""
+
+    def __init__(self, settings: Settings) -> None:
+        from argosy.engine.serving.core.loop import EngineCore
+
+        quantized: dict[str, Any] = (
+            {} if settings.weights == "bf16" else {"quantize": settings.weights}
+        )
+        config = EngineConfig(
+            model=settings.model,
+            dtype="bfloat16",
+            threads=settings.threads,
+            batching=settings.batching,  # type: ignore[arg-type]
+            prefix_cache=settings.prefix_cache,
+            kv_memory_bytes=KV_GIB << 30,
+            max_seqs=MAX_SEQS,
+            **quantized,
+        )
+        self._core = EngineCore(config, time.perf_counter, lambda _what, _done: None)
+        self.version = self._core.ready.backend
+        self._serial = 0
+
+    def run(self, requests: list[Request]) -> Stamps:
+        """Add all, then step until nothing is left."""
+        from argosy.engine.serving.wire import EngineRequest
+        from argosy.protocol import SamplingParams
+
+        begin = time.perf_counter()
+        stamps: dict[str, list[float]] = {}
+        for request in requests:
+            self._serial += 1
+            params = SamplingParams(max_tokens=request.output, temperature=0.0, ignore_eos=True)
+            stamps[str(self._serial)] = []
+            self._core.add(
+                EngineRequest(id=str(self._serial), prompt=request.prompt, params=params)
+            )
+        while self._core.has_work:
+            deltas = self._core.step().deltas
+            now = time.perf_counter() - begin
+            for delta in deltas:
+                stamps[delta.id] += [now] * len(delta.tokens)
+        return list(stamps.values())
+
+
+def server(settings: Settings, port: int) -> list[str]:
+    """`argosy replica`."""
+    quantized = [] if settings.weights == "bf16" else ["--quantize", settings.weights]
+    return [
+        *(sys.executable, "-m", "argosy.cli", "replica", settings.model),
+        *("--port", str(port), "--dtype", "bfloat16", "--threads", str(settings.threads)),
+        *("--kv-memory", f"{KV_GIB}GiB", "--max-seqs", str(MAX_SEQS)),
+        *("--batching", settings.batching, *quantized),
+    ]
+
+
+if __name__ == "__main__":
+    main(Argosy, server)

@@ -1,0 +1,53 @@
+"""Which engines there are, what each is asked, and where its environment is."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+BATCHED = frozenset({"W1", "W2", "W3 off", "W3 on"})
+SERVED = BATCHED | {"W4"}
+FEW = frozenset({"W1", "W2"})
+DEFAULT = ("argosy", "vllm", "openvino", "llama.cpp", "transformers")
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """One engine with one form of the weights."""
+
+    module: str
+    """Below `benchmarks.peers`."""
+    workloads: frozenset[str]
+    environment: str | None = None
+    """Below `.venv-peers`; None: the one that runs the benchmark."""
+    weights: str = "bf16"
+    batching: str = "continuous"
+    paced: bool = False
+    """Has no server: W4 is driven in its process, without HTTP, which favours it."""
+
+    def python(self, environments: Path) -> Path:
+        """The interpreter to run it with. Raises FileNotFoundError with the remedy."""
+        if self.environment is None:
+            return Path(sys.executable)
+        path = environments / self.environment / "bin" / "python"
+        if not path.exists():
+            raise FileNotFoundError(f"not installed: make peers/{self.environment}")
+        return path
+
+
+ENGINES = {
+    "argosy": Peer("argosy", SERVED),
+    "vllm": Peer("vllm", SERVED, "vllm"),
+    "openvino": Peer("openvino", SERVED, "openvino", paced=True),
+    "llama.cpp": Peer("llama_cpp", SERVED, "llama-cpp"),
+    "transformers": Peer("transformers", FEW, batching="static"),
+    "transformers-cb": Peer("transformers", BATCHED),
+    "argosy-int8": Peer("argosy", FEW, weights="int8"),
+    "openvino-int8": Peer("openvino", FEW, "openvino", "int8"),
+    "llama.cpp-int8": Peer("llama_cpp", FEW, "llama-cpp", "int8"),
+    "argosy-int4": Peer("argosy", FEW, weights="int4"),
+    "openvino-int4": Peer("openvino", FEW, "openvino", "int4"),
+    "llama.cpp-int4": Peer("llama_cpp", FEW, "llama-cpp", "int4"),
+}

@@ -1,0 +1,174 @@
+"""llama.cpp: `llama-server`, in front of which even the offline workloads arrive over HTTP."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import mmap
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import gguf
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.peers.worker import MAX_SEQS, Request, Settings, Stamps, main
+
+CACHE_TOKENS = 65536
+"""Of all sequences together, at float16 0.8 GB for the 0.5B shape; it takes tokens, not bytes."""
+TYPES = {"bf16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
+NAMES = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+
+def convert(settings: Settings) -> Path:
+    """The model as GGUF, written unless it is there already."""
+    path = settings.converted("gguf")
+    if path.exists():
+        return path
+    config = json.loads((Path(settings.model) / "config.json").read_text())
+    partial = path.with_suffix(".partial")
+    writer = gguf.GGUFWriter(partial, config["model_type"])
+    _describe(writer, config)
+    kind = gguf.GGMLQuantizationType[TYPES[settings.weights]]
+    for name, values in _tensors(Path(settings.model) / "model.safetensors"):
+        if values.ndim == 1:
+            writer.add_tensor(name, values)
+        else:
+            writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return partial.rename(path)
+
+
+def _describe(writer: gguf.GGUFWriter, config: dict[str, int]) -> None:
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([f" t{number}" for number in range(config["vocab_size"])])
+    writer.add_token_scores([0.0] * config["vocab_size"])
+    writer.add_token_types([gguf.TokenType.NORMAL] * config["vocab_size"])
+    writer.add_bos_token_id(config["bos_token_id"])
+    writer.add_eos_token_id(config["eos_token_id"])
+    writer.add_add_bos_token(value=False)
+
+
+def _tensors(path: Path) -> Iterator[tuple[str, NDArray[np.float32]]]:
+    """Names as GGUF has them, and float32 values of the bfloat16 in a safetensors file."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        start = 8 + int.from_bytes(data[:8], "little")
+        for name, entry in json.loads(data[8:start]).items():
+            if name == "__metadata__":
+                continue
+            begin, end = (start + offset for offset in entry["data_offsets"])
+            halves = np.frombuffer(data[begin:end], dtype=np.uint16).reshape(entry["shape"])
+            yield _rename(name), (halves.astype(np.uint32) << 16).view(np.float32)
+
+
+def _rename(name: str) -> str:
+    module, _, kind = name.rpartition(".")
+    if module in TOP:
+        return f"{TOP[module]}.{kind}"
+    _, _, layer, inner = module.split(".", 3)
+    return f"blk.{layer}.{NAMES[inner]}.{kind}"
+
+
+def server(settings: Settings, port: int) -> list[str]:
+    """`llama-server`, with a slot for each sequence and one KV cache for all."""
+    cache = "--cache-prompt" if settings.prefix_cache else "--no-cache-prompt"
+    return [
+        *(str(Path(sys.prefix) / "build" / "bin" / "llama-server"), "-m", str(convert(settings))),
+        *("--port", str(port), "--threads", str(settings.threads)),
+        *("--parallel", str(MAX_SEQS), "--ctx-size", str(CACHE_TOKENS), "--kv-unified"),
+        *("--flash-attn", "on", "--cache-ram", "0", cache, "--no-webui", "--log-disable"),
+    ]
+
+
+class LlamaCpp:
+    """Whole answers, except for a lone request, which is streamed."""
+
+    def __init__(self, settings: Settings) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self._port: int = free.getsockname()[1]
+        self._process = subprocess.Popen(server(settings, self._port))
+        while not self._is_ready():
+            if self._process.poll() is not None:
+                raise SystemExit(f"llama-server ended with status {self._process.returncode}")
+            time.sleep(0.1)
+        self.version = (
+            f"{_version()}, {TYPES[settings.weights]} weights, float16 KV cache, over HTTP"
+        )
+
+    def run(self, requests: list[Request]) -> Stamps:
+        """A connection for each request, all opened at once."""
+        begin = time.perf_counter()
+        with ThreadPoolExecutor(len(requests)) as pool:
+            lone = len(requests) == 1
+            asked = [pool.submit(self._ask, each, begin, stream=lone) for each in requests]
+            return [each.result() for each in asked]
+
+    def _ask(self, request: Request, begin: float, *, stream: bool) -> list[float]:
+        body = {
+            "prompt": request.prompt,
+            "max_tokens": request.output,
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "stream": stream,
+        }
+        connection = http.client.HTTPConnection("127.0.0.1", self._port)
+        connection.request("POST", "/v1/completions", json.dumps(body))
+        response = connection.getresponse()
+        if response.status != http.HTTPStatus.OK:
+            raise RuntimeError(response.read().decode())
+        stamps = [
+            time.perf_counter() - begin
+            for line in response
+            if not stream or (line.startswith(b"data: {") and b'"finish_reason":null' in line)
+        ]
+        connection.close()
+        return stamps
+
+    def _is_ready(self) -> bool:
+        connection = http.client.HTTPConnection("127.0.0.1", self._port)
+        try:
+            connection.request("GET", "/health")
+            return connection.getresponse().status == http.HTTPStatus.OK
+        except OSError:
+            return False
+        finally:
+            connection.close()
+
+
+def _version() -> str:
+    """That of the Python package whose source it was built from."""
+    info = (Path(sys.prefix) / "src" / "PKG-INFO").read_text().splitlines()
+    return next(line.split()[1] for line in info if line.startswith("Version:"))
+
+
+if __name__ == "__main__":
+    main(LlamaCpp, server)

@@ -1,0 +1,92 @@
+"""What a decode step costs besides the model, at 1 to 256 sequences: a table in microseconds.
+
+    python -m benchmarks.steps [--sequences 1 16 64 256] [--inflight 0] [--profile]
+
+The model is the bundled one, on one thread. plan: the scheduler; launch: the batch; sample: from logits
+to tokens, kernels included; commit: the scheduler takes results in and deltas are made; rest: what no phase
+counts, such as statistics and freeing the logits. overhead is launch + commit + rest; compute is what the
+model takes meanwhile. Lower quartiles over the steps: other processes only ever add.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import json
+import os
+import pstats
+import statistics
+import time
+from collections.abc import Iterator
+
+from argosy.engine.config import COMPUTE_ENVIRONMENT, EngineConfig
+from argosy.engine.serving.wire import EngineRequest
+from argosy.models import BUNDLED
+from argosy.protocol import SamplingParams
+
+STEPS = 100
+FIRST = 10
+"""Steps that are not counted: caches fill up."""
+
+
+def steps(
+    sequences: int, inflight: int, temperature: float, profile: cProfile.Profile | None
+) -> Iterator[dict[str, float]]:
+    """Decode `sequences` at once; the microseconds of each step by phase."""
+    from argosy.engine.serving.core.loop import EngineCore
+
+    config = EngineConfig(
+        model=str(BUNDLED),
+        threads=1,
+        warmup=False,
+        max_seqs=sequences,
+        num_blocks=sequences * 10,
+        max_step_tokens=8192,
+        inflight=inflight,
+    )
+    core = EngineCore(config, time.perf_counter, lambda _what, _done: None)
+    params = SamplingParams(max_tokens=STEPS + 20, temperature=temperature, seed=1, ignore_eos=True)
+    for number in range(sequences):
+        prompt = [number % 97 + 5] * (8 + number % 8)
+        core.add(EngineRequest(id=f"request-{number}", prompt=prompt, params=params))
+    before: dict[str, float] = {}
+    for step in range(STEPS):
+        if profile is not None and step >= FIRST:
+            profile.enable()
+        begin = time.perf_counter()
+        stats = core.step().stats
+        taken = time.perf_counter() - begin
+        if profile is not None:
+            profile.disable()
+        spent = {phase: s - before.get(phase, 0.0) for phase, s in stats.phase_s_total.items()}
+        before = stats.phase_s_total
+        spent["rest"] = taken - sum(spent.values())
+        spent["overhead"] = spent["launch"] + spent["commit"] + spent["rest"]
+        if step >= FIRST:
+            yield {name: seconds * 1e6 for name, seconds in spent.items()}
+
+
+def main() -> None:
+    """Print one JSON line for each number of sequences; with --profile the functions that take longest."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sequences", type=int, nargs="+", default=[1, 16, 64, 256])
+    parser.add_argument("--inflight", type=int, default=0)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--profile", action="store_true")
+    options = parser.parse_args()
+    for name, value in COMPUTE_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    for sequences in options.sequences:
+        profile = cProfile.Profile() if options.profile else None
+        found = list(steps(sequences, options.inflight, options.temperature, profile))
+        row = {"sequences": sequences}
+        for name in found[0]:
+            quartile = statistics.quantiles((step[name] for step in found), n=4)[0]
+            row[f"{name}_us"] = round(quartile)
+        print(json.dumps(row), flush=True)
+        if profile is not None:
+            pstats.Stats(profile).sort_stats("tottime").print_stats(25)
+
+
+if __name__ == "__main__":
+    main()

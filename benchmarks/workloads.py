@@ -1,0 +1,158 @@
+"""W1 to W4: the requests, what each is judged by, and how engines compare."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Mapping, Sequence
+
+from argosy.bench import (
+    Arrivals,
+    Load,
+    Plan,
+    Row,
+    Summary,
+    Wishes,
+    Workload,
+    make_plan,
+    parse_lengths,
+)
+from argosy.bench import Settings as BenchSettings
+from argosy.bench.plan import Spans
+from benchmarks.peers.worker import Request, Stamps
+
+OFFLINE = ("W1", "W2", "W3 off", "W3 on")
+"""Measured in process; W3 without and with the prefix cache."""
+NAMES = (*OFFLINE, "W4")
+SPECIAL = 10
+"""Token ids below it are not drawn."""
+WARM_REQUESTS, WARM_OUTPUT = 4, 8
+RATE, DURATION_S = 1.54, 60.0
+PERCENTILES = ("p50", "p99")
+
+
+def requests(name: str, seed: int, vocabulary: int) -> list[Request]:
+    """The requests of W1, W2 or W3; lengths are those of seed 0, contents those of `seed`."""
+    lengths, rng = random.Random(0), random.Random(f"{name} {seed}")
+
+    def tokens(count: int) -> list[int]:
+        return [rng.randrange(SPECIAL, vocabulary) for _ in range(count)]
+
+    if name == "W1":
+        sizes = [(lengths.randint(32, 512), lengths.randint(16, 128)) for _ in range(64)]
+        return [Request(tokens(size), output) for size, output in sizes]
+    if name == "W2":
+        return [Request(tokens(256), 128)]
+    shared = tokens(1024)
+    return [Request(shared + tokens(64), 32) for _ in range(32)]
+
+
+def warm_up(name: str, vocabulary: int) -> list[Request]:
+    """A few short requests of the same kind that share nothing with any measured one."""
+    return [
+        Request(request.prompt, min(request.output, WARM_OUTPUT))
+        for request in requests(name, -1, vocabulary)[:WARM_REQUESTS]
+    ]
+
+
+def figures(name: str, work: Sequence[Request], stamps: Stamps) -> dict[str, float]:
+    """What W1, W2 or W3 is judged by. Raises ValueError when an answer is missing."""
+    if len(stamps) != len(work) or not all(stamps):
+        raise ValueError(f"{name}: {sum(map(bool, stamps))} of {len(work)} requests were answered")
+    total_s = max(times[-1] for times in stamps)
+    output = sum(request.output for request in work)
+    if name == "W1":
+        return {"out_tok_s": output / total_s}
+    if name == "W2":
+        first_s = stamps[0][0]
+        decode = (output - 1) / (total_s - first_s)
+        return {"ttft_ms": first_s * 1e3, "decode_tok_s": decode}
+    return {"total_s": total_s}
+
+
+def served_settings(url: str, tokenizer: str, rate: float, seed: int) -> BenchSettings:
+    """W4 for the load generator: Poisson arrivals of W1's kind, prompts of token ids."""
+    return BenchSettings(
+        wishes=Wishes(url=url, prompt_form="tokens", tokenizer=tokenizer),
+        workload=Workload(
+            input=parse_lengths("uniform:32-512"), output=parse_lengths("uniform:16-128")
+        ),
+        loads=(Load(arrivals=Arrivals(rate=rate), duration_s=DURATION_S, warmup=WARM_REQUESTS),),
+        seed=seed,
+    )
+
+
+def served_plan(rate: float, seed: int) -> Plan:
+    """The same W4 as data, for an engine without a server."""
+    settings = served_settings("http://127.0.0.1", "", rate, seed)
+    return make_plan(settings.workload, settings.loads[0], seed)
+
+
+def paced(plan: Plan, vocabulary: int) -> list[Request]:
+    """The requests of such a plan with the times at which they arrive."""
+    rng = random.Random(0)
+    return [
+        Request(
+            [rng.randrange(SPECIAL, vocabulary) for _ in range(request.prompt.tokens)],
+            request.output_tokens,
+            request.at_s or 0.0,
+        )
+        for (request,) in plan.sessions
+        if isinstance(request.prompt, Spans)
+    ]
+
+
+def rows(work: Sequence[Request], stamps: Stamps) -> list[Row]:
+    """Answers of an engine driven in process, in the load generator's terms."""
+    return [
+        Row(
+            index=index,
+            session=index,
+            turn=0,
+            phase="measured",
+            outcome="ok" if len(times) == request.output else "error",
+            scheduled_s=request.at_s,
+            sent_s=request.at_s,
+            end_s=times[-1] if times else request.at_s,
+            chunks_s=times,
+            planned_input=len(request.prompt),
+            planned_output=request.output,
+            output_tokens=len(times),
+        )
+        for index, (request, times) in enumerate(zip(work, stamps, strict=True))
+    ]
+
+
+def served_figures(summary: Summary) -> dict[str, float]:
+    """What W4 is judged by. Raises ValueError when a request failed or had other lengths."""
+    asked = summary.completed + summary.failed + summary.cancelled
+    unlike = max(summary.input_mismatches, summary.output_mismatches)
+    wrong = summary.failed + summary.cancelled + unlike
+    if wrong or not asked:
+        raise ValueError(f"W4: {wrong} of {asked} requests did not go as planned")
+    found = {"ttft": summary.latency["ttft"], "itl": summary.latency["itl"]}
+    return {
+        f"{metric}_{percentile}_ms": float(getattr(stats, percentile))
+        for metric, stats in found.items()
+        for percentile in PERCENTILES
+    }
+
+
+def more_is_better(figure: str) -> bool:
+    """Rates are to be high, times low."""
+    return figure.endswith("tok_s")
+
+
+def best_peer(figure: str, peers: Mapping[str, Mapping[int, float]]) -> str | None:
+    """Which of these has the best median over its rounds; None without any."""
+    medians = {name: statistics.median(values.values()) for name, values in peers.items() if values}
+    if not medians:
+        return None
+    choose = max if more_is_better(figure) else min
+    return choose(medians, key=lambda name: medians[name])
+
+
+def ratio(ours: Mapping[int, float], theirs: Mapping[int, float]) -> float | None:
+    """The median over rounds of ours / theirs in the same round; None when no round has both."""
+    both = ours.keys() & theirs.keys()
+    return statistics.median(ours[key] / theirs[key] for key in both) if both else None

@@ -1,0 +1,55 @@
+"""What `argosy bench` shows while it measures."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from argosy.bench import Row
+
+
+class Progress:
+    """A bar on standard error, where that is a terminal."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+        )
+
+        console = Console(stderr=True)
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[now]}"),
+            console=console,
+            # Drawing takes processor time from the server: twice a second is enough.
+            refresh_per_second=2,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("getting to know the server", total=None, now="")
+        self._failed = 0
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.stop()
+
+    def begins(self, label: str, requests: int) -> None:
+        """A new bar."""
+        self._failed = 0
+        self._task = self._bar.add_task(label, total=requests, now="")
+
+    def ended(self, row: Row, in_flight: int) -> None:
+        """Move it."""
+        self._failed += row.outcome == "error"
+        failed = f", [red]{self._failed} failed[/red]" if self._failed else ""
+        self._bar.update(self._task, advance=1, now=f"{in_flight} in flight{failed}")

@@ -1,0 +1,39 @@
+"""`argosy gateway`: the front door of a fleet, from a file that says what stands behind it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from argosy.cli.failure import fail
+
+
+def gateway(
+    config: Annotated[
+        Path, typer.Option("--config", "-c", help="YAML file with the models and their replicas.")
+    ],
+    *,
+    host: Annotated[
+        str | None, typer.Option(help="Address to listen on (overrides the file).")
+    ] = None,
+    port: Annotated[int | None, typer.Option(help="Port; 0 takes a free one.")] = None,
+) -> None:
+    """Route requests to the replicas of a fleet, and carry streams on when one dies."""
+    from argosy.gateway import load_config, serve_gateway
+
+    try:
+        settings = load_config(config)
+        given = {"host": host, "port": port}
+        settings = msgspec.structs.replace(
+            settings, **{name: value for name, value in given.items() if value is not None}
+        )
+        serve_gateway(
+            settings, lambda url: typer.echo(f"argosy gateway is ready at {url}/v1", err=True)
+        )
+    except OSError as error:
+        fail(error.strerror or str(error))
+    except ValueError as error:
+        fail(str(error))

@@ -1,0 +1,51 @@
+"""What the largest step of a model takes on a GPU: measured at the first boot, kept on disk for later ones."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+
+import msgspec
+import structlog
+
+log = structlog.get_logger(__name__)
+
+
+class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A file's content."""
+
+    key: str
+    """What was measured: device, model, formats and limits."""
+    working_bytes: int
+
+
+def read(key: str) -> int | None:
+    """The bytes that were measured for `key`; None where there is no such plan, or only a damaged one."""
+    try:
+        plan = msgspec.json.decode(_path(key).read_bytes(), type=Plan)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.MsgspecError) as error:
+        log.warning("memory_plan.unreadable", path=str(_path(key)), error=str(error))
+        return None
+    return plan.working_bytes if plan.key == key and plan.working_bytes > 0 else None
+
+
+def write(key: str, working_bytes: int) -> None:
+    """Keep it; where the disk does not take it, the next boot measures again."""
+    path = _path(key)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(msgspec.json.encode(Plan(key, working_bytes)))
+        Path(file.name).replace(path)
+    except OSError as error:
+        log.warning("memory_plan.not_kept", path=str(path), error=str(error))
+
+
+def _path(key: str) -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111
+    name = hashlib.sha256(key.encode()).hexdigest()[:24]
+    return Path(base) / "argosy" / "memory" / f"{name}.json"

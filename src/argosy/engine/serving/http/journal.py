@@ -1,0 +1,50 @@
+"""What a gateway needs to carry a stream on elsewhere: token ids beside the text, in comments that readers skip.
+
+Asked for with `x-argosy-journal`. After the events of each piece comes one block,
+
+    : argosy <choice> <ids, comma-separated>[ <finish reason>]
+
+and before the first `: argosy prompt <tokens> <cached tokens>`. Events count only together with the block that
+follows them: a stream that was cut goes on after the last whole block, with the ids in `resume`, and nothing
+is missing or told twice.
+"""
+
+from __future__ import annotations
+
+from argosy.engine.serving.http.frame import Frame
+from argosy.engine.serving.http.streams import EventWriter
+from argosy.engine.serving.text.choice import Choice
+from argosy.protocol import comment
+
+
+class Journal:
+    """An `EventWriter` that adds the blocks to what another writes."""
+
+    def __init__(self, frame: Frame, writer: EventWriter) -> None:
+        self._frame = frame
+        self._writer = writer
+        self._begun = False
+
+    def events(self, choice: Choice) -> bytes:
+        """See `EventWriter`."""
+        tokens = choice.untaken
+        events = self._writer.events(choice)
+        if choice.untaken:
+            return events  # not told yet
+        entry = b"argosy %d %s" % (choice.index, ",".join(map(str, tokens)).encode())
+        if choice.finish is not None:
+            entry += b" " + choice.finish.encode()
+        return self._prompt() + events + comment(entry)
+
+    def usage(self) -> bytes:
+        """See `EventWriter`."""
+        return self._writer.usage()
+
+    def _prompt(self) -> bytes:
+        if self._begun:
+            return b""
+        self._begun = True
+        prompts = self._frame.prompts
+        tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        cached = sum(prompt.cached_tokens for prompt in prompts)
+        return comment(b"argosy prompt %d %d" % (tokens, cached))

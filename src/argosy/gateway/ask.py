@@ -1,0 +1,104 @@
+"""What the gateway reads of a generation request; everything else of the body passes through as it came."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import Raw
+
+from argosy.gateway.journal import Delivered
+from argosy.protocol import ApiError, invalid, parse
+
+T = TypeVar("T")
+
+BYTES_PER_TOKEN = 4
+"""For estimates where the prompt is text and no tokenizer is at hand."""
+DEFAULT_OUTPUT = 256
+"""Expected output where the request names no limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request for chat or completions."""
+
+    fields: dict[str, Raw]
+    model: str
+    stream: bool
+    choices: int
+    """Answers: `n` for each prompt."""
+    max_output: int | None
+    prompt: bytes
+    """The prompt or the messages, as they came."""
+    session: str
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Estimated."""
+        return max(1, len(self.prompt) // BYTES_PER_TOKEN)
+
+    @property
+    def output_tokens(self) -> int:
+        """Expected at most, all choices together."""
+        return (DEFAULT_OUTPUT if self.max_output is None else self.max_output) * self.choices
+
+    def body(self, model: str) -> bytes:
+        """The body for a replica that knows the model as `model`."""
+        return msgspec.json.encode(self.fields | {"model": Raw(msgspec.json.encode(model))})
+
+    def rest(self, model: str, delivered: Delivered) -> bytes:
+        """The body that carries on after what was delivered."""
+        ids = [delivered.ids(choice) for choice in range(self.choices)]
+        resume = {"token_ids": ids[0] if self.choices == 1 else ids}
+        changed = {"model": model, "resume": resume}
+        encoded = {name: Raw(msgspec.json.encode(value)) for name, value in changed.items()}
+        return msgspec.json.encode(self.fields | encoded)
+
+
+def read(raw: bytes, prompt_field: str) -> Ask:
+    """Read a body. Raises ApiError 400 when a field that the gateway needs is missing or ill-typed."""
+    fields = parse(dict[str, Raw], raw)
+    model = _field(fields, "model", str)
+    prompt = fields.get(prompt_field)
+    if model is None or prompt is None:
+        name = "model" if model is None else prompt_field
+        raise ApiError(
+            400, "missing_required_parameter", f"Missing parameter '{name}'. Add it.", param=name
+        )
+    choices = _field(fields, "n", int)
+    limit = _field(fields, "max_completion_tokens", int)
+    if _field(fields, "seed", int) is None:
+        # Drawn here, so that whichever replica carries the answer on draws the same tokens.
+        fields = fields | {"seed": Raw(b"%d" % secrets.randbits(62))}
+    return Ask(
+        fields=fields,
+        model=model,
+        stream=bool(_field(fields, "stream", bool)),
+        choices=max(1, choices or 1) * _prompts(prompt),
+        max_output=_field(fields, "max_tokens", int) if limit is None else limit,
+        prompt=bytes(prompt),
+        session=_field(fields, "session_id", str) or "",
+    )
+
+
+def _prompts(prompt: Raw) -> int:
+    """How many prompts a completion has: a list of texts or of lists of ids has as many as items."""
+    if not bytes(prompt).startswith(b"["):
+        return 1
+    items = msgspec.json.decode(prompt, type=list[Raw])
+    return len(items) if items and bytes(items[0])[:1] in {b'"', b"["} else 1
+
+
+def _field(fields: dict[str, Raw], name: str, kind: type[T]) -> T | None:
+    """The field's value; None when it is left out or null."""
+    raw = fields.get(name)
+    if raw is None:
+        return None
+    try:
+        wanted: Any = kind | None
+        value: T | None = msgspec.json.decode(raw, type=wanted)
+    except msgspec.ValidationError as error:
+        raise invalid(f"Invalid value for '{name}': {error}.", name, "invalid_type") from error
+    return value

@@ -1,0 +1,101 @@
+"""One try to get an answer from one replica: its head, then its body to whoever takes it, then how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from argosy.gateway.upstream import Connection, Upstream, UpstreamError
+
+
+class Attempt:
+    """A `Sink` whose end can be awaited. Body pieces that come before `deliver` are kept for it."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        loop = asyncio.get_running_loop()
+        self.head: asyncio.Future[int] = loop.create_future()
+        """The status. Raises UpstreamError when none will come."""
+        self.end: asyncio.Future[None] = loop.create_future()
+        """Done when the answer is whole. Raises UpstreamError when it will not be."""
+        self.headers: dict[bytes, bytes] = {}
+        self.last = clock()
+        """When something came last."""
+        self._clock = clock
+        self._connection: Connection | None = None
+        self._early: list[bytes] = []
+        self._take: Callable[[bytes], None] = self._early.append
+
+    async def send(self, upstream: Upstream, request: bytes) -> None:
+        """Send the request on a kept connection, or a new one. Raises UpstreamError when there is none."""
+        kept = upstream.kept()
+        self._connection = kept or await upstream.connect()
+        self.last = self._clock()
+        self._connection.ask(request, self)
+        if kept is None:
+            return
+        try:
+            await asyncio.shield(self.head)
+        except UpstreamError as error:
+            if not error.untouched:
+                raise
+            # A kept connection that the replica closed meanwhile: it never saw the request.
+            self.head = asyncio.get_running_loop().create_future()
+            self.end = asyncio.get_running_loop().create_future()
+            self._connection = await upstream.connect()
+            self._connection.ask(request, self)
+
+    def deliver(self, take: Callable[[bytes], None]) -> None:
+        """Give the body to `take`, piece by piece, from the first."""
+        early, self._early = self._early, []
+        self._take = take
+        for piece in early:
+            take(piece)
+
+    async def whole(self) -> bytes:
+        """The whole body. Raises UpstreamError."""
+        await self.end
+        return b"".join(self._early)
+
+    def pause(self) -> None:
+        """Take nothing more for now."""
+        if self._connection is not None:
+            self._connection.pause()
+
+    def resume(self) -> None:
+        """Go on."""
+        if self._connection is not None:
+            self._connection.resume()
+
+    def abandon(self, reason: str) -> None:
+        """Close the connection; whoever waits gets an UpstreamError with this reason."""
+        if self._connection is not None:
+            self._connection.abort()
+        self.on_failure(UpstreamError(reason, untouched=not self.head.done()))
+
+    # --- what the connection calls ---------------------------------------------------------------
+
+    def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        """See `Sink`."""
+        self.last = self._clock()
+        self.headers = dict(headers)
+        if not self.head.done():
+            self.head.set_result(status)
+
+    def on_body(self, body: bytes) -> None:
+        """See `Sink`."""
+        self.last = self._clock()
+        self._take(body)
+
+    def on_end(self) -> None:
+        """See `Sink`."""
+        self._connection = None
+        if not self.end.done():
+            self.end.set_result(None)
+
+    def on_failure(self, error: UpstreamError) -> None:
+        """See `Sink`."""
+        self._connection = None
+        for future in (self.head, self.end):
+            if not future.done():
+                future.set_exception(error)
+                future.exception()  # it may be that nobody asks

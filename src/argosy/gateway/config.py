@@ -1,0 +1,101 @@
+"""The gateway's settings: a YAML file whose every key is known, or refused by name. Times are in seconds."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from argosy.gateway.replicas import Kind
+
+Routing = Literal["least-cost", "round-robin", "power-of-two", "latency", "hash"]
+Positive = Annotated[float, Meta(gt=0)]
+
+
+class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One server behind a model."""
+
+    url: str
+    kind: Kind = "argosy"
+    model: str | None = None
+    """What it calls the model; by default the public name."""
+    max_requests: Annotated[int, Meta(ge=1)] = 256
+    """Most requests that it gets at a time, unless it says itself how many it runs."""
+    api_key_env: str | None = None
+    """Environment variable that holds its key."""
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A public model name and who answers for it."""
+
+    name: str
+    aliases: tuple[str, ...] = ()
+    routing: Routing = "least-cost"
+    replicas: Annotated[list[ReplicaConfig], Meta(min_length=1)]
+
+
+class Timeouts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How long a replica may take."""
+
+    connect_s: Positive = 2.0
+    first_token_s: Positive = 120.0
+    between_tokens_s: Positive = 30.0
+    total_s: Positive = 3600.0
+    recovery_s: Positive = 30.0
+    """How long a request waits for replicas that have died to be replaced."""
+
+
+class QueueConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How much may wait in front of each model, and how long."""
+
+    requests: Annotated[int, Meta(ge=0)] = 5000
+    bytes: Annotated[int, Meta(ge=0)] = 1 << 30
+    wait_s: Positive = 60.0
+
+
+class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The whole file."""
+
+    models: Annotated[list[ModelConfig], Meta(min_length=1)]
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """0 takes a free one."""
+    uds: str | None = None
+    """Path of a Unix domain socket to listen on instead."""
+    timeouts: Timeouts = Timeouts()
+    queue: QueueConfig = QueueConfig()
+    attempts: Annotated[int, Meta(ge=1, le=10)] = 4
+    """Most replicas that one request is tried on before its first byte."""
+    body_limit_bytes: int = 32 * 1024 * 1024
+    body_timeout_s: Positive = 60.0
+    slow_reader_timeout_s: Positive = 30.0
+    keep_alive_s: Positive = 15.0
+    drain_deadline_s: float = 30.0
+    log_format: Literal["json", "console"] = "console"
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+def load_config(path: Path) -> GatewayConfig:
+    """Read the file. Raises ValueError (naming the key) or OSError."""
+    try:
+        config = msgspec.yaml.decode(path.read_bytes(), type=GatewayConfig)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{path}: {error}") from error
+    names = [name for model in config.models for name in (model.name, *model.aliases)]
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
+        raise ValueError(f"{path}: the model name {min(twice)!r} is there twice; keep one")
+    return config
+
+
+def key_of(replica: ReplicaConfig) -> str | None:
+    """The replica's key from the environment. Raises ValueError when it is not set."""
+    if replica.api_key_env is None:
+        return None
+    key = os.environ.get(replica.api_key_env)
+    if not key:
+        raise ValueError(f"{replica.url}: set the environment variable {replica.api_key_env}")
+    return key

@@ -1,0 +1,75 @@
+"""Reads a replica's journaled stream: what may be passed on, and where it can be carried on elsewhere.
+
+The replica's side, with the format, is `argosy.engine.serving.http.journal`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+_MARK = b": argosy "
+_DONE = b"data: [DONE]"
+
+
+@dataclass(slots=True)
+class Delivered:
+    """What the client has been given of each choice; survives the replicas that gave it."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    tokens: dict[int, list[bytes]] = field(default_factory=dict)
+    """Choice -> ids, as comma-separated pieces."""
+    finished: dict[int, str] = field(default_factory=dict)
+    output_tokens: int = 0
+
+    def ids(self, choice: int) -> list[int]:
+        """The token ids that a choice has."""
+        return [int(i) for i in b",".join(self.tokens.get(choice, ())).split(b",") if i]
+
+
+class JournalReader:
+    """One attempt's stream. Events are held until the block that makes them count has come."""
+
+    def __init__(self, delivered: Delivered) -> None:
+        self._delivered = delivered
+        self._first = not delivered.tokens
+        self._rest = b""
+        self._held: list[bytes] = []
+        self.done = False
+        """`[DONE]` came: what is still held may be passed on."""
+
+    def feed(self, body: bytes) -> bytes:
+        """What may be passed on now."""
+        whole, mark, self._rest = (self._rest + body).rpartition(b"\n\n")
+        if not mark:
+            return b""
+        passed: list[bytes] = []
+        for block in whole.split(b"\n\n"):
+            if block.startswith(_MARK):
+                self._count(block[len(_MARK) :])
+                passed += self._held
+                self._held.clear()
+            elif not block.startswith(b":"):
+                self.done = self.done or block == _DONE
+                self._held += (block, mark)
+        return b"".join(passed)
+
+    def take_held(self) -> bytes:
+        """The events that no block followed: the usage and `[DONE]`, or an error."""
+        held = b"".join(self._held)
+        self._held.clear()
+        return held
+
+    def _count(self, entry: bytes) -> None:
+        delivered = self._delivered
+        words = entry.split(b" ")
+        if words[0] == b"prompt":
+            if self._first:
+                delivered.prompt_tokens, delivered.cached_tokens = int(words[1]), int(words[2])
+            return
+        choice, ids = int(words[0]), words[1]
+        if ids:
+            delivered.tokens.setdefault(choice, []).append(ids)
+            delivered.output_tokens += ids.count(b",") + 1
+        if len(words) > 2:
+            delivered.finished[choice] = words[2].decode()

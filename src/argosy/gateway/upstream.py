@@ -1,0 +1,293 @@
+"""HTTP/1.1 towards replicas: pooled connections on httptools that call back for every piece of an answer.
+
+There is no task and no queue between a replica's socket and whoever takes its answer: `data_received` calls
+the sink, and a sink that cannot go on pauses reading, so a slow client slows its replica through TCP and
+no memory grows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Callable
+from typing import Protocol, cast
+from urllib.parse import unquote, urlsplit
+
+import httptools
+import msgspec
+
+IDLE_S = 60.0
+"""An idle connection is closed after this long: sooner than servers close theirs."""
+MAX_IDLE = 256
+CONNECT_TIMEOUT_S = 2.0
+
+
+class UpstreamError(Exception):
+    """The transport to a replica failed: no connection, a cut, or what is no HTTP."""
+
+    def __init__(self, message: str, *, untouched: bool = False) -> None:
+        super().__init__(message)
+        self.untouched = untouched
+        """Nothing of an answer had come."""
+
+
+class Endpoint(msgspec.Struct, frozen=True):
+    """Where a replica listens: a host and port, or a Unix socket."""
+
+    host: str
+    port: int = 0
+    unix: str | None = None
+    tls: bool = False
+    path: str = ""
+    """Put before each request's path; no slash at the end."""
+
+    @property
+    def authority(self) -> bytes:
+        """The `Host` header."""
+        if self.unix is not None:
+            return b"localhost"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        usual = 443 if self.tls else 80
+        return (host if self.port == usual else f"{host}:{self.port}").encode()
+
+
+def parse_endpoint(url: str) -> Endpoint:
+    """`http(s)://host[:port][/path]` or `unix:/path/of.sock`; a `/v1` at the end is dropped. Raises ValueError."""
+    remedy = "write http://HOST:PORT, https://HOST or unix:/PATH"
+    if url.startswith("unix:"):
+        path = unquote(url.removeprefix("unix:").removeprefix("//"))
+        if not path.startswith("/"):
+            raise ValueError(f"{url!r} is no address of a replica: {remedy}")
+        return Endpoint("localhost", unix=path)
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise ValueError(f"{url!r} is no address of a replica ({error}): {remedy}") from error
+    if parts.scheme not in {"http", "https"} or not parts.hostname:
+        raise ValueError(f"{url!r} is no address of a replica: {remedy}")
+    tls = parts.scheme == "https"
+    path = parts.path.rstrip("/").removesuffix("/v1")
+    return Endpoint(parts.hostname, port or (443 if tls else 80), tls=tls, path=path)
+
+
+class Sink(Protocol):
+    """Takes an answer, called back in order: one `on_head`, any `on_body`, then `on_end` or `on_failure`."""
+
+    def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        """Status and headers (names in lower case)."""
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of the body, as it came."""
+
+    def on_end(self) -> None:
+        """The answer is whole."""
+
+    def on_failure(self, error: UpstreamError) -> None:
+        """The answer will not become whole."""
+
+
+class Connection(asyncio.Protocol):
+    """One connection; one request at a time."""
+
+    def __init__(self, release: Callable[[Connection], None]) -> None:
+        self._release = release
+        self.transport: asyncio.Transport | None = None
+        self._parser = httptools.HttpResponseParser(self)
+        self._sink: Sink | None = None
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._framed = False
+        """The answer says where it ends."""
+        self._status = 0
+        self._whole = False
+        """The answer's end was parsed; what it means waits until all bytes at hand are."""
+        self.closed = False
+        self.answers = 0
+        """Whole answers so far: above 0 it is a kept connection."""
+        self.expiry: asyncio.TimerHandle | None = None
+
+    # --- for whoever asks ------------------------------------------------------------------------
+
+    def ask(self, request: bytes, sink: Sink) -> None:
+        """Send a request; the answer goes to `sink`."""
+        self._sink = sink
+        self._status = 0
+        assert self.transport is not None  # noqa: S101 - it is connected, or it would not be handed out
+        self.transport.write(request)
+
+    def pause(self) -> None:
+        """Take nothing more from the replica for now."""
+        if self.transport is not None and not self.closed:
+            self.transport.pause_reading()
+
+    def resume(self) -> None:
+        """Go on taking."""
+        if self.transport is not None and not self.closed:
+            self.transport.resume_reading()
+
+    def abort(self) -> None:
+        """Close at once: the replica sees that nobody waits. The sink hears nothing more."""
+        self._sink = None
+        self.closed = True
+        if self.transport is not None:
+            self.transport.abort()
+
+    # --- asyncio's and the parser's --------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Connected."""
+        self.transport = cast("asyncio.Transport", transport)
+        peer: socket.socket | None = transport.get_extra_info("socket")
+        if peer is not None and peer.family != socket.AF_UNIX:
+            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes of an answer."""
+        if self._sink is None:  # nobody asked: it is not in step with us
+            self.abort()
+            return
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self._fail(f"the replica's answer is no HTTP ({error})")
+        if self._whole:
+            self._end()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Cut, or closed."""
+        self.closed = True
+        if self.expiry is not None:
+            self.expiry.cancel()
+        if self._sink is None:
+            return
+        if exc is None and self._status >= 200 and not self._framed:
+            self._end()
+        else:
+            self._fail(f"the replica closed the connection ({exc or 'before the end'})")
+
+    def on_message_begin(self) -> None:
+        """An answer begins; a second one to the same request puts the connection out of step."""
+        if self._whole:
+            self.closed = True
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header."""
+        lowered = name.lower()
+        if lowered in {b"content-length", b"transfer-encoding"}:
+            self._framed = True
+        self._headers.append((lowered, value))
+
+    def on_headers_complete(self) -> None:
+        """Status and headers are whole."""
+        status, headers = self._parser.get_status_code(), self._headers
+        self._headers = []
+        if status >= 200 and self._sink is not None and not self._whole:
+            self._status = status
+            self._sink.on_head(status, headers)
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of the body."""
+        if self._sink is not None and not self._whole:
+            self._sink.on_body(body)
+
+    def on_message_complete(self) -> None:
+        """The answer is whole, or was an interim one (1xx)."""
+        if self._parser.get_status_code() >= 200:
+            self._whole = True
+            if not self._parser.should_keep_alive():
+                self.closed = True
+
+    def _end(self) -> None:
+        sink, self._sink = self._sink, None
+        self._whole = self._framed = False
+        self.answers += 1
+        if self.closed and self.transport is not None:
+            self.transport.abort()
+        self._release(self)
+        if sink is not None:
+            sink.on_end()
+
+    def _fail(self, message: str) -> None:
+        sink, untouched = self._sink, self._status == 0
+        self.abort()
+        if sink is not None:
+            sink.on_failure(UpstreamError(message, untouched=untouched))
+
+
+class Upstream:
+    """All connections to one replica, kept for the next request."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        *,
+        headers: tuple[tuple[bytes, bytes], ...] = (),
+        connect_timeout_s: float = CONNECT_TIMEOUT_S,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self.endpoint = endpoint
+        self._connect_timeout_s = connect_timeout_s
+        self._tls = (tls or ssl.create_default_context()) if endpoint.tls else None
+        fixed = [(b"host", endpoint.authority), *headers]
+        self._fixed = b"".join(name + b": " + value + b"\r\n" for name, value in fixed)
+        self._path = endpoint.path.encode()
+        self._idle: list[Connection] = []
+
+    def request(
+        self, method: bytes, path: bytes, body: bytes, headers: list[tuple[bytes, bytes]]
+    ) -> bytes:
+        """The bytes of a request to this replica."""
+        own = b"".join(name + b": " + value + b"\r\n" for name, value in headers)
+        length = b"content-length: %d\r\n" % len(body) if body or method == b"POST" else b""
+        line = method + b" " + self._path + path + b" HTTP/1.1\r\n"
+        return line + self._fixed + own + length + b"\r\n" + body
+
+    def kept(self) -> Connection | None:
+        """A connection that is idle and, as far as is known, alive."""
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.expiry is not None:
+                connection.expiry.cancel()
+                connection.expiry = None
+            if not connection.closed:
+                return connection
+        return None
+
+    async def connect(self) -> Connection:
+        """A new connection. Raises UpstreamError."""
+        loop, endpoint = asyncio.get_running_loop(), self.endpoint
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                if endpoint.unix is not None:
+                    _, made = await loop.create_unix_connection(self._make, endpoint.unix)
+                else:
+                    _, made = await loop.create_connection(
+                        self._make, endpoint.host, endpoint.port, ssl=self._tls
+                    )
+        except TimeoutError as error:
+            message = f"no connection within {self._connect_timeout_s:g} s"
+            raise UpstreamError(message, untouched=True) from error
+        except OSError as error:
+            message = f"no connection ({error.strerror or error})"
+            raise UpstreamError(message, untouched=True) from error
+        return made
+
+    def close(self) -> None:
+        """Close the idle connections."""
+        for connection in self._idle:
+            connection.abort()
+        self._idle.clear()
+
+    def _make(self) -> Connection:
+        return Connection(self._keep)
+
+    def _keep(self, connection: Connection) -> None:
+        if connection.closed:
+            return
+        if len(self._idle) >= MAX_IDLE:
+            connection.abort()
+            return
+        loop = asyncio.get_running_loop()
+        connection.expiry = loop.call_later(IDLE_S, connection.abort)
+        self._idle.append(connection)

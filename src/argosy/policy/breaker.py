@@ -1,0 +1,121 @@
+"""When a replica is left alone: outcomes in three classes, a breaker, and how many may be out at once."""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+class Outcome(enum.Enum):
+    """What an attempt says about the replica that it went to."""
+
+    SUCCESS = "success"
+    """It answered: also with a refusal that is the request's own fault (4xx)."""
+    BACKPRESSURE = "backpressure"
+    """It is alive and full (429, 503): give it time, do not hold it against it."""
+    FAILURE = "failure"
+    """No connection, a stall, a cut stream, any other 5xx."""
+
+
+def classify(status: int | None) -> Outcome:
+    """The outcome for an HTTP status; None: the transport failed or the answer was cut."""
+    if status is None:
+        return Outcome.FAILURE
+    if status in {429, 503}:
+        return Outcome.BACKPRESSURE
+    return Outcome.FAILURE if status >= 500 else Outcome.SUCCESS
+
+
+@dataclass(frozen=True, slots=True)
+class BreakerLimits:
+    """When a breaker opens, and for how long."""
+
+    consecutive: int = 3
+    """So many failures in a row open it."""
+    share: float = 0.5
+    """So does this part of the last `sample` attempts, once there were that many."""
+    sample: int = 20
+    open_s: float = 2.0
+    """How long it stays open the first time; each failed probe doubles that."""
+    open_most_s: float = 10.0
+    cool_s: float = 0.5
+    """How long a full replica is left alone when it does not say (Retry-After)."""
+
+
+class Breaker:
+    """One replica's: closed, open, or half-open while one probe is out."""
+
+    __slots__ = ("_limits", "_opened", "_probing", "_recent", "_row", "cool_until", "open_until")
+
+    def __init__(self, limits: BreakerLimits | None = None) -> None:
+        self._limits = limits or BreakerLimits()
+        self._recent: deque[bool] = deque(maxlen=self._limits.sample)
+        self._row = 0
+        self._opened = 0
+        """Times in a row that it opened without closing between."""
+        self._probing = False
+        self.open_until: float | None = None
+        """None: closed."""
+        self.cool_until = float("-inf")
+
+    @property
+    def closed(self) -> bool:
+        """Whether requests may go there as far as failures are concerned."""
+        return self.open_until is None
+
+    def cooling(self, now: float) -> bool:
+        """Whether it said that it is full a moment ago."""
+        return now < self.cool_until
+
+    def wants_probe(self, now: float) -> bool:
+        """Whether it is time to try it; the caller that sends the probe says `probe_sent`."""
+        return self.open_until is not None and now >= self.open_until and not self._probing
+
+    def probe_sent(self) -> None:
+        """A probe is out: no second one until it has come back."""
+        self._probing = True
+
+    def record(self, outcome: Outcome, now: float, retry_after_s: float | None = None) -> None:
+        """Take in how an attempt, or a probe, went."""
+        if outcome is Outcome.BACKPRESSURE:
+            wait = self._limits.cool_s if retry_after_s is None else retry_after_s
+            self.cool_until = max(self.cool_until, now + wait)
+        failed = outcome is Outcome.FAILURE
+        if not self.closed:
+            if self._probing:
+                self._probing = False
+                self._open(now) if failed else self._close()
+            return  # attempts that began before it opened say nothing new
+        self._recent.append(failed)
+        self._row = self._row + 1 if failed else 0
+        full = len(self._recent) == self._limits.sample
+        if self._row >= self._limits.consecutive or (
+            failed and full and sum(self._recent) >= self._limits.share * self._limits.sample
+        ):
+            self._open(now)
+
+    def _open(self, now: float) -> None:
+        limits = self._limits
+        self.open_until = now + min(limits.open_s * 2**self._opened, limits.open_most_s)
+        self._opened = min(self._opened + 1, 30)
+
+    def _close(self) -> None:
+        self.open_until = None
+        self._opened = self._row = 0
+        self._recent.clear()
+
+
+def usable(breakers: Mapping[str, Breaker], most_ejected: float = 0.5) -> list[str]:
+    """Names of the replicas that requests may go to: the closed ones, and never fewer than the share left.
+
+    When most of a pool seems broken it is more often the network, or the judge, than all replicas: then
+    those that are soonest to be tried again stay in use.
+    """
+    closed = [name for name, breaker in breakers.items() if breaker.closed]
+    short = len(breakers) - int(len(breakers) * most_ejected) - len(closed)
+    if short <= 0:
+        return closed
+    opened = {n: b.open_until for n, b in breakers.items() if b.open_until is not None}
+    return closed + sorted(opened, key=opened.__getitem__)[:short]

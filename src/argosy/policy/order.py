@@ -1,0 +1,184 @@
+"""The order in which waiting requests are dispatched: tiers, fair shares in tokens, deadlines.
+
+Between tiers the higher goes first, but a tier whose oldest request has waited longer than the tier's
+`promote_s` takes every `PROMOTED_EACH`-th turn, so nobody starves and nobody's old backlog drowns the
+higher tiers. Inside a tier, deficit round robin over tenants (Shreedhar & Varghese 1995) with the
+deficit in tokens: a tenant that has credit goes on until it has none, then waits until the rounds
+have given it some again (`QUANTUM` x weight each). What a request costs is known only as its answer
+streams, so `charge` may put a tenant into debt, which later rounds pay off; what is served while no
+other tenant waits is no debt. Between two tenants that both wait all the while, service per weight then
+differs by at most two quanta, plus for each the cost of what it can have running. Inside a tenant: by
+deadline, then as they came.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+QUANTUM = 1024.0
+"""Tokens that a tenant of weight 1 gets in a round."""
+PROMOTED_EACH = 4
+PROMOTE_S = (math.inf, 5.0, 30.0)
+"""For premium, standard and free: how long the oldest may wait before its tier takes turns."""
+
+
+@dataclass(slots=True)
+class Waiting(Generic[T]):
+    """A request that waits to be dispatched."""
+
+    item: T
+    tier: int
+    """0 is the highest."""
+    tenant: str
+    weight: float
+    cost: float
+    """Tokens that are known to be needed: the prompt's."""
+    arrival: float
+    deadline: float = math.inf
+    size: int = 0
+    """Bytes that it holds while it waits."""
+    left: bool = field(default=False, init=False)
+    """Dispatched or removed."""
+
+
+class _Tenant(Generic[T]):
+    """One tenant's requests in one tier."""
+
+    __slots__ = ("alive", "credit", "heap", "weight")
+
+    def __init__(self) -> None:
+        self.heap: list[tuple[float, int, Waiting[T]]] = []
+        self.alive = 0
+        self.credit = 0.0
+        self.weight = 1.0
+
+
+class _Tier(Generic[T]):
+    """Deficit round robin over the tenants of one tier."""
+
+    def __init__(self) -> None:
+        self.ring: OrderedDict[str, _Tenant[T]] = OrderedDict()
+        """Tenants with waiting requests, the one whose turn it is first."""
+        self.resting: dict[str, _Tenant[T]] = {}
+        """Tenants without, that are in debt."""
+        self.arrivals: list[tuple[float, int, Waiting[T]]] = []
+        self.count = 0
+
+    def push(self, number: int, waiting: Waiting[T]) -> None:
+        tenant = self.ring.get(waiting.tenant)
+        if tenant is None:
+            tenant = self.resting.pop(waiting.tenant, None) or _Tenant()
+            self.ring[waiting.tenant] = tenant
+        tenant.weight = waiting.weight
+        tenant.alive += 1
+        self.count += 1
+        heapq.heappush(tenant.heap, (waiting.deadline, number, waiting))
+        heapq.heappush(self.arrivals, (waiting.arrival, number, waiting))
+
+    def pop(self) -> Waiting[T]:
+        name, tenant = self._turn()
+        while tenant.heap[0][2].left:
+            heapq.heappop(tenant.heap)
+        waiting = heapq.heappop(tenant.heap)[2]
+        tenant.credit -= waiting.cost
+        self.leave(waiting)
+        if name in self.ring and tenant.credit <= 0:
+            self.ring.move_to_end(name)
+        return waiting
+
+    def leave(self, waiting: Waiting[T]) -> None:
+        waiting.left = True
+        self.count -= 1
+        tenant = self.ring[waiting.tenant]
+        tenant.alive -= 1
+        if tenant.alive == 0:
+            del self.ring[waiting.tenant]
+            tenant.heap.clear()
+            if tenant.credit < 0:
+                self.resting[waiting.tenant] = tenant
+        if not self.ring:
+            self.resting.clear()
+        while self.arrivals and self.arrivals[0][2].left:
+            heapq.heappop(self.arrivals)
+
+    def charge(self, name: str, tokens: float) -> None:
+        tenant = self.ring.get(name)
+        if len(self.ring) == (tenant is not None):
+            return  # nobody else waits, so nobody is kept waiting by it
+        if tenant is None:
+            tenant = self.resting.setdefault(name, _Tenant())
+        tenant.credit -= tokens
+
+    def _turn(self) -> tuple[str, _Tenant[T]]:
+        """The first tenant with credit; when none has any, as many rounds pass as one of them needs."""
+        for name, tenant in self.ring.items():
+            if tenant.credit > 0:
+                return name, tenant
+        rounds = min(math.floor(-t.credit / (QUANTUM * t.weight)) + 1 for t in self.ring.values())
+        for tenant in self.ring.values():
+            tenant.credit += rounds * QUANTUM * tenant.weight
+        for name, resting in list(self.resting.items()):
+            resting.credit += rounds * QUANTUM * resting.weight
+            if resting.credit >= 0:
+                del self.resting[name]
+        return self._turn()
+
+
+class DispatchQueue(Generic[T]):
+    """All that wait for a replica of one pool. Pure: the time is an argument."""
+
+    def __init__(self, promote_s: tuple[float, ...] = PROMOTE_S) -> None:
+        self._promote_s = promote_s
+        self._tiers: tuple[_Tier[T], ...] = tuple(_Tier() for _ in promote_s)
+        self._number = 0
+        self._turns = 0
+        self.size = 0
+        """Bytes held by those who wait."""
+
+    def __len__(self) -> int:
+        return sum(tier.count for tier in self._tiers)
+
+    def push(self, waiting: Waiting[T]) -> None:
+        """Line up a request."""
+        self._number += 1
+        self.size += waiting.size
+        self._tiers[waiting.tier].push(self._number, waiting)
+
+    def remove(self, waiting: Waiting[T]) -> bool:
+        """Take a request out (cancelled, expired); False when it has left already."""
+        if waiting.left:
+            return False
+        self.size -= waiting.size
+        self._tiers[waiting.tier].leave(waiting)
+        return True
+
+    def pop(self, now: float) -> Waiting[T] | None:
+        """The next request to dispatch; its cost is charged. None when nobody waits."""
+        busy = [number for number, tier in enumerate(self._tiers) if tier.count]
+        if not busy:
+            return None
+        self._turns += 1
+        chosen = busy[0]
+        if self._turns % PROMOTED_EACH == 0:
+            old = [n for n in busy[1:] if now - self._oldest(n) > self._promote_s[n]]
+            chosen = min(old, key=self._oldest, default=chosen)
+        waiting = self._tiers[chosen].pop()
+        self.size -= waiting.size
+        return waiting
+
+    def charge(self, tier: int, tenant: str, tokens: float) -> None:
+        """Count `tokens` that came for a dispatched request of `tenant`."""
+        self._tiers[tier].charge(tenant, tokens)
+
+    def ahead(self, waiting: Waiting[T]) -> int:
+        """Requests of its own tier and above that wait too: at most so many go first."""
+        return sum(tier.count for tier in self._tiers[: waiting.tier + 1]) - (not waiting.left)
+
+    def _oldest(self, tier: int) -> float:
+        return self._tiers[tier].arrivals[0][0]

@@ -1,0 +1,49 @@
+"""When to try again: a budget that retries draw on, and waits with full jitter."""
+
+from __future__ import annotations
+
+
+class RetryBudget:
+    """Retries may be this share of the requests of the last while, plus a few for quiet times.
+
+    Without a budget retries multiply the load of a pool that is already failing. The count of requests
+    fades with time (half of it each `half_life_s`), so no history is kept.
+    """
+
+    __slots__ = ("_at", "_half_life_s", "_requests", "_reserve", "_retries", "_share")
+
+    def __init__(self, share: float = 0.1, reserve: float = 5.0, half_life_s: float = 10.0) -> None:
+        self._share = share
+        self._reserve = reserve
+        self._half_life_s = half_life_s
+        self._requests = 0.0
+        self._retries = 0.0
+        self._at = 0.0
+
+    def request(self, now: float) -> None:
+        """A first attempt went out."""
+        self._fade(now)
+        self._requests += 1
+
+    def take(self, now: float) -> bool:
+        """Whether one retry may go out now; it is counted when it may."""
+        self._fade(now)
+        if self._retries + 1 > self._reserve + self._share * self._requests:
+            return False
+        self._retries += 1
+        return True
+
+    def _fade(self, now: float) -> None:
+        if now > self._at:
+            left = 0.5 ** ((now - self._at) / self._half_life_s)
+            self._requests *= left
+            self._retries *= left
+            self._at = now
+
+
+def backoff_s(attempt: int, draw: float, *, base_s: float = 0.1, most_s: float = 5.0) -> float:
+    """Seconds before retry number `attempt` (from 1); `draw` is uniform in [0, 1).
+
+    Full jitter (Brooker, "Exponential Backoff and Jitter", 2015): anything from nothing to the exponential.
+    """
+    return draw * min(most_s, base_s * 2.0 ** min(attempt - 1, 60))

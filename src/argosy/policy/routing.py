@@ -1,0 +1,217 @@
+"""Which replica gets a request: its cost there in seconds, or one of the classic rules to compare with.
+
+Cost of replica i, every term in seconds, so that there are no weights to tune:
+
+    (tokens queued there + tokens of this prompt that it has not cached) / its prefill rate
+    + its seconds between tokens x the expected output
+    + BARRIER_S x k / (1 - k), k the used part of its KV cache
+
+Affinity is the cached term and nothing else: a warm replica wins until its queue costs more than recomputing
+elsewhere, judged for each request alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+BARRIER_S = 0.15
+"""Cost of a half full KV cache: it grows without bound towards a full one."""
+FULLEST = 0.999
+STALE_S = 2.0
+"""After so long without a report a replica is judged by what was sent to it, at `STALE_PENALTY_S` more."""
+STALE_PENALTY_S = 0.25
+
+
+@dataclass(slots=True)
+class ReplicaLoad:
+    """What is known of a replica: its own last report, and what was sent there since."""
+
+    name: str
+    prefill_rate: float = 2000.0
+    """Prompt tokens a second, measured."""
+    decode_s: float = 0.02
+    """Seconds between a sequence's tokens at its present load."""
+    queued_tokens: int = 0
+    """Uncached prompt tokens not computed yet, as reported."""
+    running: int = 0
+    waiting: int = 0
+    kv_used: float = 0.0
+    """Part of the KV cache, 0 to 1."""
+    reported_at: float = float("-inf")
+    sent_tokens: int = 0
+    """Uncached prompt tokens dispatched since the report."""
+    in_flight: int = 0
+    """Requests dispatched by this gateway that have not ended."""
+    capacity: int = 0
+    """Sequences that it runs at once; 0: unknown."""
+    latency_s: float = 0.0
+    """Smoothed time to the first token, as this gateway saw it; 0: none yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouteRequest:
+    """What routing needs to know of a request."""
+
+    prompt_tokens: int
+    output_tokens: int
+    """Expected."""
+    key: str = ""
+    """What should stay together: a session, else the prompt's beginning. Empty: nothing."""
+    hits: Mapping[str, int] = field(default_factory=dict)
+    """Replica -> prompt tokens that it probably has cached."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """The terms of one candidate, in seconds, for the explanation."""
+
+    replica: str
+    queue_s: float
+    prefill_s: float
+    decode_s: float
+    memory_s: float
+    stale_s: float
+
+    @property
+    def total_s(self) -> float:
+        """What is compared."""
+        return self.queue_s + self.prefill_s + self.decode_s + self.memory_s + self.stale_s
+
+
+class Chooser(Protocol):
+    """A routing rule. `draw` is uniform in [0, 1)."""
+
+    def choose(
+        self, request: RouteRequest, candidates: Sequence[ReplicaLoad], draw: float, now: float
+    ) -> ReplicaLoad:
+        """One of `candidates` (at least one)."""
+        ...
+
+
+def cost(request: RouteRequest, load: ReplicaLoad, now: float) -> Cost:
+    """What the request costs on this replica."""
+    uncached = max(0, request.prompt_tokens - request.hits.get(load.name, 0))
+    rate = max(load.prefill_rate, 1.0)
+    used = min(max(load.kv_used, 0.0), FULLEST)
+    stale = now - load.reported_at > STALE_S
+    return Cost(
+        replica=load.name,
+        queue_s=(load.queued_tokens + load.sent_tokens) / rate,
+        prefill_s=uncached / rate,
+        decode_s=load.decode_s * request.output_tokens,
+        memory_s=BARRIER_S * used / (1.0 - used),
+        stale_s=STALE_PENALTY_S if stale else 0.0,
+    )
+
+
+class LeastCost:
+    """The cheapest in seconds; `draw` decides between equals."""
+
+    def choose(
+        self, request: RouteRequest, candidates: Sequence[ReplicaLoad], draw: float, now: float
+    ) -> ReplicaLoad:
+        """See `Chooser`."""
+        priced = [(cost(request, load, now).total_s, load) for load in candidates]
+        least = min(total for total, _ in priced)
+        equal = [load for total, load in priced if total <= least + 1e-9]
+        return equal[int(draw * len(equal))]
+
+
+class RoundRobin:
+    """One after the other."""
+
+    def __init__(self) -> None:
+        self._last = ""
+
+    def choose(
+        self, request: RouteRequest, candidates: Sequence[ReplicaLoad], draw: float, now: float
+    ) -> ReplicaLoad:
+        """See `Chooser`."""
+        del request, draw, now
+        ordered = sorted(candidates, key=lambda load: load.name)
+        chosen = next((load for load in ordered if load.name > self._last), ordered[0])
+        self._last = chosen.name
+        return chosen
+
+
+class PowerOfTwo:
+    """The less loaded of two at random (Mitzenmacher 2001)."""
+
+    def choose(
+        self, request: RouteRequest, candidates: Sequence[ReplicaLoad], draw: float, now: float
+    ) -> ReplicaLoad:
+        """See `Chooser`."""
+        del request, now
+        count = len(candidates)
+        if count == 1:
+            return candidates[0]
+        pair = int(draw * count * (count - 1))
+        first, second = divmod(pair, count - 1)
+        second += second >= first
+        return min(candidates[first], candidates[second], key=lambda load: load.in_flight)
+
+
+class LatencyAware:
+    """The least smoothed time to the first token, times who is there already (as Finagle's peak EWMA)."""
+
+    def choose(
+        self, request: RouteRequest, candidates: Sequence[ReplicaLoad], draw: float, now: float
+    ) -> ReplicaLoad:
+        """See `Chooser`."""
+        del request, draw, now
+        return min(
+            candidates, key=lambda load: (load.latency_s * (load.in_flight + 1), load.in_flight)
+        )
+
+
+class BoundedHash:
+    """Consistent hashing with bounded loads (Mirrokni, Thorup & Zadimoghaddam 2018) on the request's key."""
+
+    POINTS = 64
+    """Places of each replica on the ring."""
+
+    def __init__(self, bound: float = 1.25) -> None:
+        self._bound = bound
+        self._names: frozenset[str] = frozenset()
+        self._ring: list[tuple[int, str]] = []
+
+    def choose(
+        self, request: RouteRequest, candidates: Sequence[ReplicaLoad], draw: float, now: float
+    ) -> ReplicaLoad:
+        """See `Chooser`. Without a key the place is `draw`'s."""
+        del now
+        loads = {load.name: load for load in candidates}
+        self._build(frozenset(loads))
+        busy = sum(load.in_flight for load in candidates) + 1
+        most = math.ceil(self._bound * busy / len(candidates))
+        place = _place(request.key) if request.key else int(draw * 2**64)
+        start = bisect_left(self._ring, (place, ""))
+        for step in range(len(self._ring)):
+            load = loads[self._ring[(start + step) % len(self._ring)][1]]
+            if load.in_flight + 1 <= most:
+                return load
+        return min(candidates, key=lambda load: load.in_flight)
+
+    def _build(self, names: frozenset[str]) -> None:
+        if names != self._names:
+            self._names = names
+            self._ring = sorted((_place(f"{n} {i}"), n) for n in names for i in range(self.POINTS))
+
+
+def _place(key: str) -> int:
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest())
+
+
+CHOOSERS: dict[str, Callable[[], Chooser]] = {
+    "least-cost": LeastCost,
+    "round-robin": RoundRobin,
+    "power-of-two": PowerOfTwo,
+    "latency": LatencyAware,
+    "hash": BoundedHash,
+}
+"""By the name that a pool's setting has."""

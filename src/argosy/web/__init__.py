@@ -1,0 +1,31 @@
+"""Serving HTTP/1.1: hardened connections, requests and answers under limits, listening sockets."""
+
+from argosy.web.exchange import (
+    App,
+    DisconnectedError,
+    Exchange,
+    ExchangeLimits,
+    Receive,
+    Scope,
+    Send,
+    SlowReaderError,
+    Watcher,
+)
+from argosy.web.listen import GOODBYE_S, Listener, bind, bind_unix, url_of
+
+__all__ = [
+    "GOODBYE_S",
+    "App",
+    "DisconnectedError",
+    "Exchange",
+    "ExchangeLimits",
+    "Listener",
+    "Receive",
+    "Scope",
+    "Send",
+    "SlowReaderError",
+    "Watcher",
+    "bind",
+    "bind_unix",
+    "url_of",
+]

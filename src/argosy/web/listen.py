@@ -1,0 +1,79 @@
+"""Listening: a socket bound with the remedy in its errors, and uvicorn without its signal handlers."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import uvicorn
+
+from argosy.web.connection import Connection
+from argosy.web.exchange import App
+
+KEEP_ALIVE_S = 75
+"""An idle connection is closed after this long; longer than clients keep theirs."""
+GOODBYE_S = 5
+"""How long connections may take to close once everything has been answered."""
+
+
+class Listener(uvicorn.Server):
+    """uvicorn on our connections, without its signal handlers: what a signal means its owner decides."""
+
+    def __init__(self, app: App) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=Connection,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=GOODBYE_S,
+            )
+        )
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave the signals alone."""
+        yield
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0 takes a free one. Raises OSError (with the remedy) when it is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        message = f"cannot listen on {host}:{port} ({error.strerror}); choose another --port"
+        raise OSError(error.errno, message) from error
+
+
+def bind_unix(path: Path) -> socket.socket:
+    """A socket at `path`, where one that nobody listens on any more is replaced. Raises OSError."""
+    unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.is_socket() and not _somebody_listens(path):
+            path.unlink()
+        unix.bind(str(path))
+    except OSError as error:
+        unix.close()
+        message = f"cannot listen on {path} ({error.strerror}); choose another --uds"
+        raise OSError(error.errno, message) from error
+    return unix
+
+
+def url_of(listening: socket.socket) -> str:
+    """Where it can be reached: `http://host:port`, or `unix:` and the path."""
+    if listening.family == socket.AF_UNIX:
+        return f"unix:{listening.getsockname()}"
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _somebody_listens(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        return probe.connect_ex(str(path)) == 0

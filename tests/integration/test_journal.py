@@ -1,0 +1,141 @@
+"""A stream cut after any block of its journal goes on elsewhere: together they are the undisturbed stream."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from tests.integration.serving import Served, chat, completion, serve
+
+from argosy.engine import EngineConfig
+from argosy.engine.serving.core.client import EngineClient
+from argosy.models import BUNDLED
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+ANSWER = "cmpl-chosen-elsewhere 1700000000"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def real() -> AsyncIterator[Served]:
+    engine = EngineClient(EngineConfig(model=str(BUNDLED), threads=1, num_blocks=512, warmup=False))
+    async with serve(engine) as served:
+        yield served
+
+
+@dataclass
+class Told:
+    """What a journaled stream told, up to some block."""
+
+    chunks: list[dict[str, Any]] = field(default_factory=list)
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    prompt: tuple[int, int] | None = None
+    done: bool = False
+
+
+async def stream(real: Served, path: str, body: dict[str, Any]) -> list[Told]:
+    """What was told after each block, and at the end."""
+    headers = {"x-argosy-journal": "1", "x-argosy-answer": ANSWER}
+    answer = await real.client.post(path, json=body | {"stream": True}, headers=headers)
+    assert answer.status_code == 200, answer.text
+    states, now = [], Told()
+    for block in answer.text.split("\n\n"):
+        if block.startswith(": argosy prompt "):
+            words = block.split()
+            now.prompt = (int(words[3]), int(words[4]))
+        elif block.startswith(": argosy "):
+            index, ids = int(block.split(" ")[2]), block.split(" ")[3]
+            told = [int(i) for i in ids.split(",") if i]
+            now.tokens = now.tokens | {index: now.tokens.get(index, []) + told}
+            states.append(Told(list(now.chunks), now.tokens, now.prompt))
+        elif block == "data: [DONE]":
+            now.done = True
+        elif block:
+            now.chunks = [*now.chunks, json.loads(block.removeprefix("data: "))]
+    return [*states, now]
+
+
+def merged(chunks: list[dict[str, Any]]) -> dict[str, Any]:
+    """The answer that the chunks make, however they were cut."""
+    answer: dict[str, Any] = {"identity": set(), "usage": []}
+    for chunk in chunks:
+        answer["identity"].add((chunk["id"], chunk["created"], chunk["model"]))
+        if chunk.get("usage"):
+            answer["usage"].append(chunk["usage"]["completion_tokens"])
+        for choice in chunk["choices"]:
+            own = answer.setdefault(choice["index"], {"roles": [], "text": "", "finish": []})
+            delta = choice.get("delta", choice)
+            own["roles"] += [delta["role"]] if "role" in delta else []
+            own["text"] += delta.get("content", delta.get("text", ""))
+            own["finish"] += [choice["finish_reason"]] if choice["finish_reason"] else []
+            for name, values in (choice["logprobs"] or {}).items():
+                own.setdefault(name, []).extend(values or [])
+    return answer
+
+
+BODIES = {
+    "chat": ("/v1/chat/completions", chat(seed=3, max_tokens=14, stop=["zq"], temperature=1.3)),
+    "chat with log-probabilities": (
+        "/v1/chat/completions",
+        chat(seed=5, max_tokens=8, logprobs=True, top_logprobs=2),
+    ),
+    "completion with echo": (
+        "/v1/completions",
+        completion("The cat", max_tokens=8, echo=True, logprobs=1, temperature=0),
+    ),
+    "two choices": ("/v1/chat/completions", chat(seed=8, max_tokens=6, n=2)),
+    "two prompts": (
+        "/v1/completions",
+        completion(["The cat", "Once upon a time"], seed=2, max_tokens=5, stop_token_ids=[40, 41]),
+    ),
+    "completion": ("/v1/completions", completion("The cat", seed=9, max_tokens=10)),
+}
+
+
+@pytest.mark.parametrize("kind", BODIES)
+async def test_a_stream_cut_after_any_block_goes_on_as_if_nothing_had_happened(
+    real: Served, kind: str
+) -> None:
+    path, body = BODIES[kind]
+    body = body | {"stream_options": {"include_usage": True}}
+    *states, whole = await stream(real, path, body)
+    assert whole.done
+    assert len(states) > 3
+    choices = len(whole.tokens)
+    for cut in states:
+        told = [cut.tokens.get(choice, []) for choice in range(choices)]
+        resume = {"token_ids": told if choices > 1 else told[0]}
+        *_, rest = await stream(real, path, body | {"resume": resume})
+        for choice in range(choices):
+            assert told[choice] + rest.tokens.get(choice, []) == whole.tokens[choice]
+        assert rest.done
+        assert merged(cut.chunks + rest.chunks) == merged(whole.chunks)
+
+
+async def test_the_journal_counts_what_the_usage_says(real: Served) -> None:
+    path, body = BODIES["chat"]
+    *_, whole = await stream(real, path, body | {"stream_options": {"include_usage": True}})
+    usage = whole.chunks[-1]["usage"]
+    assert whole.prompt == (
+        usage["prompt_tokens"],
+        usage["prompt_tokens_details"]["cached_tokens"],
+    )
+    assert len(whole.tokens[0]) == usage["completion_tokens"]
+
+
+async def test_without_the_header_there_is_no_journal(real: Served) -> None:
+    path, body = BODIES["completion"]
+    answer = await real.client.post(path, json=body | {"stream": True})
+    assert "argosy" not in answer.text
+
+
+@pytest.mark.parametrize("told", ["x", "id", "id 1.5", "two ids 12", "id 99999999999999"])
+async def test_nonsense_for_an_identity_is_refused(real: Served, told: str) -> None:
+    path, body = BODIES["completion"]
+    answer = await real.client.post(path, json=body, headers={"x-argosy-answer": told})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "x-argosy-answer"

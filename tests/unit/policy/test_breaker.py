@@ -1,0 +1,75 @@
+"""Breakers: what opens them, what does not, and that a pool never loses more than half of itself."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from argosy.policy import Breaker, BreakerLimits, Outcome, classify, usable
+
+
+def test_a_refusal_that_is_the_requests_own_fault_counts_as_success() -> None:
+    assert classify(200) is classify(400) is classify(404) is Outcome.SUCCESS
+    assert classify(429) is classify(503) is Outcome.BACKPRESSURE
+    assert classify(500) is classify(502) is classify(None) is Outcome.FAILURE
+
+
+def opened(now: float = 0.0) -> Breaker:
+    breaker = Breaker()
+    for _ in range(3):
+        breaker.record(Outcome.FAILURE, now)
+    assert not breaker.closed
+    return breaker
+
+
+def test_failures_in_a_row_open_it_and_backpressure_never_does() -> None:
+    breaker = Breaker()
+    for _ in range(100):
+        breaker.record(Outcome.BACKPRESSURE, 0.0, retry_after_s=3.0)
+    assert breaker.closed
+    assert breaker.cooling(2.9)
+    assert not breaker.cooling(3.0)
+    opened()
+
+
+def test_a_high_share_of_failures_opens_it_without_a_row() -> None:
+    breaker = Breaker(BreakerLimits(sample=10))
+    for number in range(20):
+        breaker.record(Outcome.FAILURE if number % 2 else Outcome.SUCCESS, 0.0)
+    assert not breaker.closed
+
+
+def test_one_probe_at_a_time_decides_and_each_failed_one_doubles_the_wait() -> None:
+    breaker, waits, now = opened(), [], 0.0
+    for _ in range(7):
+        assert breaker.open_until is not None
+        waits.append(breaker.open_until - now)
+        now = breaker.open_until
+        assert breaker.wants_probe(now)
+        breaker.probe_sent()
+        assert not breaker.wants_probe(now)
+        breaker.record(Outcome.FAILURE, now)
+    assert waits == [2.0, 4.0, 8.0, 10.0, 10.0, 10.0, 10.0]
+    assert breaker.open_until is not None
+    breaker.probe_sent()
+    breaker.record(Outcome.SUCCESS, breaker.open_until)
+    assert breaker.closed
+
+
+def test_what_began_before_it_opened_neither_closes_nor_prolongs_it() -> None:
+    breaker = opened()
+    until = breaker.open_until
+    breaker.record(Outcome.SUCCESS, 0.1)
+    breaker.record(Outcome.FAILURE, 0.2)
+    assert breaker.open_until == until
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=20))
+def test_at_least_half_of_a_pool_stays_in_use(broken: list[bool]) -> None:
+    pool = {}
+    for number, is_broken in enumerate(broken):
+        pool[str(number)] = opened(float(number)) if is_broken else Breaker()
+    left = usable(pool)
+    assert len(left) == len(set(left))
+    assert len(left) >= len(pool) - len(pool) // 2
+    assert {name for name, breaker in pool.items() if breaker.closed} <= set(left)

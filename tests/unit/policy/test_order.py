@@ -1,0 +1,144 @@
+"""The dispatch queue: nobody lost, tiers kept, nobody starved, fair shares in tokens within the bound."""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from argosy.policy import PROMOTED_EACH, QUANTUM, DispatchQueue, Waiting
+
+
+def waiting(
+    item: int = 0,
+    *,
+    tier: int = 1,
+    tenant: str = "a",
+    weight: float = 1.0,
+    cost: float = 100.0,
+    arrival: float = 0.0,
+    deadline: float = math.inf,
+) -> Waiting[int]:
+    return Waiting(item, tier, tenant, weight, cost, arrival, deadline, size=item + 1)
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["push", "push", "pop", "remove", "charge"]),
+        st.integers(0, 2),
+        st.sampled_from("abc"),
+        st.integers(1, 5000),
+    ),
+    max_size=120,
+)
+
+
+@given(STEPS)
+def test_everyone_leaves_exactly_once(steps: list[tuple[str, int, str, int]]) -> None:
+    queue, inside, now = DispatchQueue[int](), list[Waiting[int]](), 0.0
+    for number, (what, tier, tenant, size) in enumerate(steps):
+        now += 1.0
+        if what == "push":
+            inside.append(waiting(number, tier=tier, tenant=tenant, cost=size, arrival=now))
+            queue.push(inside[-1])
+        elif what == "charge":
+            queue.charge(tier, tenant, size)
+        elif what == "remove" and inside:
+            gone = inside.pop(size % len(inside))
+            assert queue.remove(gone)
+            assert not queue.remove(gone)
+        elif what == "pop":
+            next_one = queue.pop(now)
+            assert (next_one is None) == (not inside)
+            if next_one is not None:
+                inside.remove(next_one)
+        assert len(queue) == len(inside)
+        assert queue.size == sum(one.size for one in inside)
+    while (next_one := queue.pop(now)) is not None:
+        inside.remove(next_one)
+    assert not inside
+
+
+def test_the_higher_tier_goes_first_and_deadlines_order_one_tenants_own() -> None:
+    queue = DispatchQueue[int]()
+    for number, (tier, deadline) in enumerate(
+        [(2, 1.0), (1, math.inf), (1, 9.0), (0, math.inf), (1, 5.0)]
+    ):
+        queue.push(waiting(number, tier=tier, deadline=deadline))
+    order = [queue.pop(0.0) for _ in range(5)]
+    assert [one.item for one in order if one] == [3, 4, 2, 1, 0]
+
+
+def test_an_old_request_of_a_low_tier_gets_a_turn_but_its_backlog_does_not_drown_the_high_one() -> (
+    None
+):
+    queue = DispatchQueue[int]()
+    for _ in range(100):
+        queue.push(waiting(tier=2, arrival=0.0))
+        queue.push(waiting(tier=0, arrival=99.0))
+    turns = []
+    for _ in range(40):
+        one = queue.pop(100.0)
+        assert one is not None
+        turns.append(one.tier)
+    assert turns.count(2) == 40 // PROMOTED_EACH
+    fresh = DispatchQueue[int]()
+    for _ in range(10):
+        fresh.push(waiting(tier=2, arrival=99.0))
+        fresh.push(waiting(tier=0, arrival=99.0))
+    tiers = [one.tier for one in (fresh.pop(100.0) for _ in range(10)) if one]
+    assert tiers == [0] * 10
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.integers(1, 3000), min_size=2, max_size=12),
+    st.lists(st.integers(0, 2000), min_size=1, max_size=12),
+    st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=2, max_size=4),
+)
+def test_service_per_weight_of_backlogged_tenants_stays_within_the_bound(
+    costs: list[int], outputs: list[int], weights: list[float]
+) -> None:
+    queue, served = DispatchQueue[int](), [0.0] * len(weights)
+
+    def push(tenant: int, number: int) -> None:
+        cost = costs[number % len(costs)]
+        queue.push(waiting(number, tenant=str(tenant), weight=weights[tenant], cost=cost))
+
+    for tenant in range(len(weights)):
+        push(tenant, tenant)
+        push(tenant, tenant + 1)
+    most = max(costs) + max(outputs)
+    for number in range(300):
+        one = queue.pop(0.0)
+        assert one is not None
+        tenant = int(one.tenant)
+        push(tenant, number)  # always backlogged
+        output = outputs[number % len(outputs)]
+        queue.charge(1, one.tenant, output)
+        served[tenant] += (one.cost + output) / weights[tenant]
+        bound = 2 * QUANTUM + 2 * most / min(weights)
+        assert max(served) - min(served) <= bound
+
+
+def test_a_tenant_that_was_alone_owes_nothing_to_one_that_comes_later() -> None:
+    queue = DispatchQueue[int]()
+    for _ in range(50):
+        queue.push(waiting(tenant="early", cost=100.0))
+        assert queue.pop(0.0) is not None
+        queue.charge(1, "early", 10_000.0)
+    for number in range(20):
+        queue.push(waiting(number, tenant="early"))
+        queue.push(waiting(number, tenant="late"))
+    tenants = [one.tenant for one in (queue.pop(0.0) for _ in range(40)) if one]
+    assert "early" in tenants[:12]
+    assert "late" in tenants[:12]
+
+
+def test_how_many_may_go_first() -> None:
+    queue, mine = DispatchQueue[int](), waiting(tier=1)
+    queue.push(waiting(tier=0))
+    queue.push(mine)
+    queue.push(waiting(tier=2))
+    assert queue.ahead(mine) == 1

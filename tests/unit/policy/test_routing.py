@@ -1,0 +1,137 @@
+"""Routing rules: the cost in seconds does what it says, and the classic rules are what their names say."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from argosy.policy import (
+    CHOOSERS,
+    BoundedHash,
+    LeastCost,
+    PowerOfTwo,
+    PrefixIndex,
+    ReplicaLoad,
+    RoundRobin,
+    RouteRequest,
+    chain,
+    cost,
+)
+
+
+def load(name: str, **known: float) -> ReplicaLoad:
+    return ReplicaLoad(name, reported_at=0.0, **known)  # type: ignore[arg-type]
+
+
+ASK = RouteRequest(prompt_tokens=1000, output_tokens=10)
+
+
+@pytest.mark.parametrize("rule", CHOOSERS)
+@given(
+    loads=st.lists(st.integers(0, 50), min_size=1, max_size=8),
+    draw=st.floats(0, 1, exclude_max=True),
+    key=st.text(max_size=3),
+)
+def test_every_rule_gives_one_of_the_candidates(
+    rule: str, loads: list[int], draw: float, key: str
+) -> None:
+    candidates = [load(str(n), in_flight=busy, queued_tokens=busy) for n, busy in enumerate(loads)]
+    request = RouteRequest(100, 10, key=key)
+    assert CHOOSERS[rule]().choose(request, candidates, draw, 0.0) in candidates
+
+
+def test_a_warm_replica_wins_until_its_queue_costs_more_than_computing_elsewhere() -> None:
+    warm = RouteRequest(1000, 10, hits={"warm": 960})
+    for queued, expected in ((0, "warm"), (900, "warm"), (1100, "cold")):
+        candidates = [load("cold"), load("warm", queued_tokens=queued)]
+        assert LeastCost().choose(warm, candidates, 0.0, 0.0).name == expected
+
+
+def test_a_faster_machine_a_fuller_cache_and_a_missing_report_count_in_seconds() -> None:
+    assert cost(ASK, load("x", prefill_rate=500.0), 0.0).prefill_s == 2.0
+    assert cost(ASK, load("x", kv_used=0.5), 0.0).memory_s == pytest.approx(0.15)
+    assert cost(ASK, load("x", kv_used=1.0), 0.0).memory_s > 100
+    assert cost(ASK, load("x"), 10.0).stale_s > 0
+    assert cost(ASK, load("x", sent_tokens=4000), 0.0).queue_s == 2.0
+
+
+def test_equals_share_by_the_draw() -> None:
+    candidates = [load(name) for name in "abcd"]
+    chosen = Counter(
+        LeastCost().choose(ASK, candidates, number / 100, 0.0).name for number in range(100)
+    )
+    assert chosen == dict.fromkeys("abcd", 25)
+
+
+def test_round_robin_is_even_also_when_a_replica_leaves() -> None:
+    rule, four = RoundRobin(), [load(name) for name in "dbca"]
+    assert "".join(rule.choose(ASK, four, 0.0, 0.0).name for _ in range(6)) == "abcdab"
+    assert "".join(rule.choose(ASK, four[1:], 0.0, 0.0).name for _ in range(3)) == "cab"
+
+
+def test_power_of_two_takes_the_less_loaded_of_each_pair() -> None:
+    candidates = [load("busy", in_flight=9), load("idle"), load("half", in_flight=5)]
+    chosen = Counter(
+        PowerOfTwo().choose(ASK, candidates, number / 600, 0.0).name for number in range(600)
+    )
+    assert chosen == {"idle": 400, "half": 200}
+
+
+@given(st.lists(st.text(min_size=1, max_size=5), min_size=1, max_size=200))
+def test_hashing_never_exceeds_its_bound_and_keeps_keys_together(keys: list[str]) -> None:
+    rule, candidates = BoundedHash(), [load(name) for name in "abcde"]
+    for number, key in enumerate(keys):
+        chosen = rule.choose(RouteRequest(1, 1, key=key), candidates, 0.0, 0.0)
+        chosen.in_flight += 1
+        assert chosen.in_flight <= math.ceil(1.25 * (number + 1) / 5)
+    idle = [load(name) for name in "abcde"]
+    again = {rule.choose(RouteRequest(1, 1, key=keys[0]), idle, 0.0, 0.0).name for _ in range(5)}
+    assert len(again) == 1
+
+
+def test_few_keys_move_when_a_replica_is_added() -> None:
+    rule, few, more = BoundedHash(), [load(n) for n in "abcd"], [load(n) for n in "abcde"]
+    asks = [RouteRequest(1, 1, key=str(number)) for number in range(400)]
+    before = [rule.choose(ask, few, 0.0, 0.0).name for ask in asks]
+    after = [rule.choose(ask, more, 0.0, 0.0).name for ask in asks]
+    moved = sum(old != new for old, new in zip(before, after, strict=True))
+    assert moved < 160
+    assert {new for old, new in zip(before, after, strict=True) if old != new} == {"e"}
+
+
+# --- the prefix index ----------------------------------------------------------------------------
+
+
+@given(st.binary(max_size=400), st.binary(max_size=400), st.binary(max_size=4))
+def test_chains_agree_exactly_as_far_as_the_prompts_do(a: bytes, b: bytes, salt: bytes) -> None:
+    shared = sum(x == y for x, y in zip(chain(salt, a, 16), chain(salt, b, 16), strict=False))
+    same = 0
+    while same < min(len(a), len(b)) and a[same] == b[same]:
+        same += 1
+    assert shared == same // 16
+    assert not set(chain(salt, a, 16)) & set(chain(salt + b"!", a, 16))
+
+
+def test_hits_count_from_the_beginning_and_the_least_recent_end_goes_first() -> None:
+    index = PrefixIndex(capacity=4)
+    first = chain(b"", b"a" * 48, 16)
+    index.sent("r", first)
+    assert index.hits(first) == {"r": 3}
+    index.sent("r", chain(b"", b"b" * 32, 16))
+    assert index.hits(first) == {"r": 2}
+    index.dropped("r", first[:1])
+    assert index.hits(first) == {}
+    index.forget("r")
+    assert len(index) == 0
+
+
+@given(st.lists(st.binary(min_size=16, max_size=64), max_size=100))
+def test_memory_is_bounded(prompts: list[bytes]) -> None:
+    index = PrefixIndex(capacity=7)
+    for prompt in prompts:
+        index.sent("r", chain(b"", prompt, 16))
+        assert len(index) <= 7
