@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from argosy.engine.execution.draws import LOG2E, DrawOps, Draws, TorchDraws
+from argosy.engine.execution.draws import LOG2E, DrawOps, Draws
 from argosy.engine.execution.draws_cpu import cpu_draws
 from argosy.engine.execution.edits import Edits
 from argosy.engine.execution.penalties import Penalties
@@ -153,15 +153,11 @@ class Sampler:
 
 def draws_for(device: torch.device) -> DrawOps:
     """The operations for a device; on the CPU with the calling thread's number of torch threads."""
-    match device.type:
-        case "cpu":
-            return cpu_draws(torch.get_num_threads())
-        case "cuda":
-            from argosy.engine.execution.gpu.sampling import TritonDraws
+    if device.type == "cpu":
+        return cpu_draws(torch.get_num_threads())
+    from argosy.engine.execution.gpu.sampling import TritonDraws
 
-            return TritonDraws()
-        case _:
-            return TorchDraws()
+    return TritonDraws()
 
 
 def describe(
