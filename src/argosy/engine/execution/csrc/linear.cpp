@@ -12,12 +12,11 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
-#include <memory>
 #include <utility>
 
 #include "linear_units.h"
+#include "scratch.h"
 
 extern "C" {
 
@@ -42,17 +41,6 @@ constexpr int64_t THREAD_WEIGHTS = 1 << 18;  // met by up to a hundred rows in t
 int64_t parts_of(int64_t whole, int64_t part) { return (whole + part - 1) / part; }
 // The size of equal parts of `whole`, at most `most` each.
 int64_t even(int64_t whole, int64_t most) { return parts_of(whole, parts_of(whole, most)); }
-
-// Memory that each thread keeps, one for each use: giving it back after a call costs more than the packing.
-template <int USE> uint8_t *scratch(size_t bytes) {
-    static thread_local std::unique_ptr<void, decltype(&std::free)> kept(nullptr, &std::free);
-    static thread_local size_t held = 0;
-    if (held < bytes) {
-        kept.reset(std::aligned_alloc(64, bytes));
-        held = bytes;
-    }
-    return (uint8_t *)kept.get();
-}
 
 // A work item: some rows by some blocks.
 struct Item {

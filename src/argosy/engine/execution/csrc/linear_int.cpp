@@ -11,13 +11,12 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
-#include <memory>
 #include <type_traits>
 
 #include "amx.h"
 #include "bytes.h"
+#include "scratch.h"
 #include "simd.h"
 #include "weights_int.h"
 
@@ -45,17 +44,6 @@ constexpr int64_t ALONE_ROWS = 32;   // up to which the caller rounds x: a meeti
 constexpr int64_t THREAD_WEIGHTS = 1 << 18;  // met by up to a hundred rows in the time that it takes to wake a thread
 [[maybe_unused]] constexpr int64_t VECTOR_ROWS = 8;   // up to which vectors keep up with memory
 constexpr int64_t AHEAD = 4096;      // bytes of weight asked for before they are used
-
-// Memory that each thread keeps, one for each use: giving it back after a call costs more than the rounding.
-template <int USE> uint8_t *scratch(size_t bytes) {
-    static thread_local std::unique_ptr<void, decltype(&std::free)> kept(nullptr, &std::free);
-    static thread_local size_t held = 0;
-    if (held < bytes) {
-        held = (bytes + 63) / 64 * 64;
-        kept.reset(std::aligned_alloc(64, held));
-    }
-    return (uint8_t *)kept.get();
-}
 
 // What a chunk of a row of x is multiplied by, and the sum that its products with 128 would add, negated.
 struct Factor {

@@ -34,4 +34,11 @@ class Scratch {
     }
 };
 
+// One use's memory in this thread: giving it back after a call costs more than most calls.
+template <int USE> uint8_t *scratch(size_t bytes) {
+    static thread_local Scratch kept;
+    kept.reset(Scratch::lines_of<uint8_t>(bytes));
+    return kept.take<uint8_t>(bytes);
+}
+
 }  // namespace argosy
