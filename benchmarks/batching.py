@@ -33,6 +33,10 @@ CHUNKS = ((256, 0.5), (512, 0.5), (1024, 0.25), (1024, 0.5), (1024, 1.0))
 WHOLE = (8192, 1.0)
 """A budget that no prompt here exceeds: every prompt is one chunk."""
 RESAMPLES = 2000
+POOL_BLOCKS = 320
+"""Blocks of the engines with and without prefix cache: few, so that no memory is new in a run that counts."""
+WARM_PAIRS = 3
+"""Pairs of runs in which every block is used once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +170,10 @@ def compare_prefix(model: Path, vocabulary: int, scale: float) -> None:
     """Pairs of runs with the prefix cache on and off, in turns, on prompts that never repeat."""
     rng, ratios = random.Random(2), []
     for first in (True, False):  # what is built first may lie better in memory
-        cores = {on: core_of(model, prefix_cache=on) for on in (first, not first)}
-        for pair in range(-1, max(2, int(12 * scale))):  # the first is to warm up
+        cores = {
+            on: core_of(model, prefix_cache=on, num_blocks=POOL_BLOCKS) for on in (first, not first)
+        }
+        for pair in range(-WARM_PAIRS, max(2, int(12 * scale))):
             took = {}
             for on in (True, False) if pair % 2 else (False, True):
                 took[on] = serve(cores[on], unrepeated(rng, vocabulary)).total_s
