@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
+
+if TYPE_CHECKING:
+    import torch
 
 from argosy.bench.words import WORDS
 
@@ -58,10 +60,16 @@ SHAPES: dict[str, dict[str, object]] = {
 
 
 def make(shape: str, folder: Path) -> Path:
-    """The checkpoint of `shape` below `folder`, made (seed 0, bfloat16) unless it is there already."""
+    """The checkpoint of `shape` below `folder`, made (seed 0, bfloat16) unless it is there already.
+
+    Loads torch only to make one: until then a caller may say in the environment how it shall compute.
+    """
     path = folder / shape
     if (path / "model.safetensors").exists():
         return path
+    import torch
+    from safetensors.torch import save_file
+
     path.mkdir(parents=True, exist_ok=True)
     config = SHAPES[shape]
     (path / "config.json").write_text(json.dumps(config))
@@ -84,6 +92,8 @@ def _write_tokenizer(path: Path, size: int) -> None:
 
 
 def _tensors(config: dict[str, object]) -> dict[str, torch.Tensor]:
+    import torch
+
     hidden, layers, heads, kv_heads, wide, vocabulary = (
         int(str(config[name]))
         for name in (

@@ -90,7 +90,7 @@ def test_draws_are_those_of_sorting(
     draws = draws_of(seed, 6, vocab)
     expected = [by_sorting(row, draws, i) for i, row in enumerate(logits)]
     for ops in both():
-        assert ops.draw(logits, np.arange(6), draws).tolist() == expected
+        assert ops.draw(logits, draws).tolist() == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -100,7 +100,7 @@ def test_native_and_torch_draw_the_same_of_a_large_vocabulary(
 ) -> None:
     logits = logits_of(3, 16, 40000, spread, dtype)
     draws = draws_of(5, 16, 40000)
-    first, second = (ops.draw(logits, np.arange(16), draws).tolist() for ops in both())
+    first, second = (ops.draw(logits, draws).tolist() for ops in both())
     assert first == second
 
 
@@ -109,10 +109,10 @@ def test_a_draw_is_its_rows_own(make: Callable[[], DrawOps]) -> None:
     ops = make()
     logits = logits_of(7, 80, 3000, 3.0, torch.bfloat16)
     draws = draws_of(8, 80, 3000)
-    crowd = ops.draw(logits, np.arange(80), draws).tolist()
-    alone = [ops.draw(logits, np.array([i]), draws.of(np.array([i])))[0].item() for i in range(80)]
+    crowd = ops.draw(logits, draws).tolist()
+    alone = [ops.draw(logits[i : i + 1], draws.of(np.array([i])))[0].item() for i in range(80)]
     assert crowd == alone
-    assert native(threads=1).draw(logits, np.arange(80), draws).tolist() == crowd
+    assert native(threads=1).draw(logits, draws).tolist() == crowd
 
 
 @pytest.mark.parametrize("make", [TorchDraws, native])
@@ -123,7 +123,7 @@ def test_rows_that_are_not_sound_give_no_token(make: Callable[[], DrawOps], bad:
     ops = make()
     logits = logits_of(9, 6, 700, 1.0, torch.float32)
     logits[1, 699], logits[3] = bad, OFF
-    tokens = ops.draw(logits, np.arange(6), draws_of(1, 6, 700))
+    tokens = ops.draw(logits, draws_of(1, 6, 700))
     assert (tokens < 0).tolist() == [False, True, False, True, False, False]
 
 

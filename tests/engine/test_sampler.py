@@ -183,3 +183,34 @@ def test_rows_are_reused_cleanly() -> None:
     sampled = sampler(logits.clone(), torch.tensor([0]), torch.tensor([1]))
     assert sampled.tokens.tolist() == logits.argmax(-1).tolist()
     assert not sampled.logprobs
+
+
+EDITING = (
+    SamplingParams(seed=1, logit_bias={4: 3.0, 2: -1.0}),
+    SamplingParams(seed=2, allowed_token_ids=(5, 2, 9), logit_bias={5: 1.0}, min_tokens=4),
+    SamplingParams(seed=3, repetition_penalty=1.3, frequency_penalty=0.2, min_tokens=4),
+    SamplingParams(seed=4, presence_penalty=0.4, logit_bias={1: 2.0, 3: 1.0}),
+    SamplingParams(seed=5),
+)
+"""Every way in which a row may ask for other logits than the model's, and none."""
+
+
+def test_logits_come_back_bit_for_bit() -> None:
+    logits = logits_of(9, rows=len(EDITING))
+    logits[2, 1] = -0.0
+    logits[3, 3] = math.nan
+    before = logits.view(torch.int32).clone()
+    known = [1, 2, 3, 3, 1]
+    sampler = sampler_of(*EDITING, tokens=known)
+    sampler(logits, torch.arange(len(EDITING)), torch.full((len(EDITING),), len(known)))
+    assert torch.equal(logits.view(torch.int32), before)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("token", [0, 1, 4, 7])  # barred, penalised, biased, not allowed
+def test_no_edit_hides_what_is_not_sound(bad: float, token: int) -> None:
+    logits = logits_of(10, rows=len(EDITING))
+    logits[:, token] = bad
+    rows = torch.arange(len(EDITING))
+    sampled = sampler_of(*EDITING)(logits, rows, torch.full_like(rows, 3))
+    assert sampled.invalid == rows.tolist()

@@ -2,7 +2,8 @@
 
 Run by test_compiled.py in a process of its own, since here Triton must compile what the other tests
 let it interpret. One line of JSON a kernel: its name, shared memory, registers, stack (what had no
-register) in bytes, and whether the matrix unit's asynchronous instructions and copies are in use.
+register) in bytes, and whether the matrix unit's asynchronous instructions and copies, and fused
+multiply-adds, are in use.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from argosy.engine.execution.draws import EXP2, FRACTION, NOTHING
 from argosy.engine.execution.gpu import attention, attention_kernels, linear, rows, sampling
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -29,13 +31,14 @@ POINTERS = {
     "slots": "*i64",
     "positions": "*i64",
     "tokens": "*i64",
-    "seeds": "*i64",
-    "best": "*i32",
+    "masses": "*i64",
+    "likeliest": "*i32",
+    "options": "*fp64",
     "narrow": FLOAT8,
     **dict.fromkeys(
         (
             *("sums", "peaks", "totals", "first", "second", "scales", "scale"),
-            *("x_scales", "weight_scales", "logits", "temperature"),
+            *("x_scales", "weight_scales", "logits"),
         ),
         FLOAT32,
     ),
@@ -81,6 +84,7 @@ def report(
         "stack": counts["STACK"],
         "wgmma": "wgmma.mma_async" in built.asm["ptx"],
         "cp_async": "cp.async.c" in built.asm["ptx"],
+        "fused": "fma.rn" in built.asm["ptx"],
     }
     print(json.dumps(line), flush=True)  # noqa: T201 - what it is for
 
@@ -207,9 +211,11 @@ def all_rows() -> None:
         constants = {"ACTIVATION": activation, "TILE": rows.GATE_TILE}
         report(f"gate {activation}", rows._gate, constants, num_warps=4)
     constants = {"TILE": sampling.VOCAB_TILE}
-    report("summarise", sampling._summarise, constants, num_warps=4)
-    constants |= {"TILES": 63, "WIDTH": 64}
-    report("draw", sampling._draw, constants, num_warps=4)
+    report("draw: survey", sampling._survey, constants, {}, **sampling.OPTIONS)
+    constants |= {"WIDTH": 64, "FACTORS": EXP2, "FRACTION": FRACTION, "NOTHING": NOTHING}
+    report("draw: measure", sampling._measure, constants, {}, **sampling.OPTIONS)
+    constants |= {"TILES": 63}
+    report("draw: pick", sampling._pick, constants, {}, **sampling.OPTIONS)
 
 
 if __name__ == "__main__":

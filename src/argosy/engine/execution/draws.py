@@ -73,8 +73,8 @@ class Telling:
 class DrawOps(Protocol):
     """What a device offers for sampling. Logits are [L, V], float32 or bfloat16, and never written to."""
 
-    def draw(self, logits: Tensor, which: NDArray[np.int64], draws: Draws) -> Tensor:
-        """For each i the token that `draws` takes from `logits[which[i]]`: [S] int64, on the logits' device.
+    def draw(self, logits: Tensor, draws: Draws) -> Tensor:
+        """For each i the token that `draws` takes from `logits[i]`: [S] int64, on the logits' device.
 
         The largest logit (of equals the lowest id) where greedy. Else weights are cut by top-k, by top-p of
         what is left (a token stays if the sum before it in falling order is below that part; the first
@@ -93,15 +93,12 @@ class DrawOps(Protocol):
 class TorchDraws:
     """The operations on any device that torch knows."""
 
-    def draw(self, logits: Tensor, which: NDArray[np.int64], draws: Draws) -> Tensor:
+    def draw(self, logits: Tensor, draws: Draws) -> Tensor:
         """See `DrawOps`."""
         parts = [torch.empty(0, dtype=torch.int64, device=logits.device)]
-        for at in range(0, len(which), ROWS_AT_ONCE):
-            some = np.arange(at, min(at + ROWS_AT_ONCE, len(which)))
-            rows = logits[
-                torch.from_numpy(which[some]).to(logits.device, non_blocking=True)
-            ].float()
-            parts.append(_draw(rows, draws.of(some)))
+        for at in range(0, len(logits), ROWS_AT_ONCE):
+            some = np.arange(at, min(at + ROWS_AT_ONCE, len(logits)))
+            parts.append(_draw(logits[at : at + ROWS_AT_ONCE].float(), draws.of(some)))
         return torch.cat(parts)
 
     def tell(

@@ -46,23 +46,21 @@ class NativeDraws:
     kernels: Kernels
     threads: int
 
-    def draw(self, logits: Tensor, which: NDArray[np.int64], draws: Draws) -> Tensor:
+    def draw(self, logits: Tensor, draws: Draws) -> Tensor:
         """See `DrawOps`."""
         if logits.dtype not in self.kernels.draw:
-            return TorchDraws().draw(logits, which, draws)
+            return TorchDraws().draw(logits, draws)
         logits = _packed(logits)
-        tokens = torch.empty(len(which), dtype=torch.int64)
+        tokens = torch.empty(len(logits), dtype=torch.int64)
         call = DrawCall(
             logits.data_ptr(),
-            which.ctypes.data,
             draws.scale.ctypes.data,
             draws.top_k.ctypes.data,
             draws.top_p.ctypes.data,
             draws.least.ctypes.data,
             draws.chance.ctypes.data,
             tokens.data_ptr(),
-            len(which),
-            logits.shape[1],
+            *logits.shape,
             logits.stride(0),
             self.threads,
         )

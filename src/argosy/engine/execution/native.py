@@ -90,7 +90,7 @@ class DrawCall(ctypes.Structure):
     """`ArgosyDraw` of sampling.cpp, field by field."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("logits", "which", "scale", "top_k", "top_p")),
+        *((name, ctypes.c_void_p) for name in ("logits", "scale", "top_k", "top_p")),
         *((name, ctypes.c_void_p) for name in ("least", "chance", "tokens")),
         *((name, ctypes.c_int64) for name in ("rows", "vocab", "stride", "threads")),
     )

@@ -11,6 +11,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from argosy.engine.execution.edits import Edits
     from argosy.engine.scheduling import Admission
 
 LEAST_TOKENS = 1024
@@ -53,20 +54,20 @@ class Penalties:
             self._tokens[row, : len(tokens)] = tokens
             self._lengths[row] = len(tokens)
 
-    def apply(self, logits: Tensor, which: NDArray[np.int64]) -> None:
-        """Change `logits[i]` ([N, V] float32) as row `which[i]` asks; inactive rows stay as they are."""
+    def apply(self, edits: Edits, which: NDArray[np.int64]) -> None:
+        """Change the i-th row of logits as row `which[i]` asks; inactive rows stay as they are."""
         some = np.flatnonzero(self.active[which])
         if not some.size:
             return
         rows = which[some]
         index, places = self._tensor(some)[:, None], self._tensor(rows)[:, None]
         ids = self._tokens[places[:, 0], : int(self._lengths[rows].max())]
-        counts, old = self._counts[places, ids], logits[index, ids]
+        counts, old = self._counts[places, ids], edits.logits[index, ids]
         repetition = self._tensor(self._repetition[rows])[:, None]
         new = torch.where(old > 0, old / repetition, old * repetition)
         new -= self._tensor(self._frequency[rows])[:, None] * counts
         new -= self._tensor(self._presence[rows])[:, None] * (counts > 0)
-        logits[index, ids] = new  # a token that a row has twice is given the same value twice
+        edits.put((index, ids), new)  # a token that a row has twice is given the same value twice
 
     def record(self, which: NDArray[np.int64], tokens: Tensor) -> None:
         """Count `tokens[i]` ([N], on the device; below 0: any) as output of row `which[i]`."""

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from argosy.engine.execution.draws import LOG2E, DrawOps, Draws, TorchDraws
+from argosy.engine.execution.draws import LOG2E, DrawOps, Draws
 from argosy.engine.execution.draws_cpu import cpu_draws
+from argosy.engine.execution.edits import Edits
 from argosy.engine.execution.penalties import Penalties
 from argosy.engine.execution.randomness import uniform
 from argosy.engine.execution.tables import RaggedTable
@@ -61,7 +62,6 @@ class Sampler:
         self._restricted = np.zeros(rows, bool)
         """Rows with a logit bias or allowed tokens."""
         self._penalties = Penalties(rows, vocab_size, device)
-        self._scratch = torch.empty(0, vocab_size, device=device)
         self._bias = RaggedTable(rows, device)
         self._allowed = RaggedTable(rows, device)
         self._barred = RaggedTable(rows, device)
@@ -87,23 +87,17 @@ class Sampler:
         self._penalties.admit(admission)
 
     def __call__(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Sampled:
-        """Draw the token at `positions[i]` for `rows[i]` from `logits[i]` ([S, V], left as they are).
+        """Draw the token at `positions[i]` for `rows[i]` from `logits[i]`.
 
+        logits: [S, V] float32, changed where rows ask for it and given back as they came: copies of
+        them would cost more than the draw.
         rows, positions: [S] int64, in host memory, so that nobody waits for the device to tell them.
         """
         where, places = rows.numpy(), positions.numpy()
-        draws = self._draws(where, places)
-        edited = self._restricted[where] | self._penalties.active[where]
-        edited |= places < self._min_positions[where]
-        plain = np.flatnonzero(~edited)
-        tokens = self._ops.draw(logits, plain, draws.of(plain) if edited.any() else draws)
-        if edited.any():
-            some = np.flatnonzero(edited)
-            drawn = self._draw_edited(logits, some, where[some], places[some], draws.of(some))
-            tokens = torch.empty(len(rows), dtype=torch.int64, device=self._device).index_copy_(
-                0, self._index(plain), tokens
-            )
-            tokens.index_copy_(0, self._index(some), drawn)
+        edits = Edits(logits)
+        self._edit(edits, where, places)
+        tokens = self._ops.draw(logits, self._draws(where, places))
+        edits.undo()
         self._penalties.record(where, tokens)
         return Sampled(tokens, self._tell(logits, where, tokens))
 
@@ -121,46 +115,26 @@ class Sampler:
             uniform(self._seeds[where], positions),
         )
 
-    def _draw_edited(
-        self,
-        logits: Tensor,
-        some: NDArray[np.int64],
-        which: NDArray[np.int64],
-        places: NDArray[np.int64],
-        draws: Draws,
-    ) -> Tensor:
-        """Draw for `which[i]` at `places[i]` from `logits[some[i]]`, changed as that row asks."""
-        part = self._copy(logits, some)
-        sound = part.amax(-1) < float("inf")  # asked now: what is changed may hide a NaN
-        self._restrict(part, self._index(which), self._index(places))
-        self._penalties.apply(part, which)
-        return torch.where(sound, self._ops.draw(part, np.arange(len(some)), draws), -1)
+    def _edit(self, edits: Edits, where: NDArray[np.int64], places: NDArray[np.int64]) -> None:
+        """Bias, allowed tokens, no end before `min_tokens`, penalties; for row `where[i]` at `places[i]`."""
+        if self._restricted[where].any():
+            self._restrict(edits, self._index(where))
+        early = places < self._min_positions[where]
+        if early.any():
+            index, ids, _ = self._barred.pick(self._index(where))
+            still = self._index(early)[index]
+            edits.bar((index[still], ids[still]))
+        self._penalties.apply(edits, where)
 
-    def _copy(self, logits: Tensor, some: NDArray[np.int64]) -> Tensor:
-        """The rows `some` in float32, where such copies always go: fresh pages cost more than the copying."""
-        if len(self._scratch) < len(some):
-            shape = (len(some), self._vocab)
-            self._scratch = torch.empty(shape, dtype=torch.float32, device=self._device)
-        part = self._scratch[: len(some)]
-        if logits.dtype == part.dtype:
-            return torch.index_select(logits, 0, self._index(some), out=part)
-        return part.copy_(logits[self._index(some)])
-
-    def _restrict(self, logits: Tensor, rows: Tensor, positions: Tensor) -> None:
-        """Logit bias, allowed tokens, and no end before `min_tokens`."""
-        if self._bias:
-            index, ids, values = self._bias.pick(rows)
-            logits.index_put_((index, ids), values, accumulate=True)
-        if self._allowed:
-            index, ids, _ = self._allowed.pick(rows)
-            kept = logits[index, ids]
-            logits[index.unique()] = NEG_INF
-            logits[index, ids] = kept
-        if self._barred:
-            index, ids, _ = self._barred.pick(rows)
-            least = torch.from_numpy(self._min_positions).to(self._device)[rows]
-            early = (positions < least)[index]
-            logits[index[early], ids[early]] = NEG_INF
+    def _restrict(self, edits: Edits, rows: Tensor) -> None:
+        """Logit bias and allowed tokens."""
+        index, ids, values = self._bias.pick(rows)
+        edits.put((index, ids), edits.logits[index, ids] + values)
+        index, ids, _ = self._allowed.pick(rows)
+        if len(index):
+            kept = edits.logits[index, ids]
+            edits.bar((index.unique(),))
+            edits.put((index, ids), kept)
 
     def _tell(self, logits: Tensor, where: NDArray[np.int64], tokens: Tensor) -> dict[int, Logprob]:
         """The log-probabilities of the valid rows that asked."""
@@ -173,13 +147,17 @@ class Sampler:
         found = describe(self._ops, logits, asked, tokens[self._index(asked)], tops)
         return dict(zip(asked.tolist(), found, strict=True))
 
-    def _index(self, some: NDArray[np.int64]) -> Tensor:
+    def _index(self, some: NDArray[np.int64] | NDArray[np.bool_]) -> Tensor:
         return torch.from_numpy(some).to(self._device, non_blocking=True)
 
 
 def draws_for(device: torch.device) -> DrawOps:
     """The operations for a device; on the CPU with the calling thread's number of torch threads."""
-    return cpu_draws(torch.get_num_threads()) if device.type == "cpu" else TorchDraws()
+    if device.type == "cpu":
+        return cpu_draws(torch.get_num_threads())
+    from argosy.engine.execution.gpu.sampling import TritonDraws
+
+    return TritonDraws()
 
 
 def describe(

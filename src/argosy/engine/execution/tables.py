@@ -261,9 +261,6 @@ class RaggedTable:
             return
         self._pack()
 
-    def __bool__(self) -> bool:
-        return bool(self._lists)
-
     def pick(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """For a batch of rows [S]: (index into the batch [N], token ids [N], values [N])."""
         self._index[rows] = torch.arange(len(rows), device=self._device)

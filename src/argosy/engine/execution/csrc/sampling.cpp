@@ -24,8 +24,7 @@ extern "C" {
 
 // Draws one token for each of `rows` rows of logits; each struct is mirrored field by field by native.py.
 struct ArgosyDraw {
-    const void *logits;     // [any, vocab], rows `stride` apart
-    const int64_t *which;   // [rows]: the row of logits
+    const void *logits;     // [rows, vocab], rows `stride` apart
     const float *scale;     // [rows]: log2(e) / temperature; 0 is greedy
     const int64_t *top_k;   // [rows], 1 to vocab
     const float *top_p;     // [rows]
@@ -371,7 +370,7 @@ template <class Scalar> void draw(const ArgosyDraw &a) {
         Row<Scalar> row(a.vocab);
 #pragma omp for schedule(dynamic, 1)
         for (int64_t r = 0; r < a.rows; r++)
-            a.tokens[r] = row.survey((const Scalar *)a.logits + a.which[r] * a.stride)
+            a.tokens[r] = row.survey((const Scalar *)a.logits + r * a.stride)
                               ? row.draw(a.scale[r], a.top_k[r], a.top_p[r], a.least[r], a.chance[r])
                               : -1;
     }

@@ -1,156 +1,179 @@
-"""The draw of the next token on the GPU: greedy or by the inverse of the distribution, in two kernels.
+"""The draw of the next token on the GPU, in three kernels: the tokens that draws.py defines, to the last one.
 
-It draws what execution/sampler.py draws from the same (seed, position): the token at which the
-cumulative distribution passes execution/randomness.py's number. Sums are made in tiles of the
-vocabulary and then over the tiles, in order, so a draw differs from the sampler's only where that
-number falls within rounding (about 1e-7) of the border between two tokens.
+A row's largest logit must be known before its weights are, and their sum before the token that the
+random number falls on: one pass for each, in tiles of the vocabulary. Integers sum to the same in any
+order; the kernels are compiled without fused multiply-adds, so that each weight is the CPU's.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 
+from argosy.engine.execution.draws import EXP2, FRACTION, NOTHING, TorchDraws
+
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch import Tensor
+
+    from argosy.engine.execution.draws import Draws, Telling
 
 VOCAB_TILE = 2048
 """Logits of one program: a vocabulary of 128,000 gives 63, so that two rows keep a GPU busy."""
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 
 
-def draw(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """The next token of each row, [S] int64, without waiting for the device.
+class TritonDraws:
+    """The `DrawOps` of a GPU; torch draws for rows with top-k or top-p, and tells."""
 
-    logits [S, V] float32, -inf where a token may not come; temperature [S] float32, 0 for the
-    likeliest token, of equals the lower id; seeds [S] int64, read as unsigned; positions [S] int64.
-    All on one device. A row must have a finite logit, and none that is NaN.
-    """
+    def __init__(self) -> None:
+        self._torch = TorchDraws()
+
+    def draw(self, logits: Tensor, draws: Draws) -> Tensor:
+        """See `DrawOps`; does not wait for the device unless a row has top-k or top-p."""
+        tokens = _drawn(logits, draws)
+        limited = (draws.top_k < logits.shape[1]) | (draws.top_p < 1.0)
+        cut = np.flatnonzero(limited & (draws.scale > 0))
+        if cut.size:
+            index = torch.from_numpy(cut).to(logits.device, non_blocking=True)
+            tokens[index] = self._torch.draw(logits[index], draws.of(cut))
+        return tokens
+
+    def tell(
+        self, logits: Tensor, which: NDArray[np.int64], tokens: Tensor, counts: NDArray[np.int64]
+    ) -> Telling:
+        """See `DrawOps`."""
+        return self._torch.tell(logits, which, tokens, counts)
+
+
+def _drawn(logits: Tensor, draws: Draws) -> Tensor:
+    """See `DrawOps.draw`, but for top-k and top-p."""
     rows, vocab = logits.shape
-    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    device = logits.device
+    tokens = torch.empty(rows, dtype=torch.int64, device=device)
     if not rows:
         return tokens
+    how = np.stack((draws.scale, draws.least, draws.chance), dtype=np.float64)
+    options = torch.from_numpy(how).to(device, non_blocking=True)
     tiles = triton.cdiv(vocab, VOCAB_TILE)
-    peaks, totals = torch.empty(2, rows, tiles, dtype=torch.float32, device=logits.device)
-    best = torch.empty(rows, tiles, dtype=torch.int32, device=logits.device)
-    _summarise[(rows, tiles)](
-        logits,
-        temperature,
-        peaks,
-        totals,
-        best,
-        vocab,
-        logits.stride(0),
-        TILE=VOCAB_TILE,
-        num_warps=4,
-    )
-    _draw[(rows,)](
-        logits,
-        temperature,
-        seeds,
-        positions,
-        peaks,
-        totals,
-        best,
-        tokens,
-        vocab,
-        logits.stride(0),
-        TILES=tiles,
-        WIDTH=triton.next_power_of_2(tiles),
-        TILE=VOCAB_TILE,
-        num_warps=4,
-    )
+    width = triton.next_power_of_2(tiles)
+    peaks = torch.empty(rows, tiles, dtype=torch.float32, device=device)
+    likeliest = torch.empty(rows, tiles, dtype=torch.int32, device=device)
+    masses = torch.empty(rows, tiles, dtype=torch.int64, device=device)
+    grid, row = (rows, tiles), (vocab, logits.stride(0))
+    _survey[grid](logits, peaks, likeliest, *row, TILE=VOCAB_TILE, **OPTIONS)
+    constants = {"WIDTH": width, "TILE": VOCAB_TILE, "FACTORS": EXP2} | OPTIONS
+    constants |= {"FRACTION": FRACTION, "NOTHING": NOTHING}
+    _measure[grid](logits, options, peaks, masses, *row, **constants)
+    held = (peaks, likeliest, masses)
+    _pick[(rows,)](logits, options, *held, tokens, *row, TILES=tiles, **constants)
     return tokens
 
 
 @triton.jit
-def _summarise(logits, temperature, peaks, totals, best, vocab, stride, TILE: tl.constexpr):
-    """Of one tile of a row: the largest scaled logit, the sum of exp(x - that), the likeliest token."""
+def _survey(logits, peaks, likeliest, vocab, stride, TILE: tl.constexpr):
+    """Of one tile of a row: the largest logit, infinite if one is not sound, and the first token that has it."""
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
-    token = tile * TILE + tl.arange(0, TILE)
-    x = tl.load(logits + row * stride + token, mask=token < vocab, other=float("-inf"))
+    x = _tile(logits + row * stride, tile, vocab, TILE)
+    unsound = tl.max((x < float("inf")).to(tl.int32) ^ 1, axis=0)
     place = row * tl.num_programs(1) + tile
-    tl.store(best + place, tile * TILE + tl.argmax(x, axis=0, tie_break_left=True))
-    scaled = _scaled(x, tl.load(temperature + row))
-    peak = tl.max(scaled, axis=0)
-    tl.store(peaks + place, peak)
-    tl.store(totals + place, tl.sum(tl.exp(scaled - _finite(peak)), axis=0))
+    tl.store(peaks + place, tl.where(unsound == 1, float("inf"), tl.max(x, axis=0)))
+    tl.store(likeliest + place, tile * TILE + tl.argmax(x, axis=0, tie_break_left=True))
 
 
 @triton.jit
-def _draw(
+def _measure(
     logits,
-    temperature,
-    seeds,
-    positions,
+    options,
     peaks,
-    totals,
-    best,
+    masses,
+    vocab,
+    stride,
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+    FACTORS: tl.constexpr,
+    FRACTION: tl.constexpr,
+    NOTHING: tl.constexpr,
+):
+    """The sum of the weights of one tile of a row."""
+    row = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    tiles = tl.num_programs(1)
+    scale = tl.load(options + row).to(tl.float32)
+    if scale > 0.0:
+        least = tl.load(options + tl.num_programs(0) + row).to(tl.float32)
+        col = tl.arange(0, WIDTH)
+        peak = tl.load(peaks + row * tiles + col, mask=col < tiles, other=float("-inf"))
+        x = _tile(logits + row * stride, tile, vocab, TILE)
+        exponents = (x - tl.max(peak, axis=0)) * scale
+        weights = _weigh(exponents, least, FACTORS, FRACTION, NOTHING)
+        tl.store(masses + row * tiles + tile, tl.sum(weights, axis=0))
+
+
+@triton.jit
+def _pick(
+    logits,
+    options,
+    peaks,
+    likeliest,
+    masses,
     tokens,
     vocab,
     stride,
     TILES: tl.constexpr,
     WIDTH: tl.constexpr,
     TILE: tl.constexpr,
+    FACTORS: tl.constexpr,
+    FRACTION: tl.constexpr,
+    NOTHING: tl.constexpr,
 ):
-    """From a row's tiles to its token: which tile the number falls into, then which token of it."""
+    """A row's token: which tile the random number falls into, then which token of it."""
     row = tl.program_id(0).to(tl.int64)
-    warmth = tl.load(temperature + row)
+    scale = tl.load(options + row).to(tl.float32)
     tile = tl.arange(0, WIDTH)
-    held = tile < TILES
-    peak = tl.load(peaks + row * TILES + tile, mask=held, other=float("-inf"))
-    top = tl.max(peak, axis=0)
-    if warmth == 0.0:
-        winner = tl.argmax(peak, axis=0, tie_break_left=True)
-        tl.store(tokens + row, tl.load(best + row * TILES + winner).to(tl.int64))
+    peak = tl.load(peaks + row * TILES + tile, mask=tile < TILES, other=float("-inf"))
+    largest = tl.max(peak, axis=0)
+    if tl.abs(largest) == float("inf"):
+        tl.store(tokens + row, -1)
+    elif scale == 0.0:
+        best = tl.argmax(peak, axis=0, tie_break_left=True)
+        tl.store(tokens + row, tl.load(likeliest + row * TILES + best).to(tl.int64))
     else:
-        total = tl.load(totals + row * TILES + tile, mask=held, other=0.0).to(tl.float64)
-        total *= tl.exp(peak - top).to(tl.float64)
-        passed = tl.cumsum(total, axis=0)
-        whole = tl.sum(tl.where(tile == TILES - 1, passed, 0.0), axis=0)
-        target = _uniform(tl.load(seeds + row), tl.load(positions + row)) * whole
+        least = tl.load(options + tl.num_programs(0) + row).to(tl.float32)
+        chance = tl.load(options + 2 * tl.num_programs(0) + row)
+        mass = tl.load(masses + row * TILES + tile, mask=tile < TILES, other=0)
+        total = tl.sum(mass, axis=0)
+        target = tl.minimum((chance * total.to(tl.float64)).to(tl.int64), total - 1)
+        passed = tl.cumsum(mass, axis=0)
         chosen = tl.sum((passed <= target).to(tl.int32), axis=0)
-        # A target that rounding put past the end falls to the last tile that has any weight.
-        last = tl.max(tl.where(total > 0.0, tile, 0), axis=0)
-        chosen = tl.minimum(chosen, last)
-        before = tl.max(tl.where(tile == chosen, passed - total, 0.0), axis=0)
-        token = chosen * TILE + tl.arange(0, TILE)
-        x = tl.load(logits + row * stride + token, mask=token < vocab, other=float("-inf"))
-        weight = tl.exp(_scaled(x, warmth) - top).to(tl.float64)
-        within = before + tl.cumsum(weight, axis=0)
-        step = tl.sum((within <= target).to(tl.int32), axis=0)
-        last = tl.max(tl.where(weight > 0.0, tl.arange(0, TILE), 0), axis=0)
-        tl.store(tokens + row, (chosen * TILE + tl.minimum(step, last)).to(tl.int64))
+        target -= tl.sum(tl.where(tile < chosen, mass, 0), axis=0)
+        x = _tile(logits + row * stride, chosen, vocab, TILE)
+        weights = _weigh((x - largest) * scale, least, FACTORS, FRACTION, NOTHING)
+        step = tl.sum((tl.cumsum(weights, axis=0) <= target).to(tl.int32), axis=0)
+        tl.store(tokens + row, (chosen * TILE + step).to(tl.int64))
 
 
 @triton.jit
-def _scaled(x, temperature):
-    """X / temperature; greedy rows, whose temperature is 0, take x itself."""
-    return tl.div_rn(x, tl.where(temperature == 0.0, 1.0, temperature))
+def _tile(row, tile, vocab, TILE: tl.constexpr):
+    """One tile of a row's logits; beyond the vocabulary stands -infinity."""
+    token = tile * TILE + tl.arange(0, TILE)
+    return tl.load(row + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
-def _finite(peak):
-    """What to subtract where a tile has no token that may come."""
-    return tl.where(peak == float("-inf"), 0.0, peak)
-
-
-@triton.jit
-def _uniform(seed, position):
-    """One number in [0, 1), float64, as randomness.uniform gives it: SplitMix64 (Steele et al. 2014)."""
-    golden = tl.full((), 0x9E3779B97F4A7C15, tl.uint64)
-    one = tl.full((), 1, tl.uint64)
-    state = _mix(seed.to(tl.uint64, bitcast=True) + golden)
-    state += (position.to(tl.uint64) + one) * golden
-    bits = _mix(state) >> tl.full((), 11, tl.uint64)
-    return bits.to(tl.float64) * 1.1102230246251565e-16  # 2 ** -53
-
-
-@triton.jit
-def _mix(x):
-    x = (x ^ (x >> tl.full((), 30, tl.uint64))) * tl.full((), 0xBF58476D1CE4E5B9, tl.uint64)
-    x = (x ^ (x >> tl.full((), 27, tl.uint64))) * tl.full((), 0x94D049BB133111EB, tl.uint64)
-    return x ^ (x >> tl.full((), 31, tl.uint64))
+def _weigh(exponents, least, FACTORS: tl.constexpr, FRACTION: tl.constexpr, NOTHING: tl.constexpr):
+    """`draws.weigh`, and 0 for exponents below `least`."""
+    y = tl.maximum(exponents, NOTHING)
+    whole = (y + 12582912.0) - 12582912.0  # 1.5 * 2^23: adding it rounds to an integer
+    y -= whole
+    power = y * FACTORS[0] + FACTORS[1]
+    for i in tl.static_range(2, 7):
+        power = power * y + FACTORS[i]
+    bits = power.to(tl.int32, bitcast=True) + ((whole.to(tl.int32) + FRACTION) << 23)
+    weights = bits.to(tl.float32, bitcast=True).to(tl.int64)
+    return tl.where(exponents < least, 0, weights)
