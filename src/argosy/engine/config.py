@@ -39,7 +39,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Most sequences running at once."""
     max_step_tokens: int = 1024
     """Token budget of one step."""
-    prefill_share: float = 0.5
+    prefill_share: float = 0.25
     """Most of the budget that prefills may take while decodes run."""
     batching: Batching = "continuous"
     batch_wait_s: float = 0.05
