@@ -1,6 +1,7 @@
 """Runs a benchmark and keeps its rows as data, with machine, versions and command.
 
 python -m benchmarks.record scheduler
+python -m benchmarks.record engine:int8 --engines argosy-int8   (kept apart as DATE-engine-int8.json)
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ def memory_kib() -> str:
 
 
 def main() -> None:
-    """Run `benchmarks.NAME`, with any further arguments, and write benchmarks/results/DATE-NAME.json."""
-    name, *arguments = sys.argv[1:]
+    """Run `benchmarks.NAME`, with any further arguments, and write benchmarks/results/DATE-NAME[-LABEL].json."""
+    told, *arguments = sys.argv[1:]
+    name, _, label = told.partition(":")
     command = [sys.executable, "-m", f"benchmarks.{name}", *arguments]
     printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     result = {
@@ -54,7 +56,7 @@ def main() -> None:
         "rows": [json.loads(line) for line in printed.splitlines() if line.startswith("{")],
     }
     print("".join(line for line in printed.splitlines(keepends=True) if not line.startswith("{")))
-    path = HERE / "results" / f"{result['date']}-{name}.json"
+    path = HERE / "results" / f"{result['date']}-{'-'.join(filter(None, (name, label)))}.json"
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
     print(path)
