@@ -96,7 +96,7 @@ clean:
 
 .venv/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing argosy and its development tools into .venv ..."
-	$(PIP_INSTALL) -e '.[engine,dev]'
+	$(PIP_INSTALL) -e '.[engine,postgres,redis,dev]'
 	@touch .venv/.serve $@
 
 $(BIN)/python:

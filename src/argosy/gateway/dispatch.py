@@ -11,23 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from argosy.gateway.ask import Ask
+from argosy.gateway.caller import Caller
 from argosy.gateway.replicas import Pool, Replica
 from argosy.policy import DispatchQueue, Waiting
 from argosy.protocol import ApiError
-
-
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """On whose behalf a request comes."""
-
-    tenant: str = ""
-    domain: str = ""
-    """Whose cached prompts it may share."""
-    tier: int = 1
-    weight: float = 1.0
-
-
-ANYONE = Caller()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +64,7 @@ class Dispatcher:
             Waiting(
                 item=_Ticket(ask, caller, asyncio.get_running_loop().create_future()),
                 tier=caller.tier,
-                tenant=caller.tenant,
+                tenant=caller.project,
                 weight=caller.weight,
                 cost=float(ask.prompt_tokens),
                 arrival=now,
@@ -87,7 +74,7 @@ class Dispatcher:
 
     def charge(self, caller: Caller, tokens: int) -> None:
         """Count output tokens that came for a request of this caller."""
-        self._queue.charge(caller.tier, caller.tenant, float(tokens))
+        self._queue.charge(caller.tier, caller.project, float(tokens))
 
     def pump(self) -> None:
         """Hand out whatever room there is."""

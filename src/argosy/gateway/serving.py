@@ -7,16 +7,17 @@ import random
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import structlog
 
-from argosy.gateway.ask import Ask, read
+from argosy.gateway.ask import read
 from argosy.gateway.attempt import Attempt
+from argosy.gateway.caller import ANYONE
 from argosy.gateway.config import GatewayConfig
-from argosy.gateway.dispatch import ANYONE, RETRY_AFTER_S, Caller, Dispatcher, QueueLimits
-from argosy.gateway.journal import Delivered
+from argosy.gateway.dispatch import RETRY_AFTER_S, Dispatcher, QueueLimits
+from argosy.gateway.journey import CHAT, COMPLETION, Api, Journey
 from argosy.gateway.replicas import Pool, Replica
 from argosy.gateway.stream import ClientStream
 from argosy.gateway.upstream import UpstreamError
@@ -25,43 +26,6 @@ from argosy.protocol import ApiError, event
 from argosy.web import DisconnectedError, Exchange
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
-
-
-@dataclass(frozen=True, slots=True)
-class Api:
-    """What tells one generation API from another."""
-
-    path: bytes
-    prompt_field: str
-    id_prefix: str
-
-
-CHAT = Api(b"/v1/chat/completions", "messages", "chatcmpl")
-COMPLETION = Api(b"/v1/completions", "prompt", "cmpl")
-
-
-@dataclass(slots=True)
-class Journey:
-    """One request's way over the replicas."""
-
-    ask: Ask
-    api: Api
-    pool: Pool
-    identity: bytes
-    caller: Caller = ANYONE
-    tried: set[str] = field(default_factory=set)
-    """Replicas that failed it since it last got on."""
-    failures: int = 0
-    refusals: int = 0
-    """Failures that were answers: of a replica that lives."""
-    failing_since: float | None = None
-    delivered: Delivered = field(default_factory=Delivered)
-
-    def got_on(self) -> None:
-        """A part of the answer came."""
-        self.tried.clear()
-        self.failures = self.refusals = 0
-        self.failing_since = None
 
 
 class Serving:
@@ -104,7 +68,8 @@ class Serving:
             message = f"The model {ask.model[:200]!r} is not served here. See /v1/models."
             raise ApiError(404, "model_not_found", message, param="model")
         answer_id = f"{api.id_prefix}-{uuid.uuid4().hex}"
-        journey = Journey(ask, api, pool, f"{answer_id} {int(time.time())}".encode())
+        identity = f"{answer_id} {int(time.time())}".encode()
+        journey = Journey(exchange, ask, api, pool, identity, ANYONE)
         pool.retries.request(self._clock())
         task = asyncio.current_task()
         assert task is not None  # noqa: S101 - this is a coroutine

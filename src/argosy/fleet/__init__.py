@@ -1,0 +1,1 @@
+"""The control plane: what runs where, and keeping it so."""

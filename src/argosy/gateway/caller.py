@@ -1,0 +1,33 @@
+"""On whose behalf a request comes, once the gateway knows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from argosy.store import Role
+
+TIERS = ("premium", "standard", "free")
+"""By rank: 0 is served first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Ids as in the store; empty ones where nobody had to say who they are."""
+
+    organisation: str = ""
+    project: str = ""
+    """The tenant."""
+    key: str = ""
+    user: str = ""
+    role: Role = "caller"
+    tier: int = 1
+    """Rank in `TIERS`."""
+    weight: float = 1.0
+    domain: str = ""
+    """Whose cached prompts its requests may share."""
+    models: frozenset[str] | None = None
+    """Public names that it may use; None: all."""
+
+
+ANYONE = Caller(role="admin")
+"""Where no keys are asked for: one person, on their own machine."""

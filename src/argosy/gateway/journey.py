@@ -1,0 +1,99 @@
+"""One generation request on its way: what was asked, by whom, where it has been, what the client was given."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from argosy.gateway.ask import Ask
+from argosy.gateway.caller import Caller
+from argosy.gateway.journal import Delivered
+from argosy.gateway.replicas import Pool
+from argosy.web import Exchange
+
+Status = Literal["completed", "cancelled", "failed", "stopped"]
+"""How a request ended: as it should; the client left; it could not be answered; a limit ended it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Api:
+    """What tells one generation API from another."""
+
+    path: bytes
+    prompt_field: str
+    id_prefix: str
+
+
+CHAT = Api(b"/v1/chat/completions", "messages", "chatcmpl")
+COMPLETION = Api(b"/v1/completions", "prompt", "cmpl")
+
+
+@dataclass(slots=True)
+class Journey:
+    """One request's way over the replicas."""
+
+    exchange: Exchange
+    ask: Ask
+    api: Api
+    pool: Pool
+    identity: bytes
+    caller: Caller
+    tried: set[str] = field(default_factory=set)
+    """Replicas that failed it since it last got on."""
+    failures: int = 0
+    refusals: int = 0
+    """Failures that were answers: of a replica that lives."""
+    failing_since: float | None = None
+    delivered: Delivered = field(default_factory=Delivered)
+    headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+    """Headers of the answer, whatever it will be, refusals included."""
+    card: dict[str, Any] = field(default_factory=dict)
+    """What `argosy explain` shows: each stage adds under a key of its own, in JSON's types."""
+    route: str = ""
+    """The replica that it was at last."""
+    started_at: float = field(default_factory=time.time)
+    """Seconds since the epoch."""
+    status: Status = "failed"
+
+    def got_on(self) -> None:
+        """A part of the answer came."""
+        self.tried.clear()
+        self.failures = self.refusals = 0
+        self.failing_since = None
+
+
+class Stage(Protocol):
+    """Something that every request passes: limits, the ledger, the record for explanations."""
+
+    async def enter(self, journey: Journey) -> None:
+        """Let the request in, or raise ApiError to refuse it. If this returns, `leave` will be called."""
+
+    def counted(self, journey: Journey) -> str | None:
+        """More was delivered, as `journey.delivered` tells; called for each piece, so it must be quick.
+
+        A finish reason ends the answer here, once what came has been passed on.
+        """
+
+    def leave(self, journey: Journey) -> None:
+        """It has ended, as `journey.status` tells. Called once, last stage first, and must not raise."""
+
+
+async def enter(stages: Sequence[Stage], journey: Journey) -> list[Stage]:
+    """Pass all stages; those passed, for `leave`. When one refuses, the ones before it are left."""
+    passed: list[Stage] = []
+    try:
+        for stage in stages:
+            await stage.enter(journey)
+            passed.append(stage)
+    except BaseException:
+        leave(passed, journey)
+        raise
+    return passed
+
+
+def leave(passed: list[Stage], journey: Journey) -> None:
+    """Leave the stages that were passed, last first."""
+    while passed:
+        passed.pop().leave(journey)

@@ -1,0 +1,146 @@
+"""What the store keeps, as values. Times are seconds since the epoch; money is in nano-dollars."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Role = Literal["admin", "operator", "viewer", "caller"]
+"""What a key or a token may do: everything; run the fleet; look; ask models. Each may do what the later ones may,
+but only callers and admins ask models."""
+
+Tier = Literal["premium", "standard", "free"]
+
+Unit = Literal["requests", "tokens", "input_tokens", "output_tokens", "concurrency", "nano_dollars"]
+
+Window = Literal["second", "minute", "hour", "day", "month"]
+"""Day and month are the calendar's, in UTC; the others slide."""
+
+
+class Organisation(msgspec.Struct, frozen=True, kw_only=True):
+    """Who pays. Owns projects and users."""
+
+    id: str
+    name: str
+    created_at: float
+
+
+class Project(msgspec.Struct, frozen=True, kw_only=True):
+    """A tenant: what fairness, limits and isolation are about."""
+
+    id: str
+    organisation: str
+    """Id of its organisation."""
+    name: str
+    tier: Tier = "standard"
+    weight: float = 1.0
+    """Its share, beside others of its tier."""
+    share_cache: bool = False
+    """Whether it shares cached prompts with its organisation's other projects that share."""
+    when_unsure: Literal["open", "closed"] = "open"
+    """What its limits do while the state that gateways share is down: go on locally, or refuse."""
+    networks: tuple[str, ...] = ()
+    """CIDR networks that its callers may come from; none: from anywhere."""
+    created_at: float
+    archived_at: float | None = None
+
+
+class User(msgspec.Struct, frozen=True, kw_only=True):
+    """A person, for sign-in by JWT and for usage by user."""
+
+    id: str
+    organisation: str
+    email: str
+    role: Role = "caller"
+    project: str | None = None
+    """The project that their requests count for when the token names none."""
+    created_at: float
+    disabled_at: float | None = None
+
+
+class Key(msgspec.Struct, frozen=True, kw_only=True):
+    """An API key. The key itself is shown once; only its digest is kept."""
+
+    id: str
+    project: str
+    user: str | None = None
+    name: str
+    prefix: str
+    """The beginning of the key, by which people know it; not secret."""
+    digest: bytes
+    """SHA-256 of the whole key."""
+    role: Role = "caller"
+    models: tuple[str, ...] = ()
+    """Public model names it may use; none: all."""
+    networks: tuple[str, ...] = ()
+    created_at: float
+    expires_at: float | None = None
+    revoked_at: float | None = None
+    replaced_by: str | None = None
+    """Id of the key that it was rotated into; both work until it expires."""
+
+
+class Limit(msgspec.Struct, frozen=True, kw_only=True):
+    """At most `amount` units of `unit` in each window (or at a time) for one owner."""
+
+    id: str
+    owner_kind: Literal["organisation", "project", "user", "key"]
+    owner: str
+    """Id of the owner."""
+    unit: Unit
+    amount: int
+    window: Window | None = None
+    """None: concurrency has no window."""
+    model: str | None = None
+    """Public model name; None: all models together."""
+
+
+class Price(msgspec.Struct, frozen=True, kw_only=True):
+    """What a model's tokens cost from a moment on."""
+
+    model: str
+    tier: Tier | None = None
+    """None: for every tier that has no price of its own."""
+    input: int
+    """Nano-dollars for each token that was not cached."""
+    cached_input: int
+    output: int
+    since: float = 0.0
+
+
+class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One row of the ledger: how one admitted request ended, and what it used. Written once."""
+
+    request: str
+    """The request id."""
+    organisation: str = ""
+    project: str = ""
+    key: str = ""
+    user: str = ""
+    model: str = ""
+    """Public name."""
+    route: str = ""
+    """The replica that ended it."""
+    started_at: float
+    ended_at: float
+    status: Literal["completed", "cancelled", "failed", "stopped", "interrupted"]
+    """As it should; the client left; it could not be answered; a limit ended it; the gateway died."""
+    input_tokens: int = 0
+    """Of the prompt, cached ones included."""
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    """Delivered."""
+    nano_dollars: int = 0
+
+
+class Directory(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a gateway must know to let requests in, as of one version. Small enough to be held in memory."""
+
+    version: int = 0
+    organisations: tuple[Organisation, ...] = ()
+    projects: tuple[Project, ...] = ()
+    users: tuple[User, ...] = ()
+    keys: tuple[Key, ...] = ()
+    limits: tuple[Limit, ...] = ()
+    prices: tuple[Price, ...] = ()
