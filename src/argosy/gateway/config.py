@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from argosy.gateway.explain import ExplainConfig
 from argosy.gateway.replicas import Kind
 
 Routing = Literal["least-cost", "round-robin", "power-of-two", "latency", "hash"]
@@ -67,6 +68,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Path of a Unix domain socket to listen on instead."""
     timeouts: Timeouts = Timeouts()
     queue: QueueConfig = QueueConfig()
+    explain: ExplainConfig = ExplainConfig()
     attempts: Annotated[int, Meta(ge=1, le=10)] = 4
     """Most replicas that one request is tried on before its first byte."""
     body_limit_bytes: int = 32 * 1024 * 1024

@@ -72,6 +72,7 @@ class Prober:
         load.queued_tokens = told.queued_tokens
         load.running, load.waiting = told.running, told.waiting
         load.capacity = told.max_seqs
+        replica.max_model_len = told.max_model_len
         load.kv_used = told.kv_blocks_used / max(1, told.kv_blocks_total)
         load.decode_s = told.step_s or load.decode_s
         load.reported_at = time.monotonic()

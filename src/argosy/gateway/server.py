@@ -6,20 +6,23 @@ import asyncio
 import contextlib
 import signal
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import structlog
 import uvloop
 
-from argosy.gateway.config import GatewayConfig, ModelConfig, Timeouts, key_of
+from argosy.gateway.caller import ANYONE
+from argosy.gateway.config import GatewayConfig
+from argosy.gateway.explain import Traces
 from argosy.gateway.front import Front
+from argosy.gateway.operating import Operating, read_replicas
+from argosy.gateway.pools import build_models
 from argosy.gateway.probing import Prober
-from argosy.gateway.replicas import Pool, Replica
+from argosy.gateway.recorder import Recorder
 from argosy.gateway.serving import Serving
-from argosy.gateway.upstream import Upstream, parse_endpoint
-from argosy.policy import CHOOSERS
-from argosy.telemetry import configure_logs
+from argosy.telemetry import GatewayMetrics, GatewayReading, configure_logs
 from argosy.web import Listener, bind, bind_unix, url_of
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
@@ -31,15 +34,21 @@ class GatewayServer:
     def __init__(self, config: GatewayConfig, on_ready: Callable[[str], None]) -> None:
         self._config = config
         self._on_ready = on_ready
-        pools = [_pool(model, config.timeouts) for model in config.models]
-        named = {
-            name: pool
-            for model, pool in zip(config.models, pools, strict=True)
-            for name in (model.name, *model.aliases)
-        }
-        self.replicas = [replica for pool in pools for replica in pool.replicas.values()]
-        self._serving = Serving(named, config)
-        self.front = Front(named, self._serving, config)
+        models = build_models(config)
+        self.replicas = [one for pool in models.pools for one in pool.replicas.values()]
+        self.traces = Traces(config.explain)
+        metrics = GatewayMetrics()
+        recorder = Recorder(self.traces, metrics, time.monotonic)
+        self._serving = Serving(models, config, [recorder])
+        self._models = models
+        self.front = Front(
+            models,
+            self._serving,
+            Operating(models, metrics, self._read),
+            identify=lambda _: ANYONE,
+            metrics=metrics,
+            config=config,
+        )
         self._listener = Listener(self.front)
         self._leave = asyncio.Event()
 
@@ -75,6 +84,13 @@ class GatewayServer:
                 replica.upstream.close()
             self._unlink()
 
+    def _read(self) -> GatewayReading:
+        return GatewayReading(
+            in_flight=self.front.in_flight,
+            queued=self._serving.queued,
+            replicas=read_replicas(self._models.pools),
+        )
+
     async def _drain(self) -> None:
         """Let what runs end, for as long as it may."""
         log.info("draining", in_flight=self.front.in_flight)
@@ -103,16 +119,3 @@ def serve_gateway(config: GatewayConfig, on_ready: Callable[[str], None]) -> Non
         await GatewayServer(config, on_ready).run()
 
     uvloop.run(run())
-
-
-def _pool(model: ModelConfig, timeouts: Timeouts) -> Pool:
-    replicas = []
-    for wanted in model.replicas:
-        key = key_of(wanted)
-        headers = () if key is None else ((b"authorization", b"Bearer " + key.encode()),)
-        upstream = Upstream(
-            parse_endpoint(wanted.url), headers=headers, connect_timeout_s=timeouts.connect_s
-        )
-        name = wanted.model or model.name
-        replicas.append(Replica(wanted.url, wanted.kind, name, upstream, most=wanted.max_requests))
-    return Pool(model.name, replicas, CHOOSERS[model.routing]())
