@@ -5,6 +5,7 @@ from argosy.policy.breaker import Breaker, BreakerLimits, Outcome, classify, usa
 from argosy.policy.fairness import INPUT_PRICE, OUTPUT_PRICE, Account, TenantShares
 from argosy.policy.limits import Concurrency, Refusal, Reservation, Scope, Window, reserve
 from argosy.policy.order import PROMOTED_EACH, QUANTUM, DispatchQueue, Waiting
+from argosy.policy.prices import NO_CHARGE, Priced, PriceList, Rates
 from argosy.policy.retries import RetryBudget, backoff_s
 from argosy.policy.routing import (
     CHOOSERS,
@@ -25,6 +26,7 @@ __all__ = [
     "BLOCK_TOKENS",
     "CHOOSERS",
     "INPUT_PRICE",
+    "NO_CHARGE",
     "OUTPUT_PRICE",
     "PROMOTED_EACH",
     "QUANTUM",
@@ -41,6 +43,9 @@ __all__ = [
     "Outcome",
     "PowerOfTwo",
     "PrefixIndex",
+    "PriceList",
+    "Priced",
+    "Rates",
     "Refusal",
     "ReplicaLoad",
     "Reservation",
