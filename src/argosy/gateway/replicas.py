@@ -15,6 +15,7 @@ from argosy.policy import (
     Chooser,
     Outcome,
     PrefixIndex,
+    Rate,
     ReplicaLoad,
     RetryBudget,
     RouteRequest,
@@ -27,6 +28,10 @@ Kind = Literal["argosy", "openai"]
 
 LONGEST_AFFINITY_BYTES = 64 * 1024
 DEFAULT_MOST = 256
+LEAST_PREFILL = 64
+"""The first token of a shorter prompt says nothing of the rate at which prompts are computed."""
+PREFILL_HALF_LIFE = 8192.0
+DECODE_HALF_LIFE = 256.0
 
 
 def _nothing() -> None:
@@ -50,6 +55,16 @@ class Replica:
     """It says that it takes new requests; a replica that drains does not."""
     on_change: Callable[[], None] = _nothing
     """Called when there may be room that there was not before."""
+    prefixes: PrefixIndex = field(default_factory=PrefixIndex)
+    """What it probably has cached."""
+    max_model_len: int | None = None
+    """Tokens that a prompt and its answer may have together, once it has told."""
+    tells_speed: bool = False
+    """It measures itself how fast it is, better than can be seen from here."""
+    _alone: bool = field(default=False, init=False)
+    """Nothing else has been there since the last request was sent."""
+    _prefill: Rate = field(default_factory=lambda: Rate(PREFILL_HALF_LIFE), init=False)
+    _decode: Rate = field(default_factory=lambda: Rate(DECODE_HALF_LIFE), init=False)
 
     @property
     def has_room(self) -> bool:
@@ -63,6 +78,20 @@ class Replica:
         """A request with so many prompt tokens goes there."""
         self.load.in_flight += 1
         self.load.sent_tokens += tokens
+        self._alone = self.load.in_flight == 1
+
+    def first_token(self, seconds: float, tokens: int, now: float) -> None:
+        """The answer to a prompt with so many uncached tokens began `seconds` after it was sent."""
+        self.load.latency.add(seconds, now)
+        if self._alone and tokens >= LEAST_PREFILL and not self.tells_speed:
+            self._prefill.add(tokens, seconds)
+            self.load.prefill_rate = self._prefill.per_s or self.load.prefill_rate
+
+    def streamed(self, tokens: int, seconds: float) -> None:
+        """So many tokens of one sequence, after its first, came in so long."""
+        if tokens > 0 and seconds > 0 and not self.tells_speed:
+            self._decode.add(tokens, seconds)
+            self.load.decode_s = 1.0 / self._decode.per_s
 
     def ended(
         self, outcome: Outcome | None, now: float, retry_after_s: float | None = None
@@ -71,6 +100,8 @@ class Replica:
         self.load.in_flight -= 1
         if outcome is not None:
             self.breaker.record(outcome, now, retry_after_s)
+            if not self.breaker.closed:
+                self.prefixes.clear()  # if it was started anew, its cache is gone
         self.on_change()
 
 
@@ -82,7 +113,12 @@ class Pool:
         self.replicas = {replica.name: replica for replica in replicas}
         self.retries = RetryBudget()
         self._chooser = chooser
-        self._index = PrefixIndex()
+
+    @property
+    def max_model_len(self) -> int | None:
+        """The most tokens that any of its replicas takes; None: no one has told."""
+        told = [r.max_model_len for r in self.replicas.values() if r.max_model_len is not None]
+        return max(told, default=None)
 
     @property
     def on_change(self) -> Callable[[], None]:
@@ -115,8 +151,8 @@ class Pool:
             f"{domain}\0{self.model}".encode(), ask.prompt[:LONGEST_AFFINITY_BYTES], BLOCK_BYTES
         )
         hits = {
-            name: count * BLOCK_BYTES // BYTES_PER_TOKEN
-            for name, count in self._index.hits(keys).items()
+            name: len(self.replicas[name].prefixes.find(keys)) * BLOCK_BYTES // BYTES_PER_TOKEN
+            for name in warm
         }
         request = RouteRequest(
             prompt_tokens=ask.prompt_tokens,
@@ -127,5 +163,5 @@ class Pool:
         loads = [self.replicas[name].load for name in warm]
         draw = random.random()  # noqa: S311 - spreads load, guards nothing
         chosen = self.replicas[self._chooser.choose(request, loads, draw, now).name]
-        self._index.sent(chosen.name, keys)
+        chosen.prefixes.sent(keys)
         return chosen

@@ -4,6 +4,7 @@ from argosy.policy.affinity import BLOCK_BYTES, BLOCK_TOKENS, PrefixIndex, chain
 from argosy.policy.breaker import Breaker, BreakerLimits, Outcome, classify, usable
 from argosy.policy.fairness import INPUT_PRICE, OUTPUT_PRICE, Account, TenantShares
 from argosy.policy.limits import Concurrency, Refusal, Reservation, Scope, Window, reserve
+from argosy.policy.measured import Line, PeakEwma, Rate
 from argosy.policy.order import PROMOTED_EACH, QUANTUM, DispatchQueue, Waiting
 from argosy.policy.prices import NO_CHARGE, Priced, PriceList, Rates
 from argosy.policy.retries import RetryBudget, backoff_s
@@ -40,11 +41,14 @@ __all__ = [
     "DispatchQueue",
     "LatencyAware",
     "LeastCost",
+    "Line",
     "Outcome",
+    "PeakEwma",
     "PowerOfTwo",
     "PrefixIndex",
     "PriceList",
     "Priced",
+    "Rate",
     "Rates",
     "Refusal",
     "ReplicaLoad",

@@ -12,6 +12,8 @@ from argosy.store.records import (
     UsageRow,
     User,
 )
+from argosy.store.slots import Slot
+from argosy.store.spool import Spool, SpoolError, SpoolFullError
 
 __all__ = [
     "Directory",
@@ -21,6 +23,10 @@ __all__ = [
     "Price",
     "Project",
     "Role",
+    "Slot",
+    "Spool",
+    "SpoolError",
+    "SpoolFullError",
     "Unit",
     "UsageRow",
     "User",
