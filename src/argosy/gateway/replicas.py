@@ -16,6 +16,7 @@ from argosy.policy import (
     Cost,
     Outcome,
     PrefixIndex,
+    Rate,
     ReplicaLoad,
     RetryBudget,
     RouteRequest,
@@ -29,6 +30,10 @@ Kind = Literal["argosy", "openai"]
 
 LONGEST_AFFINITY_BYTES = 64 * 1024
 DEFAULT_MOST = 256
+LEAST_PREFILL = 64
+"""The first token of a shorter prompt says nothing of the rate at which prompts are computed."""
+PREFILL_HALF_LIFE = 8192.0
+DECODE_HALF_LIFE = 256.0
 
 
 def _nothing() -> None:
@@ -48,12 +53,20 @@ class Replica:
     load: ReplicaLoad = field(init=False)
     most: int = DEFAULT_MOST
     """Requests at a time, as long as it does not say itself."""
-    max_model_len: int = 0
-    """Tokens of its context; 0 while it has not told."""
     taking: bool = True
     """It says that it takes new requests; a replica that drains does not."""
     on_change: Callable[[], None] = _nothing
     """Called when there may be room that there was not before."""
+    prefixes: PrefixIndex = field(default_factory=PrefixIndex)
+    """What it probably has cached."""
+    max_model_len: int | None = None
+    """Tokens that a prompt and its answer may have together, once it has told."""
+    tells_speed: bool = False
+    """It measures itself how fast it is, better than can be seen from here."""
+    _alone: bool = field(default=False, init=False)
+    """Nothing else has been there since the last request was sent."""
+    _prefill: Rate = field(default_factory=lambda: Rate(PREFILL_HALF_LIFE), init=False)
+    _decode: Rate = field(default_factory=lambda: Rate(DECODE_HALF_LIFE), init=False)
 
     @property
     def has_room(self) -> bool:
@@ -67,6 +80,20 @@ class Replica:
         """A request with so many prompt tokens goes there."""
         self.load.in_flight += 1
         self.load.sent_tokens += tokens
+        self._alone = self.load.in_flight == 1
+
+    def first_token(self, seconds: float, tokens: int, now: float) -> None:
+        """The answer to a prompt with so many uncached tokens began `seconds` after it was sent."""
+        self.load.latency.add(seconds, now)
+        if self._alone and tokens >= LEAST_PREFILL and not self.tells_speed:
+            self._prefill.add(tokens, seconds)
+            self.load.prefill_rate = self._prefill.per_s or self.load.prefill_rate
+
+    def streamed(self, tokens: int, seconds: float) -> None:
+        """So many tokens of one sequence, after its first, came in so long."""
+        if tokens > 0 and seconds > 0 and not self.tells_speed:
+            self._decode.add(tokens, seconds)
+            self.load.decode_s = 1.0 / self._decode.per_s
 
     def ended(
         self, outcome: Outcome | None, now: float, retry_after_s: float | None = None
@@ -75,6 +102,8 @@ class Replica:
         self.load.in_flight -= 1
         if outcome is not None:
             self.breaker.record(outcome, now, retry_after_s)
+            if not self.breaker.closed:
+                self.prefixes.clear()  # if it was started anew, its cache is gone
         self.on_change()
 
 
@@ -97,12 +126,12 @@ class Pool:
         self.replicas = {replica.name: replica for replica in replicas}
         self.retries = RetryBudget()
         self._chooser = chooser
-        self._index = PrefixIndex()
 
     @property
     def max_model_len(self) -> int | None:
-        """Tokens of the longest context among its replicas; None while none has told."""
-        return max((r.max_model_len for r in self.replicas.values()), default=0) or None
+        """The most tokens that any of its replicas takes; None: no one has told."""
+        told = [r.max_model_len for r in self.replicas.values() if r.max_model_len is not None]
+        return max(told, default=None)
 
     @property
     def on_change(self) -> Callable[[], None]:
@@ -139,8 +168,8 @@ class Pool:
             f"{domain}\0{self.model}".encode(), ask.prompt[:LONGEST_AFFINITY_BYTES], BLOCK_BYTES
         )
         hits = {
-            name: count * BLOCK_BYTES // BYTES_PER_TOKEN
-            for name, count in self._index.hits(keys).items()
+            name: len(self.replicas[name].prefixes.find(keys)) * BLOCK_BYTES // BYTES_PER_TOKEN
+            for name in warm
         }
         request = RouteRequest(
             prompt_tokens=ask.prompt_tokens,
@@ -151,5 +180,5 @@ class Pool:
         loads = [self.replicas[name].load for name in warm]
         draw = random.random()  # noqa: S311 - spreads load, guards nothing
         chosen = self.replicas[self._chooser.choose(request, loads, draw, now).name]
-        self._index.sent(chosen.name, keys)
+        chosen.prefixes.sent(keys)
         return Picked(chosen, tuple(cost(request, load, now) for load in loads))

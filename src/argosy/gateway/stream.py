@@ -58,6 +58,10 @@ class ClientStream:
         self._charge = charge
         self._leave = leave
         self._told = 0
+        self._before = 0
+        """Output tokens that the client had when the attempt began."""
+        self._first_at: float | None = None
+        """When the attempt's first token came."""
         self._charged = 0
         self._full = False
         self._full_since: float | None = None
@@ -70,6 +74,8 @@ class ClientStream:
         """Pass on what `attempt` gives; `out` must have begun."""
         self._attempt = attempt
         self._replica = replica
+        self._before = self._told
+        self._first_at = None
         if replica.kind == "argosy":
             self._reader = JournalReader(self._delivered)
         else:
@@ -80,6 +86,7 @@ class ClientStream:
 
     def finish(self) -> None:
         """Pass on the end of the attempt that has ended. Raises UpstreamError when that was no answer's end."""
+        self._measure()
         self._attempt = None
         self.settle()
         assert self._reader is not None  # noqa: S101 - the attempt has fed it
@@ -89,6 +96,7 @@ class ClientStream:
 
     def let_go(self) -> None:
         """The attempt failed: what was not told for good is forgotten."""
+        self._measure()
         self.settle()
         self._attempt = self._reader = None
 
@@ -141,10 +149,30 @@ class ClientStream:
         if data:
             self._push(data)
         if self._delivered.output_tokens != self._told:
+            if self._first_at is None:
+                self._begin()
             self._told = self._delivered.output_tokens
             reason = self._counted()
             if reason is not None:
                 self._stop(reason)
+
+    def _begin(self) -> None:
+        """The attempt's first token came: what does that say of its replica?"""
+        attempt, replica, told = self._attempt, self._replica, self._delivered
+        if attempt is None or replica is None:
+            return
+        self._first_at = attempt.last
+        sent = self._journey.trace.tries[-1].sent
+        if sent is not None and not self._before:
+            uncached = told.prompt_tokens - told.cached_tokens
+            replica.first_token(attempt.last - sent, uncached, attempt.last)
+
+    def _measure(self) -> None:
+        """The attempt is over: so many tokens came in so long."""
+        attempt, replica, first = self._attempt, self._replica, self._first_at
+        if attempt is None or replica is None or first is None or self._journey.ask.choices > 1:
+            return
+        replica.streamed(self._told - self._before - 1, attempt.last - first)
 
     def _stop(self, reason: str) -> None:
         """A limit ends the answer here, unless its replica just has."""
