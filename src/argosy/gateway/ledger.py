@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import Callable
 
+import msgspec
 import structlog
 
 from argosy.gateway.caller import TIERS
@@ -24,6 +25,13 @@ RETRY_AFTER_S = 5.0
 
 Store = Callable[[list[UsageRow]], object]
 """Keeps rows; one that it has already, by its request, it passes over. Runs in a worker thread."""
+
+
+class LedgerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where usage is until the store has it."""
+
+    folder: str | None = None
+    """On a local disk; by default one in the user's state folder, for each store. Gateways of one store may share it."""
 
 
 class Ledger:
