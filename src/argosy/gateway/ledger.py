@@ -86,11 +86,12 @@ class Ledger:
         counts = told.prompt_tokens, told.cached_tokens, told.output_tokens
         slot.count(*counts)
         slot.end(journey.status, journey.route, self._clock())
+        journey.nano_dollars = rates.cost(*counts)
         journey.card["ledger"] = {
             "input_tokens": counts[0],
             "cached_tokens": counts[1],
             "output_tokens": counts[2],
-            "nano_dollars": rates.cost(*counts),
+            "nano_dollars": journey.nano_dollars,
             "rates": {
                 "input": rates.input,
                 "cached_input": rates.cached_input,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from argosy.gateway.ask import BYTES_PER_TOKEN, Ask
 from argosy.gateway.upstream import Upstream
@@ -13,6 +13,7 @@ from argosy.policy import (
     BLOCK_BYTES,
     Breaker,
     Chooser,
+    Cost,
     Outcome,
     PrefixIndex,
     Rate,
@@ -20,6 +21,7 @@ from argosy.policy import (
     RetryBudget,
     RouteRequest,
     chain,
+    cost,
     usable,
 )
 
@@ -105,11 +107,22 @@ class Replica:
         self.on_change()
 
 
+class Picked(NamedTuple):
+    """The replica for a request, and what each candidate would have cost."""
+
+    replica: Replica
+    costs: tuple[Cost, ...]
+
+
 class Pool:
     """The replicas that answer for one public model name."""
 
-    def __init__(self, model: str, replicas: list[Replica], chooser: Chooser) -> None:
+    def __init__(
+        self, model: str, replicas: list[Replica], chooser: Chooser, rule: str = ""
+    ) -> None:
         self.model = model
+        self.rule = rule
+        """Name of the chooser."""
         self.replicas = {replica.name: replica for replica in replicas}
         self.retries = RetryBudget()
         self._chooser = chooser
@@ -134,6 +147,10 @@ class Pool:
         """Names of the replicas that may be used at all."""
         return usable({n: r.breaker for n, r in self.replicas.items() if r.taking})
 
+    def loads(self) -> list[ReplicaLoad]:
+        """What is known of those."""
+        return [self.replicas[name].load for name in self.alive()]
+
     def room(self, now: float) -> list[str]:
         """Names of those that may be used now: they have room, and have not just said that they are full."""
         return [
@@ -142,7 +159,7 @@ class Pool:
             if self.replicas[name].has_room and not self.replicas[name].breaker.cooling(now)
         ]
 
-    def pick(self, ask: Ask, domain: str, tried: Collection[str], now: float) -> Replica | None:
+    def pick(self, ask: Ask, domain: str, tried: Collection[str], now: float) -> Picked | None:
         """The replica for a request, not one of `tried`. None: there is no room for it now."""
         warm = [name for name in self.room(now) if name not in tried]
         if not warm:
@@ -164,4 +181,4 @@ class Pool:
         draw = random.random()  # noqa: S311 - spreads load, guards nothing
         chosen = self.replicas[self._chooser.choose(request, loads, draw, now).name]
         chosen.prefixes.sent(keys)
-        return chosen
+        return Picked(chosen, tuple(cost(request, load, now) for load in loads))

@@ -21,6 +21,7 @@ from argosy.policy.routing import (
     RouteRequest,
     cost,
 )
+from argosy.policy.shedding import admits, saturation
 
 __all__ = [
     "BLOCK_BYTES",
@@ -60,10 +61,12 @@ __all__ = [
     "TenantShares",
     "Waiting",
     "Window",
+    "admits",
     "backoff_s",
     "chain",
     "classify",
     "cost",
     "reserve",
+    "saturation",
     "usable",
 ]

@@ -19,6 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
 from argosy.policy.measured import PeakEwma
 
 BARRIER_S = 0.15
@@ -68,8 +70,7 @@ class RouteRequest:
     """Replica -> prompt tokens that it probably has cached."""
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
+class Cost(msgspec.Struct, frozen=True, gc=False):
     """The terms of one candidate, in seconds, for the explanation."""
 
     replica: str
