@@ -21,7 +21,7 @@ from argosy.store.records import (
     Window,
 )
 from argosy.store.slots import Slot
-from argosy.store.spool import Spool, SpoolError, SpoolFullError, spool_folder
+from argosy.store.spool import Spool, SpoolError, SpoolFullError
 from argosy.store.store import Store, StoreConfig, default_url, open_store
 from argosy.store.usage import Group, ReportRow, UsageFilter, UsageLog, UsageSum
 
@@ -61,5 +61,4 @@ __all__ = [
     "default_url",
     "digest",
     "open_store",
-    "spool_folder",
 ]
