@@ -455,29 +455,34 @@ async def test_the_document_promises_what_is_done(store: Store, keys: Keys) -> N
         ids += [project.id for project in accounts.list_projects()]
         ids += [organisation.id for organisation in accounts.list_organisations()]
 
-        def explore() -> None:
-            schema = schemathesis.openapi.from_dict(document)
+        served_well: set[tuple[str, str]] = set()
+
+        def explore(method: str, path: str) -> None:
+            operation = schemathesis.openapi.from_dict(document)[path][method]
 
             @seed(20261121)
             @settings(
-                max_examples=150,
+                max_examples=5,
                 deadline=None,
                 database=None,
                 phases=[Phase.explicit, Phase.generate],
                 suppress_health_check=list(HealthCheck),
             )
-            @given(data=st.data())
-            def check(data: st.DataObject) -> None:
-                method, path = data.draw(st.sampled_from(lasting))
-                case = data.draw(schema[path][method].as_strategy())
+            @given(case=operation.as_strategy(), data=st.data())
+            def check(case: schemathesis.Case[Any], data: st.DataObject) -> None:
                 if "id" in case.path_parameters:
                     case.path_parameters["id"] = data.draw(st.sampled_from(ids))
                 if "group_by" in case.query:
                     case.query["group_by"] = data.draw(st.sampled_from(["day,key", "", "x"]))
-                case.call_and_validate(
+                answer = case.call_and_validate(
                     base_url=str(client.base_url), headers=keys["admin"], checks=CHECKS
                 )
+                if answer.status_code == 200:
+                    served_well.add((method, path))
 
             check()
 
-        await asyncio.to_thread(explore)
+        for method, path in lasting:
+            await asyncio.to_thread(explore, method, path)
+        lists = {one for one in lasting if one[0] == "GET" and "{id}" not in one[1]}
+        assert lists <= served_well, "the document promises too much"

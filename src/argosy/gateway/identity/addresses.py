@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 
 Address = IPv4Address | IPv6Address
 Network = IPv4Network | IPv6Network
 
 LOCALHOST = IPv4Address("127.0.0.1")
-FORWARDED = (b"x-forwarded-for", b"forwarded", b"x-real-ip", b"x-forwarded-host", b"via")
+LONGEST = 64
+"""No address is longer, with whatever may be around it."""
+FORWARDED = frozenset({b"x-forwarded-for", b"forwarded", b"x-real-ip", b"x-forwarded-host", b"via"})
 """A request with one of these came through a proxy."""
 
 
@@ -26,6 +29,11 @@ def parse_networks(texts: Iterable[str]) -> tuple[Network, ...]:
 
 def parse_address(text: str) -> Address | None:
     """An address, with a port or without; None when it is none."""
+    return _parsed(text) if len(text) <= LONGEST else None
+
+
+@lru_cache(maxsize=4096)
+def _parsed(text: str) -> Address | None:
     text = text.strip().strip('"')
     if text.startswith("["):
         text = text[1:].partition("]")[0]
@@ -69,7 +77,7 @@ def from_this_machine(peer: str, headers: Mapping[bytes, bytes]) -> bool:
     what the browser says in Host and Origin.
     """
     address = LOCALHOST if peer == "unix" else parse_address(peer)
-    if address is None or not address.is_loopback or any(name in headers for name in FORWARDED):
+    if address is None or not address.is_loopback or not FORWARDED.isdisjoint(headers):
         return False
     host = headers.get(b"host", b"").decode("latin-1").lower()
     if not (_is_local(host) or parse_address(host)):
