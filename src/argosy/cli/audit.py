@@ -51,12 +51,25 @@ def _list(entries: list[AuditEntry]) -> None:
                 entry.actor,
                 entry.action,
                 entry.subject,
-                jsonlib.dumps(entry.details, ensure_ascii=False),
+                _details(entry),
             )
             for entry in entries
         ),
         "Nothing was changed yet.",
     )
+
+
+def _details(entry: AuditEntry) -> str:
+    """Of something new what was given, of a change each field's old and new value."""
+    if entry.action.endswith((".create", ".delete")):
+        told = {name: value for name, value in entry.details.items() if value not in (None, [], "")}
+        return ", ".join(f"{name} {_text(value)}" for name, value in told.items())
+    changes = entry.details.items()
+    return ", ".join(f"{name} {_text(old)} -> {_text(new)}" for name, (old, new) in changes)
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else jsonlib.dumps(value, ensure_ascii=False)
 
 
 def _tell(verdict: Verdict, *, json: bool) -> None:

@@ -28,7 +28,7 @@ from argosy.gateway.admin import build_admin
 from argosy.gateway.identity import AuthConfig, Identity
 from argosy.protocol import ApiError
 from argosy.store import Directory, Role, Store, UsageRow, open_store
-from argosy.web import Exchange, Listener, Receive, Scope, Send, bind, url_of
+from argosy.web import Exchange, Listener, Receive, Scope, Send, bind, bind_unix, url_of
 
 Cards = Callable[[str], dict[str, Any] | None]
 Keys = dict[Role, dict[str, str]]
@@ -45,7 +45,11 @@ class Limits:
 
 @contextlib.asynccontextmanager
 async def admin(
-    store: Store | None, cards: Cards = lambda _: None, directory: Directory | None = None
+    store: Store | None,
+    cards: Cards = lambda _: None,
+    *,
+    directory: Directory | None = None,
+    unix: Path | None = None,
 ) -> AsyncIterator[httpx2.AsyncClient]:
     """A client without a key; every change of the store counts at once, unless a directory is given."""
 
@@ -64,11 +68,13 @@ async def admin(
         except ApiError as error:
             await exchange.refuse(error)
 
-    bound = bind("127.0.0.1", 0)
+    bound = bind("127.0.0.1", 0) if unix is None else bind_unix(unix)
+    url = url_of(bound) if unix is None else "http://localhost"
+    transport = None if unix is None else httpx2.AsyncHTTPTransport(uds=str(unix))
     listener = Listener(app)
     listening = asyncio.create_task(listener.serve(sockets=[bound]))
     try:
-        async with httpx2.AsyncClient(base_url=url_of(bound), timeout=30) as client:
+        async with httpx2.AsyncClient(base_url=url, transport=transport, timeout=30) as client:
             yield client
     finally:
         listener.should_exit = True
@@ -244,6 +250,30 @@ async def test_lists_come_in_parts(store: Store, keys: Keys) -> None:
         assert names == ["acme", *(f"other-{n}" for n in range(5))]
         unknown = await client.get("/admin/organisations?after=nobody")
         assert told(unknown)[:2] == (400, "invalid_value")
+
+
+# --- from where ----------------------------------------------------------------------------------
+
+
+async def test_without_keys_whoever_may_write_to_the_socket_is_the_administrator(
+    tmp_path: Path,
+) -> None:
+    async with admin(None, unix=tmp_path / "admin.sock") as client:
+        assert (await done(await client.get("/admin/me")))["role"] == "admin"
+        proxied = await client.get("/admin/me", headers={"x-forwarded-for": "127.0.0.1"})
+        assert told(proxied)[:2] == (401, "no_keys_yet")
+
+
+async def test_without_keys_nobody_behind_a_proxy_on_this_machine_is(store: Store) -> None:
+    async with admin(store) as client:
+        assert (await done(await client.get("/admin/me")))["role"] == "admin"
+        for headers in (
+            {"x-forwarded-for": "127.0.0.1"},
+            {"host": "evil.example"},
+            {"origin": "https://evil.example"},
+        ):
+            answer = await client.get("/admin/me", headers=headers)
+            assert told(answer)[:2] == (401, "no_keys_yet")
 
 
 # --- roles ---------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from tests.integration.gateway.people import (
 
 from argosy.gateway.caller import ANYONE, Caller
 from argosy.gateway.identity import (
+    Asking,
     AuthConfig,
     Identity,
     check_exposure,
@@ -29,6 +30,8 @@ from argosy.gateway.identity import (
 )
 from argosy.protocol import ApiError
 from argosy.store import Directory, Key, Role
+from argosy.web import Exchange
+from argosy.web.exchange import WIRE
 
 
 class Clock:
@@ -206,6 +209,38 @@ def test_without_keys_nobody_else_is_let_in(peer: str, headers: dict[bytes, byte
 )
 def test_pages_and_programs_of_this_machine_are_let_in(headers: dict[bytes, bytes]) -> None:
     assert identity().identify(Request(headers)) is ANYONE
+
+
+@pytest.mark.parametrize(
+    ("client", "server", "peer"),
+    [
+        (("203.0.113.1", 5000), ("127.0.0.1", 80), "203.0.113.1"),
+        (None, ("/run/argosy.sock", None), "unix"),
+        (None, ("127.0.0.1", 80), ""),
+        (None, None, ""),
+    ],
+)
+def test_a_client_that_has_gone_is_no_local_one(client: object, server: object, peer: str) -> None:
+    scope = {
+        "client": client,
+        "server": server,
+        "state": {WIRE: None},
+        "http_version": "1.1",
+        "method": "GET",
+        "path": "/",
+        "query_string": b"",
+        "headers": [],
+    }
+    exchange = Exchange(scope, None, None, None)  # type: ignore[arg-type] # nothing is read or sent
+    assert exchange.peer == peer
+    assert (peer == "unix") == _is_let_in(exchange)
+
+
+def _is_let_in(asking: Asking) -> bool:
+    try:
+        return identity().identify(asking) is ANYONE
+    except ApiError:
+        return False
 
 
 def test_the_first_key_closes_the_door() -> None:
