@@ -32,9 +32,10 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class Store:
-    """Durable state, for any number of threads and processes. Every call may wait for the database: not for event loops.
+    """Durable state, for any number of threads and processes.
 
-    Raises StoreError, saying what to change, whenever the database cannot be used.
+    Every call may wait for the database, so none is for an event loop. Raises StoreError, saying what to
+    change, whenever the database cannot be used.
     """
 
     def __init__(self, database: Database, clock: Callable[[], float]) -> None:

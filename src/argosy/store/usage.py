@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any, Literal
 
@@ -43,7 +43,10 @@ LONGEST = 200
 
 _GROUPS: tuple[Group, ...] = ("day", "organisation", "project", "key", "user", "model", "route")
 _COUNTED = ("input_tokens", "cached_tokens", "output_tokens", "nano_dollars")
-_INSERTS = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
+_INSERTS: dict[str, Callable[[Table], sqlite.Insert | postgresql.Insert]] = {
+    "sqlite": sqlite.insert,
+    "postgresql": postgresql.insert,
+}
 
 
 class UsageFilter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -107,7 +110,9 @@ class UsageLog:
             with self._database.write() as connection:
                 insert = _INSERTS[connection.dialect.name](schema.usage).on_conflict_do_nothing()
                 done = connection.execute(
-                    insert, [_values(row) for row in batch], execution_options={"preserve_rowcount": True}
+                    insert,
+                    [_values(row) for row in batch],
+                    execution_options={"preserve_rowcount": True},
                 )
                 new += done.rowcount
         return new
@@ -144,7 +149,8 @@ class UsageLog:
     ) -> UsageSum:
         """What the owner with this id used since a moment, of one model or of all."""
         where = UsageFilter(since=since, model=model)
-        return self.report((), msgspec.structs.replace(where, **{owner_kind: owner}))[0]
+        (row,) = self.report((), msgspec.structs.replace(where, **{owner_kind: owner}))
+        return UsageSum(**{name: getattr(row, name) for name in UsageSum.__struct_fields__})
 
     def rows(self, where: UsageFilter = ALL) -> Iterator[list[UsageRow]]:
         """The rows themselves, by the time they ended, page by page; no transaction is open in between."""
@@ -182,7 +188,8 @@ class UsageLog:
 
     def _oldest_day(self) -> int | None:
         with self._database.read() as connection:
-            return connection.execute(select(func.min(schema.usage.c.day))).scalar_one()
+            day: int | None = connection.execute(select(func.min(schema.usage.c.day))).scalar_one()
+            return day
 
     def _forget_day(self, day: int) -> int:
         rows, days = schema.usage, schema.usage_days
