@@ -197,9 +197,24 @@ def test_signatures_are_checked(issuing: Issuer) -> None:
         issuing.token(OTHER_RSA_KEY, project="chat"),
         issuing.token(EC_KEY, "rsa", "ES256", project="chat"),
         issuing.token(RSA_KEY, "ec", "RS256", project="chat"),
+        *brought_along(issuing),
     ]
     assert {refusal(who, token)[0] for token in forged} == {401}
     assert identify(who, bearer(good)).project == "proj_chat"
+
+
+def brought_along(issuing: Issuer) -> list[str]:
+    """Tokens that tell where to find the key that they are signed with."""
+    own = public_jwk(OTHER_RSA_KEY, "rsa")
+    claims = jwt.decode(issuing.token(project="chat"), options={"verify_signature": False})
+    return [
+        jwt.encode(claims, OTHER_RSA_KEY, "RS256", headers={"kid": "rsa"} | header)
+        for header in (
+            {"jwk": own},
+            {"jku": "http://127.0.0.1:1/keys"},
+            {"x5u": "http://127.0.0.1:1"},
+        )
+    ]
 
 
 def test_a_public_key_is_no_shared_secret(issuing: Issuer) -> None:

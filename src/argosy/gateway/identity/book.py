@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from argosy.gateway.caller import TIERS, Caller
 from argosy.gateway.identity.addresses import Network, parse_networks
-from argosy.gateway.identity.tokens import Claims
 from argosy.protocol import ApiError
 from argosy.store import Directory, Key, Organisation, Project, Role, User
+
+if TYPE_CHECKING:
+    from argosy.gateway.identity.tokens import Claims
 
 
 @dataclass(frozen=True, slots=True)

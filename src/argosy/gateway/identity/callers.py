@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from ipaddress import ip_address
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import structlog
 
@@ -20,9 +20,12 @@ from argosy.gateway.identity.addresses import (
 from argosy.gateway.identity.book import Book, Entry
 from argosy.gateway.identity.config import AuthConfig
 from argosy.gateway.identity.failures import Failures
-from argosy.gateway.identity.tokens import Tokens
 from argosy.protocol import ApiError
 from argosy.store import Directory, digest
+
+if TYPE_CHECKING:
+    from argosy.gateway.identity.config import JwtConfig
+    from argosy.gateway.identity.tokens import Tokens
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
@@ -55,7 +58,7 @@ class Identity:
         self._clock = clock
         self._networks = parse_networks(settings.networks)
         self._trusted = parse_networks(settings.trusted_proxies)
-        self._tokens = None if settings.jwt is None else Tokens(settings.jwt, clock)
+        self._tokens = None if settings.jwt is None else _tokens(settings.jwt, clock)
         self._failures = Failures()
         self._book = Book(directory)
 
@@ -140,6 +143,12 @@ def check_exposure(host: str, settings: AuthConfig, directory: Directory) -> Non
             f"there are no API keys yet, so listening on {host or 'all addresses'} is refused: make one "
             "(argosy keys create), listen on 127.0.0.1, or set auth.mode to 'off' to let anyone in"
         )
+
+
+def _tokens(config: JwtConfig, clock: Callable[[], float]) -> Tokens:
+    from argosy.gateway.identity.tokens import Tokens  # its libraries take long to import
+
+    return Tokens(config, clock)
 
 
 def _is_loopback(host: str) -> bool:
