@@ -418,6 +418,9 @@ async def test_usage_is_summed_and_exported(store: Store, keys: Keys) -> None:
         lines = list(csv.DictReader(io.StringIO(exported.text)))
         assert [line["request"] for line in lines] == ["r0", "r1", "r2"]
 
+        sums = await client.get("/admin/usage.csv?group_by=model")
+        assert sums.text.splitlines()[1:] == ["big,3,30,0,15,300", "small,1,10,0,5,100"]
+
         (mine,) = (await done(await client.get("/admin/me/usage", headers=keys["caller"])))["data"]
         assert mine["requests"] == 3
 

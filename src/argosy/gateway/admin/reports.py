@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
@@ -14,14 +16,13 @@ from argosy.gateway.admin.shapes import (
     CallerView,
     Page,
     ReportQuery,
-    UsageQuery,
     UsageView,
     VerdictView,
     view,
 )
 from argosy.gateway.identity import allows
 from argosy.protocol import ApiError
-from argosy.store import Group, ReportRow, UsageFilter
+from argosy.store import Group, ReportRow, UsageFilter, UsageSum
 
 api = Operations()
 
@@ -32,10 +33,14 @@ def report_usage(desk: Desk, call: Call) -> Page[UsageView]:
     return _report(desk, call.query, _where(call.query))
 
 
-@api.add("GET", "/admin/usage.csv", "viewer", query=UsageQuery, media_type=CSV)
+@api.add("GET", "/admin/usage.csv", "viewer", query=ReportQuery, media_type=CSV)
 def export_usage(desk: Desk, call: Call) -> Iterator[str]:
-    """The ledger's rows, one for each request."""
-    return desk.usage.csv(_where(call.query))
+    """The same as a table; without `group_by` the ledger's rows, one for each request."""
+    query = call.query
+    if not query.group_by:
+        return desk.usage.csv(_where(query))
+    groups = _groups(query)
+    return iter([_table(groups, desk.usage.report(groups, _where(query)))])
 
 
 @api.add("GET", "/admin/me", "caller", quick=True)
@@ -94,12 +99,25 @@ def verify_audit_log(desk: Desk, call: Call) -> VerdictView:  # noqa: ARG001 - t
     return view(desk.audit.verify(), VerdictView)
 
 
-def _where(query: UsageQuery) -> UsageFilter:
+def _groups(query: ReportQuery) -> list[Group]:
+    names = [name for name in query.group_by.replace(" ", "").split(",") if name]
+    return cast("list[Group]", names)
+
+
+def _table(groups: Sequence[str], rows: Sequence[ReportRow]) -> str:
+    """CSV: the names of the columns, then a line for each group."""
+    names = (*groups, *UsageSum.__struct_fields__)
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(names)
+    writer.writerows([getattr(row, name) for name in names] for row in rows)
+    return file.getvalue()
+
+
+def _where(query: ReportQuery) -> UsageFilter:
     return UsageFilter(**{name: getattr(query, name) for name in UsageFilter.__struct_fields__})
 
 
 def _report(desk: Desk, query: ReportQuery, where: UsageFilter) -> Page[UsageView]:
-    groups = [name for name in query.group_by.replace(" ", "").split(",") if name]
-    rows: Sequence[ReportRow] = desk.usage.report(cast("list[Group]", groups), where)
-    shown = [view(row, UsageView) for row in rows]
+    shown = [view(row, UsageView) for row in desk.usage.report(_groups(query), where)]
     return Page(data=shown, has_more=False, first_id=None, last_id=None)

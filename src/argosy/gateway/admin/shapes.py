@@ -192,18 +192,13 @@ class OfModel(Paging, frozen=True, kw_only=True, forbid_unknown_fields=True):
     model: str | None = None
 
 
-class UsageQuery(UsageFilter, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which rows of the ledger."""
+class ReportQuery(UsageFilter, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which rows of the ledger are summed, and by what."""
 
     since: Moment | None = None
     """Ended at this moment or later."""
     until: Moment | None = None
     """Ended before."""
-
-
-class ReportQuery(UsageQuery, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is summed, and by what."""
-
     group_by: str = ""
     """Of day, organisation, project, key, user, model and route, with commas between."""
 
