@@ -2,6 +2,7 @@
 
 from argosy.web.exchange import (
     EXCHANGE,
+    JSON,
     App,
     DisconnectedError,
     Exchange,
@@ -17,6 +18,7 @@ from argosy.web.listen import GOODBYE_S, Listener, bind, bind_unix, url_of
 __all__ = [
     "EXCHANGE",
     "GOODBYE_S",
+    "JSON",
     "App",
     "DisconnectedError",
     "Exchange",
