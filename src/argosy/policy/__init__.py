@@ -2,8 +2,20 @@
 
 from argosy.policy.affinity import BLOCK_BYTES, BLOCK_TOKENS, PrefixIndex, chain
 from argosy.policy.breaker import Breaker, BreakerLimits, Outcome, classify, usable
+from argosy.policy.estimates import OutputEstimates
 from argosy.policy.fairness import INPUT_PRICE, OUTPUT_PRICE, Account, TenantShares
-from argosy.policy.limits import Concurrency, Refusal, Reservation, Scope, Window, reserve
+from argosy.policy.leases import Ask, Grant, Lease, Shared, SlotLease
+from argosy.policy.limits import (
+    Hold,
+    Meter,
+    Refusal,
+    Reservation,
+    Use,
+    never,
+    reserve,
+    running,
+    worst,
+)
 from argosy.policy.order import PROMOTED_EACH, QUANTUM, DispatchQueue, Waiting
 from argosy.policy.prices import NO_CHARGE, Priced, PriceList, Rates
 from argosy.policy.retries import RetryBudget, backoff_s
@@ -20,6 +32,7 @@ from argosy.policy.routing import (
     RouteRequest,
     cost,
 )
+from argosy.policy.windows import Concurrency, Counter, Period, Window, period
 
 __all__ = [
     "BLOCK_BYTES",
@@ -31,16 +44,24 @@ __all__ = [
     "PROMOTED_EACH",
     "QUANTUM",
     "Account",
+    "Ask",
     "BoundedHash",
     "Breaker",
     "BreakerLimits",
     "Chooser",
     "Concurrency",
     "Cost",
+    "Counter",
     "DispatchQueue",
+    "Grant",
+    "Hold",
     "LatencyAware",
+    "Lease",
     "LeastCost",
+    "Meter",
     "Outcome",
+    "OutputEstimates",
+    "Period",
     "PowerOfTwo",
     "PrefixIndex",
     "PriceList",
@@ -52,14 +73,20 @@ __all__ = [
     "RetryBudget",
     "RoundRobin",
     "RouteRequest",
-    "Scope",
+    "Shared",
+    "SlotLease",
     "TenantShares",
+    "Use",
     "Waiting",
     "Window",
     "backoff_s",
     "chain",
     "classify",
     "cost",
+    "never",
+    "period",
     "reserve",
+    "running",
     "usable",
+    "worst",
 ]
