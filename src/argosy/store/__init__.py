@@ -20,6 +20,7 @@ from argosy.store.records import (
     User,
     Window,
 )
+from argosy.store.shared import Clock, MemoryState, SharedState, Wants, open_shared, steady
 from argosy.store.store import Store, StoreConfig, default_url, open_store
 from argosy.store.usage import Group, ReportRow, UsageFilter, UsageLog, UsageSum
 
@@ -27,11 +28,13 @@ __all__ = [
     "Accounts",
     "Audit",
     "AuditEntry",
+    "Clock",
     "ConflictError",
     "Directory",
     "Group",
     "Key",
     "Limit",
+    "MemoryState",
     "NotFoundError",
     "Organisation",
     "OwnerKind",
@@ -39,6 +42,7 @@ __all__ = [
     "Project",
     "ReportRow",
     "Role",
+    "SharedState",
     "Store",
     "StoreConfig",
     "StoreError",
@@ -51,8 +55,11 @@ __all__ = [
     "UsageSum",
     "User",
     "Verdict",
+    "Wants",
     "Window",
     "default_url",
     "digest",
+    "open_shared",
     "open_store",
+    "steady",
 ]
