@@ -194,6 +194,7 @@ class Lease:
         elif slot in self._origins:
             origin = self._origins[slot]
             self._back[origin] = self._back.get(origin, 0) - units
+            self.dry_until = -math.inf  # there is this again
         return True
 
     def wait_s(self, units: int, now: float) -> float:

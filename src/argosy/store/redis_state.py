@@ -170,6 +170,7 @@ class RedisState:
                     while self._wanting or self._message:
                         await self._exchange()
                 await self._redis.zrem(f"{PREFIX}gateways", self._gateway)
+        self._up = False
         self._resolve(self._next)
         await self._redis.aclose()
 
