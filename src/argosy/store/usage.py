@@ -180,26 +180,28 @@ class UsageLog:
 
         A row that is offered again after that counts twice: keep more days than a gateway may be cut off.
         """
-        first_kept = int(before // DAY_S)
+        kept_from = before // DAY_S * DAY_S
         gone = 0
-        while (day := self._oldest_day()) is not None and day < first_kept:
-            gone += self._forget_day(day)
+        while (oldest := self._oldest()) is not None and oldest < kept_from:
+            gone += self._forget_until((oldest // DAY_S + 1) * DAY_S)
         return gone
 
-    def _oldest_day(self) -> int | None:
+    def _oldest(self) -> float | None:
         with self._database.read() as connection:
-            day: int | None = connection.execute(select(func.min(schema.usage.c.day))).scalar_one()
-            return day
+            oldest = select(func.min(schema.usage.c.ended_at))
+            ended_at: float | None = connection.execute(oldest).scalar_one()
+            return ended_at
 
-    def _forget_day(self, day: int) -> int:
+    def _forget_until(self, midnight: float) -> int:
+        """Forget what ended before; a day at a time, so that nobody has to wait long."""
         rows, days = schema.usage, schema.usage_days
-        of_day = rows.c.day == day
+        past = rows.c.ended_at < midnight
         with self._database.write() as connection:
             if connection.dialect.name == "postgresql":
                 # A row that came between the sum and the removal would be lost.
                 connection.execute(text("LOCK TABLE usage IN SHARE ROW EXCLUSIVE MODE"))
             insert = _INSERTS[connection.dialect.name](days)
-            sums = _sums(rows, func.count(), _GROUPS, [of_day])
+            sums = _sums(rows, func.count(), _GROUPS, [past])
             counted = ("requests", *_COUNTED)
             connection.execute(
                 insert.from_select([*_GROUPS, *counted], sums).on_conflict_do_update(
@@ -207,7 +209,7 @@ class UsageLog:
                     set_={name: days.c[name] + insert.excluded[name] for name in counted},
                 )
             )
-            return connection.execute(delete(rows).where(of_day)).rowcount
+            return connection.execute(delete(rows).where(past)).rowcount
 
 
 def _sums(
