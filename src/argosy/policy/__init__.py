@@ -19,6 +19,7 @@ from argosy.policy.routing import (
     RouteRequest,
     cost,
 )
+from argosy.policy.supervision import Action, Custody, CustodyLimits, Life
 
 __all__ = [
     "BLOCK_BYTES",
@@ -29,15 +30,19 @@ __all__ = [
     "PROMOTED_EACH",
     "QUANTUM",
     "Account",
+    "Action",
     "BoundedHash",
     "Breaker",
     "BreakerLimits",
     "Chooser",
     "Concurrency",
     "Cost",
+    "Custody",
+    "CustodyLimits",
     "DispatchQueue",
     "LatencyAware",
     "LeastCost",
+    "Life",
     "Outcome",
     "PowerOfTwo",
     "PrefixIndex",
