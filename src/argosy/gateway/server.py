@@ -42,20 +42,19 @@ class GatewayServer:
         self.front = Front(named, self._serving, config)
         self._listener = Listener(self.front)
         self._leave = asyncio.Event()
+        self._at_once = asyncio.Event()
 
     def stop(self) -> None:
-        """Drain, then leave. Call it on the event loop's thread."""
+        """Drain, then leave; called again, leave at once. Call it on the event loop's thread."""
+        if self._leave.is_set():
+            self._at_once.set()
         self._leave.set()
 
-    async def run(self) -> None:
-        """Serve until told to stop. Raises OSError when the address is taken."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            with contextlib.suppress(ValueError, RuntimeError):  # not in the main thread
-                loop.add_signal_handler(number, self.stop)
+    async def run(self, bound: socket.socket | None = None) -> None:
+        """Serve until told to stop, on `bound` if that is given. Raises OSError when the address is taken."""
         probers = [Prober(replica) for replica in self.replicas]
         await asyncio.gather(*(prober.probe() for prober in probers))
-        bound = self._bind()
+        bound = bound or self._bind()
         listening = asyncio.create_task(self._listener.serve(sockets=[bound]))
         caring = [asyncio.create_task(prober.run()) for prober in probers]
         caring.append(asyncio.create_task(self._serving.tend()))
@@ -80,9 +79,15 @@ class GatewayServer:
         log.info("draining", in_flight=self.front.in_flight)
         for server in self._listener.servers:
             server.close()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._config.drain_deadline_s):
-                await self.front.idle.wait()
+        idle = asyncio.create_task(self.front.idle.wait())
+        at_once = asyncio.create_task(self._at_once.wait())
+        await asyncio.wait(
+            {idle, at_once},
+            timeout=self._config.drain_deadline_s,
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        idle.cancel()
+        at_once.cancel()
         self._listener.force_exit = not self.front.idle.is_set()
 
     def _unlink(self) -> None:
@@ -100,7 +105,12 @@ def serve_gateway(config: GatewayConfig, on_ready: Callable[[str], None]) -> Non
     configure_logs(config.log_format, config.log_level)
 
     async def run() -> None:
-        await GatewayServer(config, on_ready).run()
+        server = GatewayServer(config, on_ready)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            with contextlib.suppress(ValueError, RuntimeError):  # not in the main thread
+                loop.add_signal_handler(number, server.stop)
+        await server.run()
 
     uvloop.run(run())
 
