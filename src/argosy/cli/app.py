@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from argosy.cli import bench, chat, gateway, models, serve
+from argosy.cli import bench, chat, gateway, models, replica, serve
 
 app = typer.Typer(
     name="argosy",
@@ -14,8 +14,8 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,  # they would show people's prompts
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("serve", help=serve.SERVE_HELP)(serve.command(serve.Panel))
-app.command("replica", help=serve.REPLICA_HELP)(serve.command(serve.Plain))
+app.command("serve")(serve.serve)
+app.command("replica")(replica.replica)
 app.command("gateway")(gateway.gateway)
 app.command("chat")(chat.chat)
 app.add_typer(models.app, name="models")

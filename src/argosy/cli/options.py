@@ -113,4 +113,8 @@ VllmMetrics = Annotated[
     bool,
     Option("--vllm-metrics", help="Also under vLLM's metric names.", rich_help_panel=ADVANCED),
 ]
-LogLevel = Annotated[Level | None, Option(help="How much the log says.", rich_help_panel=ADVANCED)]
+LogLevel = Annotated[Level, Option(help="How much the log says.", rich_help_panel=ADVANCED)]
+
+Replicas = Annotated[
+    int, Option(min=1, help="Processes that serve the model; they divide the machine's CPUs.")
+]
