@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from argosy.cli import bench, chat, gateway, models, replica, serve
+from argosy.cli import bench, chat, explain, gateway, models, replica, serve
 
 app = typer.Typer(
     name="argosy",
@@ -18,6 +18,7 @@ app.command("serve")(serve.serve)
 app.command("replica")(replica.replica)
 app.command("gateway")(gateway.gateway)
 app.command("chat")(chat.chat)
+app.command("explain")(explain.explain)
 app.add_typer(models.app, name="models")
 app.add_typer(bench.app, name="bench")
 

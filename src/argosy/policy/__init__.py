@@ -4,7 +4,9 @@ from argosy.policy.affinity import BLOCK_BYTES, BLOCK_TOKENS, PrefixIndex, chain
 from argosy.policy.breaker import Breaker, BreakerLimits, Outcome, classify, usable
 from argosy.policy.fairness import INPUT_PRICE, OUTPUT_PRICE, Account, TenantShares
 from argosy.policy.limits import Concurrency, Refusal, Reservation, Scope, Window, reserve
+from argosy.policy.measured import Line, PeakEwma, Rate
 from argosy.policy.order import PROMOTED_EACH, QUANTUM, DispatchQueue, Waiting
+from argosy.policy.prices import NO_CHARGE, Priced, PriceList, Rates
 from argosy.policy.retries import RetryBudget, backoff_s
 from argosy.policy.routing import (
     CHOOSERS,
@@ -19,6 +21,7 @@ from argosy.policy.routing import (
     RouteRequest,
     cost,
 )
+from argosy.policy.shedding import admits, saturation
 from argosy.policy.supervision import Action, Custody, CustodyLimits, Life
 
 __all__ = [
@@ -26,6 +29,7 @@ __all__ = [
     "BLOCK_TOKENS",
     "CHOOSERS",
     "INPUT_PRICE",
+    "NO_CHARGE",
     "OUTPUT_PRICE",
     "PROMOTED_EACH",
     "QUANTUM",
@@ -43,9 +47,15 @@ __all__ = [
     "LatencyAware",
     "LeastCost",
     "Life",
+    "Line",
     "Outcome",
+    "PeakEwma",
     "PowerOfTwo",
     "PrefixIndex",
+    "PriceList",
+    "Priced",
+    "Rate",
+    "Rates",
     "Refusal",
     "ReplicaLoad",
     "Reservation",
@@ -56,10 +66,12 @@ __all__ = [
     "TenantShares",
     "Waiting",
     "Window",
+    "admits",
     "backoff_s",
     "chain",
     "classify",
     "cost",
     "reserve",
+    "saturation",
     "usable",
 ]
