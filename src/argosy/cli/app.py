@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import typer
 
-from argosy.cli import bench, chat, explain, gateway, models, replica, serve
+from argosy.cli import (
+    audit,
+    bench,
+    chat,
+    explain,
+    gateway,
+    keys,
+    models,
+    replica,
+    serve,
+    tenants,
+    usage,
+)
 
 app = typer.Typer(
     name="argosy",
@@ -18,6 +30,10 @@ app.command("serve")(serve.serve)
 app.command("replica")(replica.replica)
 app.command("gateway")(gateway.gateway)
 app.command("chat")(chat.chat)
+app.add_typer(keys.app, name="keys")
+app.add_typer(tenants.app, name="tenants")
+app.command("usage")(usage.usage)
+app.command("audit")(audit.audit)
 app.command("explain")(explain.explain)
 app.add_typer(models.app, name="models")
 app.add_typer(bench.app, name="bench")
