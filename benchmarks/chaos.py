@@ -4,7 +4,7 @@
 
 Each round runs the same streams, greedy and seeded ones, some of two choices, and does one fault to one replica at
 a random moment. A stream is equal when its texts, finish reasons and token counts are those of a run that nobody
-disturbed. Prints a JSON line for each fault.
+disturbed. Prints a JSON line for each fault, and one for the ledger.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from pathlib import Path
 import httpx2
 import msgspec
 import psutil
+
+from argosy.store import UsageSum, open_store
 
 URL = re.compile(rb"http://127\.0\.0\.1:\d+")
 REPLICA = "argosy.fleet.child"
@@ -157,7 +159,7 @@ def asked(number: int, tokens: int) -> dict[str, object]:
 async def stream(
     running: Whole, number: int, tokens: int, told: Callable[[], object] = lambda: None
 ) -> Answer:
-    """One stream to its end; `told` is called for each chunk. Raises BrokenStreamError or httpx2.TransportError."""
+    """One stream to its end; `told` is called for each chunk with text. Raises BrokenStreamError or TransportError."""
     texts: dict[int, str] = {}
     finishes: dict[int, str] = {}
     ids: set[str] = set()
@@ -174,12 +176,13 @@ async def stream(
                 return Answer(texts, finishes, used)
             if not data or data.startswith(":"):
                 continue
-            told()
             try:
                 chunk = _decode(data)
             except msgspec.DecodeError as error:
                 raise BrokenStreamError(data) from error
             ids.add(chunk.id)
+            if any(choice.delta.content for choice in chunk.choices):
+                told()
             for choice in chunk.choices:
                 if choice.index in finishes:
                     raise BrokenStreamError(f"more after the end of choice {choice.index}: {data}")
@@ -257,13 +260,16 @@ class Streams:
     """Most of each choice."""
     expected: list[Answer] = field(default_factory=list)
     chunks: int = 0
-    """Of all of them, when nobody disturbs."""
+    """With text, of all of them, when nobody disturbs."""
+    answers: list[Answer] = field(default_factory=list)
+    """All that clients have been given."""
 
     async def undisturbed(self) -> None:
         """Learn what they give."""
         told = _Counter()
         streams = (stream(self.running, n, self.tokens, told.count) for n in range(self.count))
         self.expected = list(await asyncio.gather(*streams))
+        self.answers += self.expected
         self.chunks = told.counted
 
     async def disturbed(
@@ -278,6 +284,7 @@ class Streams:
         if struck:
             await striking
         striking.cancel()
+        self.answers += [answer for answer in got if isinstance(answer, Answer)]
         different = 0
         for number, (answer, expected) in enumerate(zip(got, self.expected, strict=True)):
             if answer != expected:
@@ -316,6 +323,22 @@ class _Counter:
         self.counted += 1
         if self.counted == self._enough:
             self.reached.set()
+
+
+def ledger(state: Path) -> UsageSum:
+    """What the ledger of a server with this state folder says that all requests used."""
+    store = open_store(f"sqlite:///{state / 'argosy' / 'argosy.db'}")
+    try:
+        return store.usage.report()[0]
+    finally:
+        store.close()
+
+
+async def settled(state: Path, requests: int) -> UsageSum:
+    """The ledger, once it has as many rows."""
+    while (told := await asyncio.to_thread(ledger, state)).requests < requests:  # noqa: ASYNC110 - only asking tells
+        await asyncio.sleep(0.1)
+    return told
 
 
 async def all_back(running: Whole, replicas: int) -> None:
@@ -363,6 +386,7 @@ async def bench(options: argparse.Namespace, state: Path) -> None:
             took[fault].append(time.perf_counter() - begin)
             print(f"round {number + 1}: {fault}, {took[fault][-1]:.1f} s", file=sys.stderr)
         await all_back(running, options.replicas)
+        told = await settled(state, len(streams.answers))
     for fault in faults:
         row = {
             "fault": fault,
@@ -375,6 +399,13 @@ async def bench(options: argparse.Namespace, state: Path) -> None:
             "round_s_most": round(max(took[fault]), 2),
         }
         print(json.dumps(row), flush=True)
+    row = {
+        "requests": len(streams.answers),
+        "rows": told.requests,
+        "tokens_delivered": sum(answer.tokens for answer in streams.answers),
+        "tokens_in_rows": told.output_tokens,
+    }
+    print(json.dumps(row), flush=True)
 
 
 def main() -> None:

@@ -36,24 +36,31 @@ class Display:
         """Move the bar; `done` is from 0 to 1."""
         self._bar.update(self._task, description=what, completed=done, total=1.0)
 
-    def ready(self, url: str, model: str) -> None:
-        """Replace the bar by the panel: requests for `model` are taken at `url`."""
+    def ready(self, url: str, model: str, first_key: str | None, *, keyed: bool) -> None:
+        """Replace the bar by the panel: requests for `model` are taken at `url`, with keys if `keyed`."""
         self._bar.stop()
         base = f"{url}/v1" if url.startswith("http") else url
         headline = Text.assemble((model, "bold"), " is ready at ", (base, "bold green"))
         self._console.print(Panel(headline, title="Argosy", expand=False))
-        self._console.print(_try_next(url, model), soft_wrap=True, markup=False, highlight=False)
+        said = _try_next(url, model, keyed=keyed)
+        if first_key is not None:
+            said = f"""The first key, an administrator's; it is not shown again:
+              export ARGOSY_API_KEY={first_key}
+{said}"""
+        self._console.print(said, soft_wrap=True, markup=False, highlight=False)
 
 
-def _try_next(url: str, model: str) -> str:
+def _try_next(url: str, model: str, *, keyed: bool) -> str:
+    header = ' -H "authorization: Bearer $ARGOSY_API_KEY"' if keyed else ""
     if url.startswith("unix:"):
         socket = url.removeprefix("unix:")
         return f"""Talk to it:   argosy chat --url {url}
-With curl:    curl --unix-socket {socket} http://localhost/v1/models
+With curl:    curl --unix-socket {socket} http://localhost/v1/models{header}
 Ctrl-C stops it."""
     argument = "" if url == "http://127.0.0.1:8000" else f" --url {url}"
+    key = 'os.environ["ARGOSY_API_KEY"]' if keyed else '"none"'
     return f"""Talk to it:   argosy chat{argument}
-OpenAI SDK:   client = OpenAI(base_url="{url}/v1", api_key="none")
-With curl:    curl {url}/v1/chat/completions -H 'content-type: application/json' \\
+OpenAI SDK:   client = OpenAI(base_url="{url}/v1", api_key={key})
+With curl:    curl {url}/v1/chat/completions{header} -H 'content-type: application/json' \\
                 -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
 Ctrl-C stops it."""

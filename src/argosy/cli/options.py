@@ -11,6 +11,7 @@ from argosy.cli.sizes import parse_size
 Level = Literal["debug", "info", "warning", "error"]
 MODEL = "Model"
 MEMORY = "Memory"
+ACCESS = "Access"
 ADVANCED = "Advanced"
 
 Model = Annotated[
@@ -115,6 +116,14 @@ VllmMetrics = Annotated[
 ]
 LogLevel = Annotated[Level, Option(help="How much the log says.", rich_help_panel=ADVANCED)]
 
+Auth = Annotated[
+    Literal["auto", "keys", "off"],
+    Option(
+        help="Who needs an API key: auto lets this machine in while there are no keys, and makes the first"
+        " one when others can connect; keys asks everybody; off asks nobody.",
+        rich_help_panel=ACCESS,
+    ),
+]
 Replicas = Annotated[
     int, Option(min=1, help="Processes that serve the model; they divide the machine's CPUs.")
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from argosy.cli import options
+from argosy.cli.accounts import StoreUrl
 from argosy.cli.failure import BROKEN, fail
 from argosy.cli.settings import with_settings
 from argosy.engine import EngineConfig, ServerConfig
@@ -16,17 +17,21 @@ def serve(
     engine: EngineConfig,
     *,
     replicas: options.Replicas = 1,
+    store: StoreUrl = None,
+    auth: options.Auth = "auto",
     log_level: options.LogLevel = "warning",
 ) -> None:
     """Serve a model with the OpenAI API on this machine (the bundled model by default)."""
     from argosy.cli.display import Display
+    from argosy.cli.doorkeeping import Doorkeeping
     from argosy.cli.whole import Whole
     from argosy.fleet import FleetFailedError
 
     server = msgspec.structs.replace(server, log_level=log_level)
     engine = msgspec.structs.replace(engine, neighbours=replicas - 1)
     with Display() as shown:
-        whole = Whole(server, engine, replicas, shown)
+        host = "localhost" if server.uds is not None else server.host
+        whole = Whole(server, engine, replicas, Doorkeeping(store, auth, host), shown)
         try:
             whole.serve()
         except ValueError as error:

@@ -14,6 +14,7 @@ import msgspec
 import uvloop
 
 from argosy.cli.display import Display
+from argosy.cli.doorkeeping import Doorkeeping
 from argosy.engine import EngineConfig, ServerConfig, locate
 from argosy.fleet import LocalLauncher, ReplicaSpec, Supervisor, runtime_folder
 from argosy.telemetry import configure_logs
@@ -29,13 +30,20 @@ class Whole:
     """One model on this machine, until SIGTERM or SIGINT."""
 
     def __init__(
-        self, server: ServerConfig, engine: EngineConfig, replicas: int, shown: Display
+        self,
+        server: ServerConfig,
+        engine: EngineConfig,
+        replicas: int,
+        door: Doorkeeping,
+        shown: Display,
     ) -> None:
         self._server = server
         self._engine = engine
         self._names = server.names_of(engine.model)
         self._replicas = [f"replica-{number}" for number in range(replicas)]
+        self._door = door
         self._shown = shown
+        self._key: str | None = None
         self._gateway: GatewayServer | None = None
         self._leave = asyncio.Event()
         self._at_once = asyncio.Event()
@@ -75,7 +83,10 @@ class Whole:
         keeping = asyncio.create_task(supervisor.run())
         try:
             with self._listening() as bound:  # who connects now waits for the first replica
-                if not await self._first_replica(supervisor, keeping):
+                preparing = asyncio.create_task(asyncio.to_thread(self._door.prepare))
+                first = await self._first_replica(supervisor, keeping)
+                self._key = await preparing
+                if not first:
                     return
                 self._gateway = GatewayServer(self._config(launcher), self._ready)
                 answering = asyncio.create_task(self._gateway.run(bound))
@@ -111,7 +122,7 @@ class Whole:
 
     def _ready(self, url: str) -> None:
         self.served = True
-        self._shown.ready(url, self._names[0])
+        self._shown.ready(url, self._names[0], self._key, keyed=self._door.keyed)
 
     # --- settings --------------------------------------------------------------------------------
 
@@ -122,6 +133,7 @@ class Whole:
 
     def _config(self, launcher: LocalLauncher) -> GatewayConfig:
         from argosy.gateway import GatewayConfig, ModelConfig, QueueConfig, ReplicaConfig, Timeouts
+        from argosy.store import StoreConfig
 
         server, (name, *aliases) = self._server, self._names
         sockets = [launcher.socket(replica) for replica in self._replicas]
@@ -134,6 +146,7 @@ class Whole:
                 )
             ],
             uds=server.uds,
+            store=StoreConfig(url=self._door.url),
             timeouts=Timeouts(recovery_s=RECOVERY_S),
             queue=QueueConfig(wait_s=self._engine.request_timeout_s),
             drain_deadline_s=server.drain_deadline_s,
