@@ -47,28 +47,30 @@ class GatewayServer:
         self._metrics = GatewayMetrics()
         self._traces = Traces(config.explain)
         self._leave = asyncio.Event()
+        self._at_once = asyncio.Event()
 
     def stop(self) -> None:
-        """Drain, then leave. Call it on the event loop's thread."""
+        """Drain, then leave; called again, leave at once. Call it on the event loop's thread."""
+        if self._leave.is_set():
+            self._at_once.set()
         self._leave.set()
 
-    async def run(self) -> None:
-        """Serve until told to stop. Raises ValueError or OSError, saying what to change, when it cannot."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            with contextlib.suppress(ValueError, RuntimeError):  # not in the main thread
-                loop.add_signal_handler(number, self.stop)
+    async def run(self, bound: socket.socket | None = None) -> None:
+        """Serve until told to stop, on `bound` if that is given.
+
+        Raises ValueError or OSError, saying what to change, when it cannot.
+        """
         store = self._config.store
         books = None if store is None else await Books.open(store)
         try:
-            await self._run(books)
+            await self._run(books, bound)
         finally:
             for replica in self.replicas:
                 replica.upstream.close()
             if books is not None:
                 await books.close()
 
-    async def _run(self, books: Books | None) -> None:
+    async def _run(self, books: Books | None, bound: socket.socket | None) -> None:
         caring: list[Coroutine[Any, Any, None]] = []
         stages: list[Stage] = [Recorder(self._traces, self._metrics, time.monotonic)]
         if books is not None:
@@ -92,10 +94,12 @@ class GatewayServer:
         probers = [Prober(replica) for replica in self.replicas]
         await asyncio.gather(*(prober.probe() for prober in probers))
         caring += [serving.tend(), *(prober.run() for prober in probers)]
-        await self._listen(front, caring)
+        await self._listen(front, bound or self._bind(), caring)
 
-    async def _listen(self, front: Front, caring: list[Coroutine[Any, Any, None]]) -> None:
-        bound, listener = self._bind(), Listener(front)
+    async def _listen(
+        self, front: Front, bound: socket.socket, caring: list[Coroutine[Any, Any, None]]
+    ) -> None:
+        listener = Listener(front)
         listening = asyncio.create_task(listener.serve(sockets=[bound]))
         leaving = asyncio.create_task(self._leave.wait())
         tasks = [asyncio.create_task(care) for care in caring]
@@ -127,9 +131,15 @@ class GatewayServer:
         log.info("draining", in_flight=front.in_flight)
         for server in listener.servers:
             server.close()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._config.drain_deadline_s):
-                await front.idle.wait()
+        idle = asyncio.create_task(front.idle.wait())
+        at_once = asyncio.create_task(self._at_once.wait())
+        await asyncio.wait(
+            {idle, at_once},
+            timeout=self._config.drain_deadline_s,
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        idle.cancel()
+        at_once.cancel()
         listener.force_exit = not front.idle.is_set()
 
     def _bind(self) -> socket.socket:
@@ -143,6 +153,11 @@ def serve_gateway(config: GatewayConfig, on_ready: Callable[[str], None]) -> Non
     configure_logs(config.log_format, config.log_level)
 
     async def run() -> None:
-        await GatewayServer(config, on_ready).run()
+        server = GatewayServer(config, on_ready)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            with contextlib.suppress(ValueError, RuntimeError):  # not in the main thread
+                loop.add_signal_handler(number, server.stop)
+        await server.run()
 
     uvloop.run(run())

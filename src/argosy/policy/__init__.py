@@ -34,6 +34,7 @@ from argosy.policy.routing import (
     cost,
 )
 from argosy.policy.shedding import admits, saturation
+from argosy.policy.supervision import Action, Custody, CustodyLimits, Life
 from argosy.policy.windows import Concurrency, Counter, Period, Window, period
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "PROMOTED_EACH",
     "QUANTUM",
     "Account",
+    "Action",
     "Ask",
     "BoundedHash",
     "Breaker",
@@ -54,12 +56,15 @@ __all__ = [
     "Concurrency",
     "Cost",
     "Counter",
+    "Custody",
+    "CustodyLimits",
     "DispatchQueue",
     "Grant",
     "Hold",
     "LatencyAware",
     "Lease",
     "LeastCost",
+    "Life",
     "Line",
     "Meter",
     "Outcome",

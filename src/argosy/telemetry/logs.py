@@ -22,8 +22,12 @@ _SHARED: list[structlog.typing.Processor] = [
 ]
 
 
-def configure_logs(log_format: LogFormat, level: str = "info") -> None:
-    """Send every log event of the process, the libraries' too, to standard error. Call once."""
+def configure_logs(log_format: LogFormat, level: str = "info", replica: str = "") -> None:
+    """Send every log event of the process, the libraries' too, to standard error. Call once.
+
+    Each event carries the name of the `replica` that the process works for, if any.
+    """
+    shared = [*_SHARED, _named(replica)] if replica else _SHARED
     if log_format == "json":
         render: list[structlog.typing.Processor] = [
             structlog.processors.format_exc_info,
@@ -37,7 +41,7 @@ def configure_logs(log_format: LogFormat, level: str = "info") -> None:
             )
         ]
     structlog.configure(
-        processors=[*_SHARED, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
         wrapper_class=structlog.make_filtering_bound_logger(level),
         logger_factory=structlog.stdlib.LoggerFactory(),
         cache_logger_on_first_use=True,
@@ -45,7 +49,7 @@ def configure_logs(log_format: LogFormat, level: str = "info") -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
-            foreign_pre_chain=_SHARED,
+            foreign_pre_chain=shared,
             processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *render],
         )
     )
@@ -54,6 +58,16 @@ def configure_logs(log_format: LogFormat, level: str = "info") -> None:
     root.setLevel(level.upper())
     for talkative in ("alembic", "uvicorn"):
         logging.getLogger(talkative).setLevel(logging.WARNING)
+
+
+def _named(replica: str) -> structlog.typing.Processor:
+    def name(
+        _logger: object, _method: str, event: structlog.typing.EventDict
+    ) -> structlog.typing.EventDict:
+        event["replica"] = replica
+        return event
+
+    return name
 
 
 def get_log(name: str) -> structlog.typing.FilteringBoundLogger:
