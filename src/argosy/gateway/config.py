@@ -9,7 +9,9 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from argosy.gateway.explain import ExplainConfig
 from argosy.gateway.replicas import Kind
+from argosy.store import StoreConfig
 
 Routing = Literal["least-cost", "round-robin", "power-of-two", "latency", "hash"]
 Positive = Annotated[float, Meta(gt=0)]
@@ -65,8 +67,11 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """0 takes a free one."""
     uds: str | None = None
     """Path of a Unix domain socket to listen on instead."""
+    store: StoreConfig | None = None
+    """Accounts, keys, limits, prices and the ledger; None: one person, on their own machine."""
     timeouts: Timeouts = Timeouts()
     queue: QueueConfig = QueueConfig()
+    explain: ExplainConfig = ExplainConfig()
     attempts: Annotated[int, Meta(ge=1, le=10)] = 4
     """Most replicas that one request is tried on before its first byte."""
     body_limit_bytes: int = 32 * 1024 * 1024

@@ -1,4 +1,4 @@
-"""Runs a gateway: builds its pools, listens, looks after replicas and streams, and on SIGTERM drains and leaves."""
+"""Runs a gateway: opens its books, listens, looks after replicas and streams, and on SIGTERM drains and leaves."""
 
 from __future__ import annotations
 
@@ -6,41 +6,46 @@ import asyncio
 import contextlib
 import signal
 import socket
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 import structlog
 import uvloop
 
-from argosy.gateway.config import GatewayConfig, ModelConfig, Timeouts, key_of
+from argosy.gateway.books import Books
+from argosy.gateway.caller import ANYONE
+from argosy.gateway.config import GatewayConfig
+from argosy.gateway.explain import Traces
 from argosy.gateway.front import Front
+from argosy.gateway.journey import Stage
+from argosy.gateway.ledger import Ledger
+from argosy.gateway.operating import Operating, read_replicas
+from argosy.gateway.pools import build_models
 from argosy.gateway.probing import Prober
-from argosy.gateway.replicas import Pool, Replica
+from argosy.gateway.recorder import Recorder
 from argosy.gateway.serving import Serving
-from argosy.gateway.upstream import Upstream, parse_endpoint
-from argosy.policy import CHOOSERS
-from argosy.telemetry import configure_logs
+from argosy.store import Directory
+from argosy.telemetry import GatewayMetrics, GatewayReading, configure_logs
 from argosy.web import Listener, bind, bind_unix, url_of
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
 
 class GatewayServer:
-    """One gateway from start to end. `on_ready` is called with its base URL."""
+    """One gateway from start to end. `on_ready` is called with its base URL.
+
+    Raises ValueError, saying what to change, when the configuration cannot be meant.
+    """
 
     def __init__(self, config: GatewayConfig, on_ready: Callable[[str], None]) -> None:
         self._config = config
         self._on_ready = on_ready
-        pools = [_pool(model, config.timeouts) for model in config.models]
-        named = {
-            name: pool
-            for model, pool in zip(config.models, pools, strict=True)
-            for name in (model.name, *model.aliases)
-        }
-        self.replicas = [replica for pool in pools for replica in pool.replicas.values()]
-        self._serving = Serving(named, config)
-        self.front = Front(named, self._serving, config)
-        self._listener = Listener(self.front)
+        self._models = build_models(config)
+        self.replicas = [one for pool in self._models.pools for one in pool.replicas.values()]
+        self._metrics = GatewayMetrics()
+        self._traces = Traces(config.explain)
         self._leave = asyncio.Event()
 
     def stop(self) -> None:
@@ -48,46 +53,84 @@ class GatewayServer:
         self._leave.set()
 
     async def run(self) -> None:
-        """Serve until told to stop. Raises OSError when the address is taken."""
+        """Serve until told to stop. Raises ValueError or OSError, saying what to change, when it cannot."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             with contextlib.suppress(ValueError, RuntimeError):  # not in the main thread
                 loop.add_signal_handler(number, self.stop)
+        store = self._config.store
+        books = None if store is None else await Books.open(store)
+        try:
+            await self._run(books)
+        finally:
+            for replica in self.replicas:
+                replica.upstream.close()
+            if books is not None:
+                await books.close()
+
+    async def _run(self, books: Books | None) -> None:
+        caring: list[Coroutine[Any, Any, None]] = []
+        stages: list[Stage] = [Recorder(self._traces, self._metrics, time.monotonic)]
+        if books is not None:
+            ledger = Ledger(books.spool)
+            stages.append(ledger)
+
+            def update(directory: Directory) -> None:
+                ledger.update(directory)
+
+            update(books.directory)
+            caring += [books.keep_fresh(update), books.forget()]
+        serving = Serving(self._models, self._config, stages)
+        front = Front(
+            self._models,
+            serving,
+            Operating(self._models, self._metrics, lambda: self._read(front, serving, books)),
+            identify=lambda _: ANYONE,
+            metrics=self._metrics,
+            config=self._config,
+        )
         probers = [Prober(replica) for replica in self.replicas]
         await asyncio.gather(*(prober.probe() for prober in probers))
-        bound = self._bind()
-        listening = asyncio.create_task(self._listener.serve(sockets=[bound]))
-        caring = [asyncio.create_task(prober.run()) for prober in probers]
-        caring.append(asyncio.create_task(self._serving.tend()))
+        caring += [serving.tend(), *(prober.run() for prober in probers)]
+        await self._listen(front, caring)
+
+    async def _listen(self, front: Front, caring: list[Coroutine[Any, Any, None]]) -> None:
+        bound, listener = self._bind(), Listener(front)
+        listening = asyncio.create_task(listener.serve(sockets=[bound]))
+        leaving = asyncio.create_task(self._leave.wait())
+        tasks = [asyncio.create_task(care) for care in caring]
         url = url_of(bound)
         log.info("ready", url=url, models=[model.name for model in self._config.models])
         self._on_ready(url)
-        leaving = asyncio.create_task(self._leave.wait())
         try:
             await asyncio.wait({listening, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            await self._drain()
+            await self._drain(front, listener)
         finally:
-            for task in (*caring, leaving):
+            for task in (*tasks, leaving):
                 task.cancel()
-            self._listener.should_exit = True
+            listener.should_exit = True
             await listening
-            for replica in self.replicas:
-                replica.upstream.close()
-            self._unlink()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            if self._config.uds is not None:
+                Path(self._config.uds).unlink(missing_ok=True)
 
-    async def _drain(self) -> None:
+    def _read(self, front: Front, serving: Serving, books: Books | None) -> GatewayReading:
+        return GatewayReading(
+            in_flight=front.in_flight,
+            queued=serving.queued,
+            replicas=read_replicas(self._models.pools),
+            backlog=0 if books is None else books.spool.waiting,
+        )
+
+    async def _drain(self, front: Front, listener: Listener) -> None:
         """Let what runs end, for as long as it may."""
-        log.info("draining", in_flight=self.front.in_flight)
-        for server in self._listener.servers:
+        log.info("draining", in_flight=front.in_flight)
+        for server in listener.servers:
             server.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._config.drain_deadline_s):
-                await self.front.idle.wait()
-        self._listener.force_exit = not self.front.idle.is_set()
-
-    def _unlink(self) -> None:
-        if self._config.uds is not None:
-            Path(self._config.uds).unlink(missing_ok=True)
+                await front.idle.wait()
+        listener.force_exit = not front.idle.is_set()
 
     def _bind(self) -> socket.socket:
         if self._config.uds is not None:
@@ -103,16 +146,3 @@ def serve_gateway(config: GatewayConfig, on_ready: Callable[[str], None]) -> Non
         await GatewayServer(config, on_ready).run()
 
     uvloop.run(run())
-
-
-def _pool(model: ModelConfig, timeouts: Timeouts) -> Pool:
-    replicas = []
-    for wanted in model.replicas:
-        key = key_of(wanted)
-        headers = () if key is None else ((b"authorization", b"Bearer " + key.encode()),)
-        upstream = Upstream(
-            parse_endpoint(wanted.url), headers=headers, connect_timeout_s=timeouts.connect_s
-        )
-        name = wanted.model or model.name
-        replicas.append(Replica(wanted.url, wanted.kind, name, upstream, most=wanted.max_requests))
-    return Pool(model.name, replicas, CHOOSERS[model.routing]())

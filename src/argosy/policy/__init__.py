@@ -4,7 +4,9 @@ from argosy.policy.affinity import BLOCK_BYTES, BLOCK_TOKENS, PrefixIndex, chain
 from argosy.policy.breaker import Breaker, BreakerLimits, Outcome, classify, usable
 from argosy.policy.fairness import INPUT_PRICE, OUTPUT_PRICE, Account, TenantShares
 from argosy.policy.limits import Concurrency, Refusal, Reservation, Scope, Window, reserve
+from argosy.policy.measured import Line, PeakEwma, Rate
 from argosy.policy.order import PROMOTED_EACH, QUANTUM, DispatchQueue, Waiting
+from argosy.policy.prices import NO_CHARGE, Priced, PriceList, Rates
 from argosy.policy.retries import RetryBudget, backoff_s
 from argosy.policy.routing import (
     CHOOSERS,
@@ -19,12 +21,14 @@ from argosy.policy.routing import (
     RouteRequest,
     cost,
 )
+from argosy.policy.shedding import admits, saturation
 
 __all__ = [
     "BLOCK_BYTES",
     "BLOCK_TOKENS",
     "CHOOSERS",
     "INPUT_PRICE",
+    "NO_CHARGE",
     "OUTPUT_PRICE",
     "PROMOTED_EACH",
     "QUANTUM",
@@ -38,9 +42,15 @@ __all__ = [
     "DispatchQueue",
     "LatencyAware",
     "LeastCost",
+    "Line",
     "Outcome",
+    "PeakEwma",
     "PowerOfTwo",
     "PrefixIndex",
+    "PriceList",
+    "Priced",
+    "Rate",
+    "Rates",
     "Refusal",
     "ReplicaLoad",
     "Reservation",
@@ -51,10 +61,12 @@ __all__ = [
     "TenantShares",
     "Waiting",
     "Window",
+    "admits",
     "backoff_s",
     "chain",
     "classify",
     "cost",
     "reserve",
+    "saturation",
     "usable",
 ]

@@ -20,6 +20,8 @@ from argosy.store.records import (
     User,
     Window,
 )
+from argosy.store.slots import Slot
+from argosy.store.spool import Spool, SpoolError, SpoolFullError, spool_folder
 from argosy.store.store import Store, StoreConfig, default_url, open_store
 from argosy.store.usage import Group, ReportRow, UsageFilter, UsageLog, UsageSum
 
@@ -39,6 +41,10 @@ __all__ = [
     "Project",
     "ReportRow",
     "Role",
+    "Slot",
+    "Spool",
+    "SpoolError",
+    "SpoolFullError",
     "Store",
     "StoreConfig",
     "StoreError",
@@ -55,4 +61,5 @@ __all__ = [
     "default_url",
     "digest",
     "open_store",
+    "spool_folder",
 ]

@@ -91,6 +91,8 @@ class Exchange:
         self.path: str = scope["path"]
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.request_id = self._find_request_id()
+        self.extra: list[tuple[bytes, bytes]] = []
+        """Headers of the answer, whatever it will be."""
         self.status: int | None = None
         """The status that was sent, once it was."""
         self.complete = False
@@ -204,9 +206,13 @@ class Exchange:
         await self._write({"type": "http.response.body", "body": b""})
         self.complete = True
 
-    async def drop(self) -> None:
-        """Cut the connection at once, whatever waits to be sent."""
+    def cut(self) -> None:
+        """Cut the connection at once, whatever waits to be sent; whoever watches learns of it."""
         self._wire.cut()
+
+    async def drop(self) -> None:
+        """The same, for whoever answers."""
+        self.cut()
         await asyncio.sleep(0)  # the server learns of it before we return
 
     def age_ms(self) -> float:
@@ -216,6 +222,7 @@ class Exchange:
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         spent_ms = str(round((time.monotonic() - self.arrived) * 1000)).encode()
         headers += [
+            *self.extra,
             (b"x-request-id", self.request_id.encode("latin-1")),
             (b"openai-processing-ms", spent_ms),
         ]
