@@ -67,16 +67,16 @@ class Ledger:
         try:
             slot = self._spool.begin(row, rates)
         except SpoolFullError:
-            message = "Usage cannot be recorded at the moment, so nothing is answered. Try again later."
+            message = (
+                "Usage cannot be recorded at the moment, so nothing is answered. Try again later."
+            )
             raise ApiError(503, "ledger_full", message, retry_after_s=RETRY_AFTER_S) from None
         self._open[id(journey)] = slot, rates
 
     def counted(self, journey: Journey) -> str | None:
         """Count what was delivered so far."""
         told = journey.delivered
-        self._open[id(journey)][0].count(
-            told.prompt_tokens, told.cached_tokens, told.output_tokens
-        )
+        self._open[id(journey)][0].count(told.prompt_tokens, told.cached_tokens, told.output_tokens)
         return None
 
     def leave(self, journey: Journey) -> None:

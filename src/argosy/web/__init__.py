@@ -1,6 +1,7 @@
 """Serving HTTP/1.1: hardened connections, requests and answers under limits, listening sockets."""
 
 from argosy.web.exchange import (
+    EXCHANGE,
     JSON,
     App,
     DisconnectedError,
@@ -15,6 +16,7 @@ from argosy.web.exchange import (
 from argosy.web.listen import GOODBYE_S, Listener, bind, bind_unix, url_of
 
 __all__ = [
+    "EXCHANGE",
     "GOODBYE_S",
     "JSON",
     "App",

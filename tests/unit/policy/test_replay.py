@@ -118,7 +118,9 @@ def replay(world: World, rule: Chooser, seed: int) -> float:
     return statistics.fmean(times)
 
 
-def traffic(draws: random.Random, per_s: float, prompts: Sequence[int], warm: float) -> list[Request]:
+def traffic(
+    draws: random.Random, per_s: float, prompts: Sequence[int], warm: float
+) -> list[Request]:
     """Poisson arrivals; a part `warm` of them begins with one of a few long prefixes, one of which is hot."""
     prefixes = [draws.randbytes(2048) for _ in range(8)]
     times = itertools.accumulate(draws.expovariate(per_s) for _ in range(REQUESTS))
