@@ -79,7 +79,9 @@ class Bench:
     ) -> None:
         for name, way in self.ways.items():
             slow = name in PROXIES and PROXIES[name].slow
-            if (slow and part not in {"json", "64 streams"}) or (only and not name.startswith(only)):
+            if (slow and part not in {"json", "64 streams"}) or (
+                only and not name.startswith(only)
+            ):
                 continue
             try:
                 figures = measure(way)
@@ -143,7 +145,8 @@ def medians(found: dict[str, dict[str, list[Figures]]]) -> dict[str, dict[str, F
         for way, rounds in ways.items():
             values = {
                 figure: statistics.median(
-                    each[figure] - (direct[n][figure] if added(way, figure) and n < len(direct) else 0)
+                    each[figure]
+                    - (direct[n][figure] if added(way, figure) and n < len(direct) else 0)
                     for n, each in enumerate(rounds)
                 )
                 for figure in rounds[0]
@@ -183,9 +186,11 @@ def rows(bench: Bench, missing: dict[str, str]) -> Iterator[dict[str, object]]:
     for part, ways in table.items():
         for way, figures in ways.items():
             rounds = [{f: round(v, 3) for f, v in each.items()} for each in bench.found[part][way]]
-            yield {"part": part, "proxy": way, "version": bench.ways[way].version} | figures | {
-                "rounds": rounds
-            }
+            yield (
+                {"part": part, "proxy": way, "version": bench.ways[way].version}
+                | figures
+                | {"rounds": rounds}
+            )
     yield from ratios(table)
     for name, why in (missing | bench.failed).items():
         yield {"proxy": name, "missing": why}
@@ -210,7 +215,10 @@ def markdown(bench: Bench, missing: dict[str, str]) -> str:
         lines.append(_line([f"{OURS} / best rival", *(f"{against.get(c, '')}" for c in columns)]))
     notes = [
         f"ttft and delay: what a proxy adds to the direct way's ({LATE_MS} ms late ends `most`).",
-        *(f"Not measured, wholly or in part: {n}: {w}." for n, w in (missing | bench.failed).items()),
+        *(
+            f"Not measured, wholly or in part: {n}: {w}."
+            for n, w in (missing | bench.failed).items()
+        ),
     ]
     return "\n".join([*lines, "", *notes])
 

@@ -133,7 +133,7 @@ def _argosy(place: Place, replica: dict[str, object]) -> Start:
 
 
 def nginx(place: Place) -> Start:
-    """nginx as a plain proxy that keeps its connections and buffers nothing."""
+    """Nginx as a plain proxy that keeps its connections and buffers nothing."""
     program = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
     if program is None:
         raise FileNotFoundError("not installed: the package nginx of the distribution")
