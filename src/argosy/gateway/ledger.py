@@ -1,4 +1,4 @@
-"""Usage of every request that was let in: a row in the local journal from its beginning, settled in the store after its end."""
+"""Usage of every request that was let in: a row in the local journal from its beginning, in the store after its end."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Ledger:
         caller, model = journey.caller, journey.pool.model
         rates = self._prices.rates(model, TIERS[caller.tier], self._clock())
         row = UsageRow(
-            request=journey.identity.partition(b" ")[0].decode(),
+            request=journey.id,
             organisation=caller.organisation,
             project=caller.project,
             key=caller.key,
