@@ -14,13 +14,15 @@ from typing import Any
 import structlog
 import uvloop
 
+from argosy.gateway.admin import build_admin
 from argosy.gateway.books import Books
-from argosy.gateway.caller import ANYONE
 from argosy.gateway.config import GatewayConfig
 from argosy.gateway.explain import Traces
 from argosy.gateway.front import Front
+from argosy.gateway.identity import Identity, check_exposure
 from argosy.gateway.journey import Stage
 from argosy.gateway.ledger import Ledger
+from argosy.gateway.limits import Limits, shared_state
 from argosy.gateway.operating import Operating, read_replicas
 from argosy.gateway.pools import build_models
 from argosy.gateway.probing import Prober
@@ -44,58 +46,73 @@ class GatewayServer:
         self._on_ready = on_ready
         self._models = build_models(config)
         self.replicas = [one for pool in self._models.pools for one in pool.replicas.values()]
+        self._identity = Identity(Directory(), config.auth)
         self._metrics = GatewayMetrics()
         self._traces = Traces(config.explain)
         self._leave = asyncio.Event()
+        self._at_once = asyncio.Event()
 
     def stop(self) -> None:
-        """Drain, then leave. Call it on the event loop's thread."""
+        """Drain, then leave; called again, leave at once. Call it on the event loop's thread."""
+        if self._leave.is_set():
+            self._at_once.set()
         self._leave.set()
 
-    async def run(self) -> None:
-        """Serve until told to stop. Raises ValueError or OSError, saying what to change, when it cannot."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            with contextlib.suppress(ValueError, RuntimeError):  # not in the main thread
-                loop.add_signal_handler(number, self.stop)
-        store = self._config.store
-        books = None if store is None else await Books.open(store)
-        try:
-            await self._run(books)
-        finally:
-            for replica in self.replicas:
-                replica.upstream.close()
-            if books is not None:
-                await books.close()
+    async def run(self, bound: socket.socket | None = None) -> None:
+        """Serve until told to stop, on `bound` if that is given.
 
-    async def _run(self, books: Books | None) -> None:
-        caring: list[Coroutine[Any, Any, None]] = []
+        Raises ValueError or OSError, saying what to change, when it cannot.
+        """
         stages: list[Stage] = [Recorder(self._traces, self._metrics, time.monotonic)]
-        if books is not None:
-            ledger = Ledger(books.spool)
-            stages.append(ledger)
+        async with contextlib.AsyncExitStack() as closing:
+            closing.callback(self._close_upstreams)
+            books, caring = None, []
+            if self._config.store is not None:
+                books = await Books.open(self._config.store)
+                closing.push_async_callback(books.close)
+                limits = Limits(shared_state(self._config.limits))
+                await limits.start()
+                closing.push_async_callback(limits.close)
+                ledger = Ledger(books.spool)
+                stages += [limits, ledger]
+                keeping = _Keeping(books, self._identity, limits, ledger)
+                await keeping.update(books.directory)
+                caring = [books.keep_fresh(keeping.update), books.forget()]
+            if bound is None:
+                bound = self._bind(books)
+            await self._serve(stages, books, bound, caring)
 
-            def update(directory: Directory) -> None:
-                ledger.update(directory)
-
-            update(books.directory)
-            caring += [books.keep_fresh(update), books.forget()]
+    async def _serve(
+        self,
+        stages: list[Stage],
+        books: Books | None,
+        bound: socket.socket,
+        caring: list[Coroutine[Any, Any, None]],
+    ) -> None:
         serving = Serving(self._models, self._config, stages)
         front = Front(
             self._models,
             serving,
             Operating(self._models, self._metrics, lambda: self._read(front, serving, books)),
-            identify=lambda _: ANYONE,
+            identify=self._identity.identify,
+            admin=build_admin(
+                None if books is None else books.store,
+                self._identity,
+                self._explain,
+                _nothing if books is None else books.changed,
+            ),
             metrics=self._metrics,
             config=self._config,
         )
         probers = [Prober(replica) for replica in self.replicas]
         await asyncio.gather(*(prober.probe() for prober in probers))
         caring += [serving.tend(), *(prober.run() for prober in probers)]
-        await self._listen(front, caring)
+        await self._listen(front, bound, caring)
 
-    async def _listen(self, front: Front, caring: list[Coroutine[Any, Any, None]]) -> None:
-        bound, listener = self._bind(), Listener(front)
+    async def _listen(
+        self, front: Front, bound: socket.socket, caring: list[Coroutine[Any, Any, None]]
+    ) -> None:
+        listener = Listener(front)
         listening = asyncio.create_task(listener.serve(sockets=[bound]))
         leaving = asyncio.create_task(self._leave.wait())
         tasks = [asyncio.create_task(care) for care in caring]
@@ -113,9 +130,9 @@ class GatewayServer:
             await asyncio.gather(*tasks, return_exceptions=True)
             self._unlink()
 
-    def _unlink(self) -> None:
-        if self._config.uds is not None:
-            Path(self._config.uds).unlink(missing_ok=True)
+    def _explain(self, request: str) -> dict[str, Any] | None:
+        trace = self._traces.find(request)
+        return None if trace is None else trace.tell()
 
     def _read(self, front: Front, serving: Serving, books: Books | None) -> GatewayReading:
         return GatewayReading(
@@ -130,15 +147,56 @@ class GatewayServer:
         log.info("draining", in_flight=front.in_flight)
         for server in listener.servers:
             server.close()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._config.drain_deadline_s):
-                await front.idle.wait()
+        idle = asyncio.create_task(front.idle.wait())
+        at_once = asyncio.create_task(self._at_once.wait())
+        await asyncio.wait(
+            {idle, at_once},
+            timeout=self._config.drain_deadline_s,
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        idle.cancel()
+        at_once.cancel()
         listener.force_exit = not front.idle.is_set()
 
-    def _bind(self) -> socket.socket:
+    def _bind(self, books: Books | None) -> socket.socket:
+        """Raises ValueError when anybody could come in who should not, OSError when the address is taken."""
+        config = self._config
+        if config.uds is not None:
+            return bind_unix(Path(config.uds))
+        check_exposure(config.host, config.auth, Directory() if books is None else books.directory)
+        return bind(config.host, config.port)
+
+    def _unlink(self) -> None:
         if self._config.uds is not None:
-            return bind_unix(Path(self._config.uds))
-        return bind(self._config.host, self._config.port)
+            Path(self._config.uds).unlink(missing_ok=True)
+
+    def _close_upstreams(self) -> None:
+        for replica in self.replicas:
+            replica.upstream.close()
+
+
+class _Keeping:
+    """Tells whoever goes by the accounts what they are now."""
+
+    def __init__(self, books: Books, identity: Identity, limits: Limits, ledger: Ledger) -> None:
+        self._books = books
+        self._identity = identity
+        self._limits = limits
+        self._ledger = ledger
+        self._known: Directory | None = None
+
+    async def update(self, directory: Directory) -> None:
+        """Called each second. Raises StoreError."""
+        if directory is not self._known:
+            self._known = directory
+            self._identity.update(directory)
+            self._limits.update(directory)
+            self._ledger.update(directory)
+        await self._limits.seed(self._books.store.usage.spent)
+
+
+def _nothing() -> None:
+    """Nobody has accounts that could change."""
 
 
 def serve_gateway(config: GatewayConfig, on_ready: Callable[[str], None]) -> None:
@@ -146,6 +204,11 @@ def serve_gateway(config: GatewayConfig, on_ready: Callable[[str], None]) -> Non
     configure_logs(config.log_format, config.log_level)
 
     async def run() -> None:
-        await GatewayServer(config, on_ready).run()
+        server = GatewayServer(config, on_ready)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            with contextlib.suppress(ValueError, RuntimeError):  # not in the main thread
+                loop.add_signal_handler(number, server.stop)
+        await server.run()
 
     uvloop.run(run())
