@@ -66,7 +66,7 @@ class GatewayServer:
         stages: list[Stage] = [Recorder(self._traces, self._metrics, time.monotonic)]
         async with contextlib.AsyncExitStack() as closing:
             closing.callback(self._close_upstreams)
-            books, caring = None, []
+            books, keeping = None, None
             if self._config.store is not None:
                 books = await Books.open(self._config.store)
                 closing.push_async_callback(books.close)
@@ -77,9 +77,11 @@ class GatewayServer:
                 stages += [limits, ledger]
                 keeping = _Keeping(books, self._identity, limits, ledger)
                 await keeping.update(books.directory)
-                caring = [books.keep_fresh(keeping.update), books.forget()]
             if bound is None:
                 bound = self._bind(books)
+            caring: list[Coroutine[Any, Any, None]] = []
+            if books is not None and keeping is not None:
+                caring = [books.keep_fresh(keeping.update), books.forget()]
             await self._serve(stages, books, bound, caring)
 
     async def _serve(

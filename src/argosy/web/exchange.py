@@ -92,7 +92,7 @@ class Exchange:
         self.arrived = time.monotonic()
         self.method: str = scope["method"]
         self.path: str = scope["path"]
-        self.query: bytes = scope["query_string"]
+        self.query: bytes = scope.get("query_string", b"")
         """What came after the path's `?`."""
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.peer = _peer(scope)
