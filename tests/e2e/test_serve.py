@@ -156,6 +156,10 @@ def test_two_replicas_share_the_work_and_one_may_die() -> None:
             pass
         with server.client() as client:
             assert [card.id for card in client.models.list()] == ["mini"]
+        for number in range(2):
+            metrics = httpx2.get(f"{server.url}/replicas/replica-{number}/metrics")
+            assert "argosy_step_seconds_total" in metrics.text
+        assert httpx2.get(f"{server.url}/replicas/replica-2/metrics").status_code == 404
         undisturbed = story(server, SimpleQueue())
         victim, _ = server.replicas()
         pieces: SimpleQueue[str] = SimpleQueue()

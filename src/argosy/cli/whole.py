@@ -136,13 +136,15 @@ class Whole:
         from argosy.store import StoreConfig
 
         server, (name, *aliases) = self._server, self._names
-        sockets = [launcher.socket(replica) for replica in self._replicas]
         return GatewayConfig(
             models=[
                 ModelConfig(
                     name=name,
                     aliases=tuple(aliases),
-                    replicas=[ReplicaConfig(url=f"unix:{socket}") for socket in sockets],
+                    replicas=[
+                        ReplicaConfig(name=replica, url=f"unix:{launcher.socket(replica)}")
+                        for replica in self._replicas
+                    ],
                 )
             ],
             uds=server.uds,

@@ -14,7 +14,7 @@ from argosy.gateway.caller import ANYONE, Caller
 from argosy.gateway.config import GatewayConfig
 from argosy.gateway.models import Models
 from argosy.gateway.operating import Operating
-from argosy.gateway.passing import Passing
+from argosy.gateway.passing import METRICS, REPLICAS, Passing
 from argosy.gateway.serving import Serving
 from argosy.protocol import ApiError, Status, Version
 from argosy.telemetry import GatewayMetrics, request_context
@@ -24,7 +24,7 @@ log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gatewa
 
 Handler = Callable[[Exchange, Caller], Awaitable[None]]
 MODELS = "/v1/models/"
-_QUIET = frozenset({"/health", "/ready", "/metrics"})
+_QUIET = frozenset({"/health", "/ready", "/metrics", "/replicas/{name}/metrics"})
 _encode = msgspec.json.Encoder().encode
 
 
@@ -71,6 +71,7 @@ class Front:
             Route("/version", "GET", self._version, open=True),
         )
         self._routes = {route.name: route for route in routes}
+        self._replica_route = Route(REPLICAS + "{name}" + METRICS, "GET", passing.metrics)
         self._card_route = Route(MODELS + "{model}", "GET", self._card)
         self.in_flight = 0
         self.idle = asyncio.Event()
@@ -96,6 +97,8 @@ class Front:
         found = self._routes.get(path)
         if found is None and path.startswith(MODELS) and len(path) > len(MODELS):
             return self._card_route
+        if found is None and path.startswith(REPLICAS) and path.endswith(METRICS):
+            return self._replica_route
         return found
 
     async def _answer(self, exchange: Exchange, route: Route | None) -> None:
