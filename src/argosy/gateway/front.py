@@ -103,13 +103,7 @@ class Front:
 
     async def _answer(self, exchange: Exchange, route: Route | None) -> None:
         try:
-            if route is None:
-                raise ApiError(404, "not_found", f"There is nothing at {exchange.path[:200]!r}.")
-            caller = ANYONE if route.open else self._identify(exchange)
-            if exchange.method not in {route.method, "HEAD" if route.method == "GET" else ""}:
-                message = f"{exchange.path} takes {route.method}, not {exchange.method[:20]}."
-                raise ApiError(405, "method_not_allowed", f"{message} Use {route.method}.")
-            await route.handler(exchange, caller)
+            await self._handle(exchange, route)
         except ApiError as error:
             exchange.failure = error.code
             await self._refuse(exchange, error)
@@ -122,6 +116,15 @@ class Front:
             exchange.failure = "internal_error"
             message = "An internal error. Report it with the request id."
             await self._refuse(exchange, ApiError(500, "internal_error", message))
+
+    async def _handle(self, exchange: Exchange, route: Route | None) -> None:
+        if route is None:
+            raise ApiError(404, "not_found", f"There is nothing at {exchange.path[:200]!r}.")
+        caller = ANYONE if route.open else self._identify(exchange)
+        if exchange.method not in {route.method, "HEAD" if route.method == "GET" else ""}:
+            message = f"{exchange.path} takes {route.method}, not {exchange.method[:20]}."
+            raise ApiError(405, "method_not_allowed", f"{message} Use {route.method}.")
+        await route.handler(exchange, caller)
 
     async def _refuse(self, exchange: Exchange, error: ApiError) -> None:
         """Answer with `error`; when the answer has begun already, cutting it off is all there is."""

@@ -115,8 +115,11 @@ class GatewayServer:
             listener.should_exit = True
             await listening
             await asyncio.gather(*tasks, return_exceptions=True)
-            if self._config.uds is not None:
-                Path(self._config.uds).unlink(missing_ok=True)
+            self._unlink()
+
+    def _unlink(self) -> None:
+        if self._config.uds is not None:
+            Path(self._config.uds).unlink(missing_ok=True)
 
     def _read(self, front: Front, serving: Serving, books: Books | None) -> GatewayReading:
         return GatewayReading(

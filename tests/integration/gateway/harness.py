@@ -91,12 +91,14 @@ async def front(
         asyncio.create_task(listener.serve(sockets=[bound])),
         asyncio.create_task(serving.tend()),
     ]
-    async with httpx2.AsyncClient(base_url=url_of(bound), timeout=30) as client:
-        yield Running(client, traces, metrics)
-    await app.idle.wait()
-    listener.should_exit = True
-    await tasks[0]
-    tasks[1].cancel()
-    for replica in replicas:
-        assert replica.load.in_flight == 0
-        replica.upstream.close()
+    try:
+        async with httpx2.AsyncClient(base_url=url_of(bound), timeout=30) as client:
+            yield Running(client, traces, metrics)
+        await app.idle.wait()
+        assert all(replica.load.in_flight == 0 for replica in replicas)
+    finally:
+        listener.should_exit = True
+        await tasks[0]
+        tasks[1].cancel()
+        for replica in replicas:
+            replica.upstream.close()

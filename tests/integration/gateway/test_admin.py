@@ -48,18 +48,14 @@ async def admin(
     store: Store | None,
     cards: Cards = lambda _: None,
     *,
+    changed: Callable[[], None] = lambda: None,
     directory: Directory | None = None,
     unix: Path | None = None,
 ) -> AsyncIterator[httpx2.AsyncClient]:
-    """A client without a key; every change of the store counts at once, unless a directory is given."""
-
-    def known() -> Directory:
-        if store is None or directory is not None:
-            return directory or Directory()
-        return store.directory()
-
-    identity = Identity(known(), AuthConfig())
-    answer = build_admin(store, identity, cards, lambda: identity.update(known()))
+    """A client without a key. Callers are those of the directory, by default the store's."""
+    if directory is None:
+        directory = Directory() if store is None else store.directory()
+    answer = build_admin(store, Identity(directory, AuthConfig()), cards, changed)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send, Limits())
@@ -165,6 +161,17 @@ async def test_a_key_is_rotated_with_overlap_and_revoked(store: Store, keys: Key
         refused = await client.get("/admin/me", headers=keys["caller"])
         assert told(refused) == (401, "invalid_api_key", None)
         assert (await client.get("/admin/me", headers=fresh)).status_code == 200
+
+
+async def test_whoever_keeps_accounts_is_told_of_changes(store: Store, keys: Keys) -> None:
+    told_of: list[int] = []
+    async with admin(store, changed=lambda: told_of.append(store.version())) as client:
+        client.headers |= keys["admin"]
+        before = store.version()
+        await done(await client.get("/admin/keys"))
+        assert not told_of
+        await done(await client.post("/admin/organisations", json={"name": "zeta"}))
+        assert told_of == [before + 1]
 
 
 async def test_users_and_projects_change_and_end(store: Store, keys: Keys) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from structlog.testing import capture_logs
 from tests.integration.gateway.people import (
@@ -123,6 +124,12 @@ def test_an_update_counts_at_once() -> None:
     who.update(directory(key("b")))
     assert refusal(who, bearer(plain("a"))) == (401, "invalid_api_key")
     assert who.identify(bearer(plain("b"))).key == "key_b"
+
+
+def test_an_older_directory_does_not_undo_a_newer_one() -> None:
+    who = Identity(msgspec.structs.replace(directory(key("a")), version=2), AuthConfig(), Clock())
+    who.update(msgspec.structs.replace(directory(key("b")), version=1))
+    assert who.identify(bearer(plain("a"))).key == "key_a"
 
 
 def test_no_refusal_tells_the_key() -> None:

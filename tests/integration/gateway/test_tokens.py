@@ -326,6 +326,7 @@ def test_keys_can_come_from_a_file_or_a_url_of_their_own(issuing: Issuer, tmp_pa
         ("{}", "no JSON Web Key Set"),
         ("nonsense", "no JSON Web Key Set"),
         ('{"keys": []}', "no public key"),
+        ('{"keys": [{"kty": ["RSA"]}]}', "no public key"),
         ('{"keys": [{"kty": "oct", "k": "c2VjcmV0", "kid": "x"}]}', "no public key"),
     ],
 )
@@ -337,6 +338,15 @@ def test_a_file_without_keys_is_refused_at_the_start(tmp_path: Path, text: str, 
         Identity(directory(), AuthConfig(jwt=config))
 
 
-def test_settings_without_keys_are_refused() -> None:
-    with pytest.raises(ValueError, match="give an issuer"):
-        Identity(directory(), AuthConfig(jwt=JwtConfig(audience=("argosy",))))
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, "give the URL of an issuer"),
+        ({"issuer": "acme"}, "give the URL of an issuer"),
+        ({"issuer": "acme", "jwks": "/no/such/file"}, "/no/such/file cannot be read"),
+    ],
+)
+def test_settings_without_keys_are_refused(settings: dict[str, str], said: str) -> None:
+    config = JwtConfig(audience=("argosy",), **settings)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=said):
+        Identity(directory(), AuthConfig(jwt=config))

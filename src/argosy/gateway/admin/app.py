@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import parse_qsl
@@ -36,8 +37,9 @@ def build_admin(
 ) -> App:
     """The application for /admin, to which requests are handed by `Exchange.hand_to`.
 
-    `cards` tells what became of a request, by its id, and `changed` is called when accounts were changed, both on the
-    event loop's thread. Refusals are raised as ApiError, for whoever handed over the exchange to answer.
+    `cards` tells what became of a request, by its id. `changed` is called when accounts were changed; `identity` knows
+    by then. Both are called on the event loop's thread. Refusals are raised as ApiError, for whoever handed over
+    the exchange to answer.
     """
     desk = Desk(store, cards)
     by_path: dict[str, dict[str, Operation]] = {}
@@ -79,11 +81,19 @@ class _Endpoint:
         )
         answer = await self._run(operation, call)
         if operation.method != "GET":
+            await asyncio.to_thread(self._refresh)
             self._changed()
         if isinstance(answer, Iterator):
             await _stream(exchange, answer, operation.media_type)
             return
         await exchange.answer(200, answer if isinstance(answer, bytes) else _encode(answer))
+
+    def _refresh(self) -> None:
+        """Know callers by what was changed before it is answered: a new key works, a revoked one does not."""
+        store = self._desk.store
+        if store is not None:
+            with contextlib.suppress(StoreError):  # then it comes with the next look at the version
+                self._identity.update(store.directory())
 
     def _find(self, exchange: Exchange) -> Operation:
         method = "GET" if exchange.method == "HEAD" else exchange.method

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping
 from ipaddress import ip_address
@@ -60,11 +61,16 @@ class Identity:
         self._trusted = parse_networks(settings.trusted_proxies)
         self._tokens = None if settings.jwt is None else _tokens(settings.jwt, clock)
         self._failures = Failures()
+        self._updating = threading.Lock()
+        self._version = directory.version
         self._book = Book(directory)
 
     def update(self, directory: Directory) -> None:
-        """Go by this directory from now on. May be called from another thread."""
-        self._book = Book(directory)
+        """Go by this directory from now on, unless a newer one is known. May be called from any thread."""
+        with self._updating:
+            if directory.version >= self._version:
+                self._version = directory.version
+                self._book = Book(directory)
 
     def identify(self, asking: Asking) -> Caller:
         """The caller. Raises ApiError 401 or 403; 429 after many failures, 503 while signing keys are fetched."""

@@ -84,9 +84,11 @@ class SigningKeys:
         self._stale_at = float("inf")
         self._failed = False
         """The last fetch: then nobody knows whether an unknown key is a new one."""
-        if config.issuer is None and config.jwks is None:
-            raise ValueError("auth.jwt: give an issuer, or the file or URL of its keys as jwks")
-        if _is_url(config.jwks or config.issuer or ""):
+        if config.jwks is None and not _is_url(config.issuer or ""):
+            raise ValueError(
+                "auth.jwt: give the URL of an issuer, or the file or URL of its keys as jwks"
+            )
+        if config.jwks is None or _is_url(config.jwks):
             self._start()
         else:
             self._keep(_read(config))
@@ -116,7 +118,7 @@ class SigningKeys:
     def _fetch(self) -> None:
         try:
             self._keep(_read(self._config))
-        except (OSError, ValueError, httpx2.HTTPError) as error:
+        except (ValueError, httpx2.HTTPError) as error:
             self._stale_at = self._next = self._clock() + RETRY_S
             self._failed = True
             log.warning("signing_keys_unavailable", reason=str(error))
@@ -132,11 +134,11 @@ class SigningKeys:
 
 
 def _read(config: JwtConfig) -> dict[str, dict[str, Any]]:
-    """Public keys for signatures, by id. Raises ValueError, OSError or httpx2.HTTPError."""
+    """Public keys for signatures, by id. Raises ValueError or httpx2.HTTPError."""
     where = config.jwks
     if where is None:
         where = _discover(config.issuer or "")
-    raw = _get(where) if _is_url(where) else Path(where).read_bytes()
+    raw = _get(where) if _is_url(where) else _file(where)
     try:
         published = msgspec.json.decode(raw, type=_KeySet).keys
     except msgspec.DecodeError as error:
@@ -144,7 +146,7 @@ def _read(config: JwtConfig) -> dict[str, dict[str, Any]]:
     keys = {
         str(key.get("kid", "")): key
         for key in published
-        if key.get("kty") in {"RSA", "EC", "OKP"} and key.get("use", "sig") == "sig"
+        if key.get("kty") in ("RSA", "EC", "OKP") and key.get("use", "sig") == "sig"
     }
     if not keys:
         raise ValueError(f"{where}: there is no public key for signatures in it")
@@ -179,6 +181,13 @@ def _get(url: str) -> bytes:
             if len(body) > SIZE_LIMIT_BYTES:
                 raise ValueError(f"{url} answered with more than {SIZE_LIMIT_BYTES} bytes")
         return body
+
+
+def _file(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ValueError(f"auth.jwt.jwks: {path} cannot be read ({error.strerror})") from error
 
 
 def _is_url(where: str) -> bool:
