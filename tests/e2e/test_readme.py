@@ -3,6 +3,8 @@
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import openai
@@ -37,25 +39,33 @@ def test_curl(code: str, server: Server) -> None:
     assert streamed.endswith("data: [DONE]\n\n")
 
 
-def test_fleet(server: Server, tmp_path: Path) -> None:
-    """`argosy gateway` with the example's file, its replicas being the one server that runs."""
-    (example,) = YAML
-    (tmp_path / "fleet.yaml").write_text(
-        re.sub(r"http://127\.0\.0\.1:800\d", server.url, example, count=1)
-    )
-    command = [ARGOSY, "gateway", "--config", str(tmp_path / "fleet.yaml"), "--port", "0"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+@contextmanager
+def running(*arguments: str) -> Iterator[str]:
+    """The URL of `argosy ...`, once it says it; it leaves in order at the end."""
+    with subprocess.Popen([ARGOSY, *arguments], stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         try:
-            url = next(found.group() for line in process.stderr if (found := URL.search(line)))
-            with openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
-                reply = client.completions.create(model="argosy-mini", prompt="The", max_tokens=5)
-            assert reply.usage is not None
-            assert reply.usage.completion_tokens == 5
+            yield next(found.group() for line in process.stderr if (found := URL.search(line)))
         finally:
             process.terminate()
         process.stderr.read()
         assert process.wait() == 0
+
+
+def test_fleet(tmp_path: Path) -> None:
+    """`argosy gateway` with the example's file, the second replica not there yet."""
+    (example,) = YAML
+    small = ("--threads", "1", "--kv-memory", "64MiB")
+    with running("replica", "--port", "0", *small) as replica:
+        told = re.sub(r"http://127\.0\.0\.1:800\d", replica, example, count=1)
+        (tmp_path / "fleet.yaml").write_text(told)
+        with (
+            running("gateway", "--config", str(tmp_path / "fleet.yaml"), "--port", "0") as url,
+            openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client,
+        ):
+            reply = client.completions.create(model="argosy-mini", prompt="The", max_tokens=5)
+    assert reply.usage is not None
+    assert reply.usage.completion_tokens == 5
 
 
 def test_there_are_examples() -> None:
