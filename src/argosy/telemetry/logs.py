@@ -56,7 +56,8 @@ def configure_logs(log_format: LogFormat, level: str = "info", replica: str = ""
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(level.upper())
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    for talkative in ("alembic", "uvicorn"):
+        logging.getLogger(talkative).setLevel(logging.WARNING)
 
 
 def _named(replica: str) -> structlog.typing.Processor:
