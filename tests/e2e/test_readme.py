@@ -1,6 +1,8 @@
 """The README's examples do what they say."""
 
+import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,11 +19,14 @@ README = (Path(__file__).parents[2] / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 PYTHON = [code for language, code in BLOCKS if language == "python"]
 YAML = [code for language, code in BLOCKS if language == "yaml"]
+PEOPLE = [code for language, code in BLOCKS if language == "sh" and "keys create" in code]
 CURL = [code for language, code in BLOCKS if language == "sh" and code.startswith("curl")]
 
 
-def run(command: list[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def run(command: list[str], **environment: str) -> str:
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=os.environ | environment
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -66,6 +71,17 @@ def test_fleet(tmp_path: Path) -> None:
             reply = client.completions.create(model="argosy-mini", prompt="The", max_tokens=5)
     assert reply.usage is not None
     assert reply.usage.completion_tokens == 5
+
+
+def test_people(tmp_path: Path) -> None:
+    """The commands on accounts, one after the other on one store."""
+    (example,) = PEOPLE
+    store = f"sqlite:///{tmp_path / 'argosy.db'}"
+    for line in example.splitlines():
+        words = shlex.split(line, comments=True)
+        said = run([ARGOSY, *words[1:]], ARGOSY_STORE=store)
+        assert words[1] != "keys" or said.startswith("sk-argosy-")
+    assert "acme" in run([ARGOSY, "tenants", "list"], ARGOSY_STORE=store)
 
 
 def test_there_are_examples() -> None:
