@@ -17,13 +17,15 @@ import pytest
 ARGOSY = str(Path(sys.executable).with_name("argosy"))
 CORE = "argosy.engine.serving.core.process"
 REPLICA = "argosy.fleet.child"
-URL = re.compile(r"http://127\.0\.0\.1:\d+")
+URL = re.compile(r"http://(127\.0\.0\.1|0\.0\.0\.0):\d+")
 
 
 @dataclass(frozen=True)
 class Server:
     url: str
     process: psutil.Process
+    said: Iterator[str]
+    """Further lines of its standard error."""
 
     def processes(self) -> list[psutil.Process]:
         return [self.process, *self.process.children(recursive=True)]
@@ -56,7 +58,8 @@ def serving(*arguments: str) -> Iterator[Server]:
                     break
             else:
                 pytest.fail("the server ended before it was ready")
-            yield Server(found.group(), psutil.Process(process.pid))
+            url = found.group().replace("0.0.0.0", "127.0.0.1")  # noqa: S104 - the other way round
+            yield Server(url, psutil.Process(process.pid), process.stderr)
         finally:
             process.kill()
 

@@ -1,7 +1,9 @@
 """`argosy serve` as a person starts it: the bundled model, the OpenAI SDK, `argosy chat`, Ctrl-C."""
 
+import re
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from queue import SimpleQueue
 
 import httpx2
@@ -13,6 +15,7 @@ from tests.e2e.server import Server, argosy, serving
 
 pytestmark = pytest.mark.timeout(300)
 
+KEY = re.compile(r"sk-argosy-[\w-]+")
 HELLO: ChatCompletionUserMessageParam = {"role": "user", "content": "Hello! How are you?"}
 
 
@@ -142,6 +145,32 @@ def test_a_second_interrupt_leaves_at_once() -> None:
         assert not alive
 
 
+def test_the_first_key_is_made_where_others_can_connect(tmp_path: Path) -> None:
+    store = ("--store", f"sqlite:///{tmp_path / 'argosy.db'}")
+    with serving("--host", "0.0.0.0", *store) as server:  # noqa: S104 - that is what is tested
+        key = KEY.search("".join(next(server.said) for _ in range(6)))
+        assert key is not None
+        asked = ("chat", "--url", server.url, "--max-tokens", "5", "Hello")
+        refused = argosy(*asked)
+        assert refused.returncode != 0
+        assert "Send an API key" in refused.stderr
+        assert argosy(*asked, "--api-key", key.group()).returncode == 0
+        used = argosy("usage", "--json", *store)
+        assert '"requests": 1' in used.stdout, used.stdout
+    with serving(*store) as server:
+        assert argosy("chat", "--url", server.url, "Hello").returncode != 0  # once there are keys
+
+
+def test_nobody_is_asked_when_that_is_said_by_name(tmp_path: Path) -> None:
+    store = ("--store", f"sqlite:///{tmp_path / 'argosy.db'}")
+    with serving("--host", "0.0.0.0", "--auth", "off", *store) as server:  # noqa: S104 - as above
+        assert argosy("chat", "--url", server.url, "--max-tokens", "5", "Hello").returncode == 0
+    refused = argosy("serve", "--port", "0", "--store", "mysql://nowhere")
+    assert refused.returncode == 2
+    assert "no URL of a database" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
 def test_killed_server_leaves_nothing_behind() -> None:
     with serving() as server:
         processes = server.processes()
@@ -156,6 +185,10 @@ def test_two_replicas_share_the_work_and_one_may_die() -> None:
             pass
         with server.client() as client:
             assert [card.id for card in client.models.list()] == ["mini"]
+        for number in range(2):
+            metrics = httpx2.get(f"{server.url}/replicas/replica-{number}/metrics")
+            assert "argosy_step_seconds_total" in metrics.text
+        assert httpx2.get(f"{server.url}/replicas/replica-2/metrics").status_code == 404
         undisturbed = story(server, SimpleQueue())
         victim, _ = server.replicas()
         pieces: SimpleQueue[str] = SimpleQueue()

@@ -35,12 +35,16 @@ class Doorkeeping:
     def prepare(self) -> str | None:
         """Bring the tables up to date, and make an admin's key where keys are needed and nobody has any.
 
-        That key, which nobody can be shown again. Raises StoreError, saying what to change.
+        That key, which nobody can be shown again. Raises ValueError, saying what to change, when the database
+        cannot be used, or when others could connect and there still are no keys.
         """
+        from argosy.gateway import AuthConfig, check_exposure
+
         store = open_store(self.url)
         try:
             store.migrate()
             made = store.accounts.first_run(actor="argosy serve") if self.keyed else None
+            check_exposure(self.host, AuthConfig(mode=self.auth), store.directory())
         finally:
             store.close()
         return None if made is None else made[1]

@@ -132,21 +132,31 @@ class Whole:
         return [ReplicaSpec(name=name, server=server, engine=engine) for name in self._replicas]
 
     def _config(self, launcher: LocalLauncher) -> GatewayConfig:
-        from argosy.gateway import GatewayConfig, ModelConfig, QueueConfig, ReplicaConfig, Timeouts
+        from argosy.gateway import (
+            AuthConfig,
+            GatewayConfig,
+            ModelConfig,
+            QueueConfig,
+            ReplicaConfig,
+            Timeouts,
+        )
         from argosy.store import StoreConfig
 
         server, (name, *aliases) = self._server, self._names
-        sockets = [launcher.socket(replica) for replica in self._replicas]
         return GatewayConfig(
             models=[
                 ModelConfig(
                     name=name,
                     aliases=tuple(aliases),
-                    replicas=[ReplicaConfig(url=f"unix:{socket}") for socket in sockets],
+                    replicas=[
+                        ReplicaConfig(name=replica, url=f"unix:{launcher.socket(replica)}")
+                        for replica in self._replicas
+                    ],
                 )
             ],
             uds=server.uds,
             store=StoreConfig(url=self._door.url),
+            auth=AuthConfig(mode=self._door.auth),
             timeouts=Timeouts(recovery_s=RECOVERY_S),
             queue=QueueConfig(wait_s=self._engine.request_timeout_s),
             drain_deadline_s=server.drain_deadline_s,
