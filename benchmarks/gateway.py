@@ -26,6 +26,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from benchmarks import wire
@@ -67,8 +68,7 @@ class Bench:
             self._each("json", self._json)
         if "streams" in asked:
             for count in self.options.counts:
-                name = f"{count} streams"
-                self._each(name, lambda way, count=count: self._streams(way, count))
+                self._each(f"{count} streams", partial(self._streams, count))
         if "most" in asked and number == 0:
             self._each("most", self._most)
         if "churn" in asked and number == 0:
@@ -79,7 +79,9 @@ class Bench:
     ) -> None:
         for name, way in self.ways.items():
             slow = name in PROXIES and PROXIES[name].slow
-            if (slow and part not in {"json", "64 streams"}) or (only and not name.startswith(only)):
+            if (slow and part not in {"json", "64 streams"}) or (
+                only and not name.startswith(only)
+            ):
                 continue
             try:
                 figures = measure(way)
@@ -99,7 +101,7 @@ class Bench:
             "errors": told["errors"],
         }
 
-    def _streams(self, way: Running, count: int) -> Figures:
+    def _streams(self, count: int, way: Running) -> Figures:
         told, cpu_s = self._ask(way, "streams", count, self.options.seconds)
         return {
             "us_per_token": 1e6 * cpu_s / max(1, told["chunks"]),
@@ -117,7 +119,7 @@ class Bench:
 
     def _churn(self, way: Running) -> Figures:
         """Memory after an eighth of the time, when all that is kept for reuse has been made, and at the end."""
-        seconds, total, figures = 60 * self.options.minutes, 0, {}
+        seconds, total, figures = 60 * self.options.minutes, 0.0, {}
         for name, part in (("rss_early_mib", 0.125), ("rss_mib", 0.875)):
             told, _ = self._ask(way, "churn", 2 * CONNECTIONS, seconds * part)
             total += told["requests"] + told["cuts"]
@@ -143,7 +145,8 @@ def medians(found: dict[str, dict[str, list[Figures]]]) -> dict[str, dict[str, F
         for way, rounds in ways.items():
             values = {
                 figure: statistics.median(
-                    each[figure] - (direct[n][figure] if added(way, figure) and n < len(direct) else 0)
+                    each[figure]
+                    - (direct[n][figure] if added(way, figure) and n < len(direct) else 0)
                     for n, each in enumerate(rounds)
                 )
                 for figure in rounds[0]
@@ -168,11 +171,11 @@ def ratios(table: dict[str, dict[str, Figures]]) -> Iterator[dict[str, object]]:
             if figure in {"errors", "rate_share"} or min(r[figure] for r in rivals.values()) <= 0:
                 continue
             best = max if figure in MORE_IS_BETTER else min
-            name = best(rivals, key=lambda rival, figure=figure: rivals[rival][figure])
+            value, name = best((figures[figure], name) for name, figures in rivals.items())
             yield {
                 "part": part,
                 "figure": figure,
-                "ratio_to_best_rival": round(ours[figure] / rivals[name][figure], 3),
+                "ratio_to_best_rival": round(ours[figure] / value, 3),
                 "best_rival": name,
             }
 
@@ -183,9 +186,11 @@ def rows(bench: Bench, missing: dict[str, str]) -> Iterator[dict[str, object]]:
     for part, ways in table.items():
         for way, figures in ways.items():
             rounds = [{f: round(v, 3) for f, v in each.items()} for each in bench.found[part][way]]
-            yield {"part": part, "proxy": way, "version": bench.ways[way].version} | figures | {
-                "rounds": rounds
-            }
+            yield (
+                {"part": part, "proxy": way, "version": bench.ways[way].version}
+                | figures
+                | {"rounds": rounds}
+            )
     yield from ratios(table)
     for name, why in (missing | bench.failed).items():
         yield {"proxy": name, "missing": why}
@@ -210,7 +215,10 @@ def markdown(bench: Bench, missing: dict[str, str]) -> str:
         lines.append(_line([f"{OURS} / best rival", *(f"{against.get(c, '')}" for c in columns)]))
     notes = [
         f"ttft and delay: what a proxy adds to the direct way's ({LATE_MS} ms late ends `most`).",
-        *(f"Not measured, wholly or in part: {n}: {w}." for n, w in (missing | bench.failed).items()),
+        *(
+            f"Not measured, wholly or in part: {n}: {w}."
+            for n, w in (missing | bench.failed).items()
+        ),
     ]
     return "\n".join([*lines, "", *notes])
 

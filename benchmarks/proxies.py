@@ -133,7 +133,7 @@ def _argosy(place: Place, replica: dict[str, object]) -> Start:
 
 
 def nginx(place: Place) -> Start:
-    """nginx as a plain proxy that keeps its connections and buffers nothing."""
+    """A plain proxy, nginx, that keeps its connections and buffers nothing."""
     program = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
     if program is None:
         raise FileNotFoundError("not installed: the package nginx of the distribution")
@@ -147,7 +147,9 @@ http {{
   upstream engine {{ server 127.0.0.1:{place.upstream}; keepalive 8192; keepalive_requests 1000000000; }}
   server {{
     listen 127.0.0.1:{place.port} backlog=4096;
-    location / {{ proxy_pass http://engine; proxy_http_version 1.1; proxy_set_header Connection ""; proxy_buffering off; }}
+    location / {{
+      proxy_pass http://engine; proxy_http_version 1.1; proxy_set_header Connection ""; proxy_buffering off;
+    }}
   }}
 }}
 """

@@ -56,7 +56,9 @@ class PostgresServer:
         name = f"test_{time.monotonic_ns()}"
         yield self.create(name, like)
         with psycopg.connect(self.url("postgres"), autocommit=True) as connection:
-            connection.execute(sql.SQL("DROP DATABASE {} WITH (FORCE)").format(sql.Identifier(name)))
+            connection.execute(
+                sql.SQL("DROP DATABASE {} WITH (FORCE)").format(sql.Identifier(name))
+            )
 
 
 @pytest.fixture(scope="session")
@@ -87,7 +89,20 @@ def running_postgres() -> Iterator[PostgresServer]:
     user = _unprivileged()
     with _folder(user) as folder:
         data = folder / "data"
-        _run(initdb, "-D", data, "-U", "postgres", "-A", "trust", "-E", "UTF8", "--no-locale", "-N", user=user)
+        _run(
+            initdb,
+            "-D",
+            data,
+            "-U",
+            "postgres",
+            "-A",
+            "trust",
+            "-E",
+            "UTF8",
+            "--no-locale",
+            "-N",
+            user=user,
+        )
         settings = {
             "listen_addresses": "",
             "unix_socket_directories": str(folder),
@@ -95,7 +110,9 @@ def running_postgres() -> Iterator[PostgresServer]:
             "max_connections": "60",
         }
         options = [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
-        with _running([program, "-D", str(data), *options], folder, user, signal.SIGQUIT) as process:
+        with _running(
+            [program, "-D", str(data), *options], folder, user, signal.SIGQUIT
+        ) as process:
             server = PostgresServer(folder, process)
             _wait(lambda: psycopg.connect(server.url("postgres")).close(), process, folder)
             yield server
@@ -123,7 +140,7 @@ def _find(program: str, package: str) -> str:
         if os.environ.get("CI"):
             pytest.fail(missing)
         pytest.skip(missing)
-    return os.path.realpath(found)
+    return found
 
 
 def _unprivileged() -> str | None:
@@ -137,16 +154,16 @@ def _unprivileged() -> str | None:
 @contextlib.contextmanager
 def _folder(owner: str | None) -> Iterator[Path]:
     """A folder with a short path, since that of a Unix socket has at most 107 bytes."""
-    with tempfile.TemporaryDirectory(prefix="argosy-", dir="/tmp", ignore_cleanup_errors=True) as name:  # noqa: S108
+    with tempfile.TemporaryDirectory(
+        prefix="argosy-", dir="/tmp", ignore_cleanup_errors=True
+    ) as name:
         if owner is not None:
             shutil.chown(name, owner)
         yield Path(name)
 
 
 def _run(*command: str | Path, user: str | None) -> None:
-    done = subprocess.run(
-        command, user=user, cwd="/", capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(command, user=user, cwd="/", capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 
 import httpx2
+import openai
 import psutil
 import pytest
 from openai.types.chat import ChatCompletionUserMessageParam
@@ -13,6 +14,15 @@ from tests.e2e.server import Server, argosy, serving
 pytestmark = pytest.mark.timeout(300)
 
 HELLO: ChatCompletionUserMessageParam = {"role": "user", "content": "Hello! How are you?"}
+
+
+def listens(server: Server) -> bool:
+    """Whether new connections are taken."""
+    try:
+        httpx2.get(f"{server.url}/health")
+    except httpx2.ConnectError:
+        return False
+    return True
 
 
 def story(server: Server, pieces: SimpleQueue[str]) -> str:
@@ -101,7 +111,7 @@ def test_interrupt_drains_and_leaves_nothing() -> None:
     with serving() as server:
         story_before = story(server, SimpleQueue())
         processes = server.processes()
-        assert len(processes) == 2
+        assert len(processes) == 3  # the gateway, its replica, the replica's engine core
         with ThreadPoolExecutor(1) as pool:
             pieces: SimpleQueue[str] = SimpleQueue()
             answer = pool.submit(story, server, pieces)
@@ -114,9 +124,47 @@ def test_interrupt_drains_and_leaves_nothing() -> None:
             httpx2.get(f"{server.url}/health")
 
 
-def test_killed_server_leaves_no_core_behind() -> None:
+def test_a_second_interrupt_leaves_at_once() -> None:
+    with serving("--drain-deadline", "600") as server:
+        processes = server.processes()
+        with ThreadPoolExecutor(1) as pool:
+            pieces: SimpleQueue[str] = SimpleQueue()
+            answer = pool.submit(story, server, pieces)
+            pieces.get()
+            server.core().suspend()  # it cannot finish
+            server.process.send_signal(signal.SIGINT)
+            while listens(server):
+                pass
+            server.process.send_signal(signal.SIGINT)
+            with pytest.raises((openai.OpenAIError, httpx2.TransportError)):
+                answer.result()
+        _, alive = psutil.wait_procs(processes, timeout=60)
+        assert not alive
+
+
+def test_killed_server_leaves_nothing_behind() -> None:
     with serving() as server:
         processes = server.processes()
         server.process.kill()
         _, alive = psutil.wait_procs(processes, timeout=60)
         assert not alive
+
+
+def test_two_replicas_share_the_work_and_one_may_die() -> None:
+    with serving("--replicas", "2", "--served-model-name", "mini") as server:
+        while len(server.replicas()) < 2:
+            pass
+        with server.client() as client:
+            assert [card.id for card in client.models.list()] == ["mini"]
+        undisturbed = story(server, SimpleQueue())
+        victim, _ = server.replicas()
+        pieces: SimpleQueue[str] = SimpleQueue()
+        with ThreadPoolExecutor(4) as pool:
+            answers = [pool.submit(story, server, pieces) for _ in range(4)]
+            for _ in range(80):
+                pieces.get()
+            victim.kill()
+            assert {answer.result() for answer in answers} == {undisturbed}
+        while len(server.replicas()) < 2:
+            pass
+        assert victim.pid not in {replica.pid for replica in server.replicas()}

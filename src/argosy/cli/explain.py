@@ -19,10 +19,12 @@ if TYPE_CHECKING:
 WIDTH = 40
 """Characters of the bars."""
 TERMS = ("queue_s", "prefill_s", "decode_s", "memory_s", "stale_s", "total_s")
-SHOWN = frozenset({
-    *("object", "id", "request_id", "status", "error", "model", "path", "stream", "caller"),
-    *("started_at", "ms", "queue", "rule", "attempts", "tokens", "finish_reasons"),
-})
+SHOWN = frozenset(
+    {
+        *("object", "id", "request_id", "status", "error", "model", "path", "stream", "caller"),
+        *("started_at", "ms", "queue", "rule", "attempts", "tokens", "finish_reasons"),
+    }
+)
 """What the sections show; everything else was added by stages, and is shown under its key."""
 
 

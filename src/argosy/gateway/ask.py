@@ -110,7 +110,9 @@ def _prompts(prompt: Raw) -> int:
 
 
 def _includes_usage(fields: dict[str, Raw]) -> bool:
-    options = _field(fields, "stream_options", dict[str, Raw]) if "stream_options" in fields else None
+    options = (
+        _field(fields, "stream_options", dict[str, Raw]) if "stream_options" in fields else None
+    )
     return bool(options and _field(options, "include_usage", bool))
 
 

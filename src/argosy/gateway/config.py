@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from argosy.gateway.explain import ExplainConfig
 from argosy.gateway.replicas import Kind
+from argosy.store import StoreConfig
 
 Routing = Literal["least-cost", "round-robin", "power-of-two", "latency", "hash"]
 Positive = Annotated[float, Meta(gt=0)]
@@ -66,6 +67,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """0 takes a free one."""
     uds: str | None = None
     """Path of a Unix domain socket to listen on instead."""
+    store: StoreConfig | None = None
+    """Accounts, keys, limits, prices and the ledger; None: one person, on their own machine."""
     timeouts: Timeouts = Timeouts()
     queue: QueueConfig = QueueConfig()
     explain: ExplainConfig = ExplainConfig()

@@ -145,6 +145,9 @@ def _candidate(cost: Cost) -> dict[str, Any]:
     return {"replica": cost.replica, **terms, "total_s": round(cost.total_s, 6)}
 
 
+_pack = msgspec.msgpack.Encoder(enc_hook=str).encode
+
+
 class _Kept(NamedTuple):
     ended: float
     request: str
@@ -173,8 +176,7 @@ class Traces:
     def end(self, trace: Trace, now: float) -> None:
         """It has ended: from now on its trace does not change."""
         self._running.pop(trace.id, None)
-        packed = msgspec.msgpack.encode(trace)
-        self._kept[trace.id] = _Kept(now, trace.request, packed)
+        self._kept[trace.id] = _Kept(now, trace.request, _pack(trace))
         oldest = now - self._config.seconds
         while self._kept:
             name, kept = next(iter(self._kept.items()))

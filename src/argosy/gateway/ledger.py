@@ -1,4 +1,4 @@
-"""Usage of every request that was let in: a row in the local journal from its beginning, settled in the store after its end."""
+"""Usage of every request that was let in: a row in the local journal from its beginning, in the store after its end."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Ledger:
         caller, model = journey.caller, journey.pool.model
         rates = self._prices.rates(model, TIERS[caller.tier], self._clock())
         row = UsageRow(
-            request=journey.identity.partition(b" ")[0].decode(),
+            request=journey.id,
             organisation=caller.organisation,
             project=caller.project,
             key=caller.key,
@@ -59,16 +59,16 @@ class Ledger:
         try:
             slot = self._spool.begin(row, rates)
         except SpoolFullError:
-            message = "Usage cannot be recorded at the moment, so nothing is answered. Try again later."
+            message = (
+                "Usage cannot be recorded at the moment, so nothing is answered. Try again later."
+            )
             raise ApiError(503, "ledger_full", message, retry_after_s=RETRY_AFTER_S) from None
         self._open[id(journey)] = slot, rates
 
     def counted(self, journey: Journey) -> str | None:
         """Count what was delivered so far."""
         told = journey.delivered
-        self._open[id(journey)][0].count(
-            told.prompt_tokens, told.cached_tokens, told.output_tokens
-        )
+        self._open[id(journey)][0].count(told.prompt_tokens, told.cached_tokens, told.output_tokens)
         return None
 
     def leave(self, journey: Journey) -> None:

@@ -12,7 +12,13 @@ from argosy.gateway.caller import Caller
 from argosy.gateway.models import Models
 from argosy.gateway.replicas import Pool, Replica
 from argosy.protocol import ApiError, Status
-from argosy.telemetry import CONTENT_TYPE, GatewayMetrics, GatewayReading, ReplicaReading, ReplicaState
+from argosy.telemetry import (
+    CONTENT_TYPE,
+    GatewayMetrics,
+    GatewayReading,
+    ReplicaReading,
+    ReplicaState,
+)
 from argosy.web import Exchange
 
 RETRY_AFTER_S = 1.0

@@ -12,9 +12,7 @@ from argosy.telemetry import GatewayMetrics
 class Recorder:
     """A `Stage`."""
 
-    def __init__(
-        self, traces: Traces, metrics: GatewayMetrics, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, traces: Traces, metrics: GatewayMetrics, clock: Callable[[], float]) -> None:
         self._traces = traces
         self._metrics = metrics
         self._clock = clock

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -77,7 +78,7 @@ class Replica:
         self.load = ReplicaLoad(self.name)
 
     def sent(self, tokens: int) -> None:
-        """A request with so many prompt tokens goes there."""
+        """A request goes there; it probably has so many prompt tokens that are not cached."""
         self.load.in_flight += 1
         self.load.sent_tokens += tokens
         self._alone = self.load.in_flight == 1
@@ -108,10 +109,24 @@ class Replica:
 
 
 class Picked(NamedTuple):
-    """The replica for a request, and what each candidate would have cost."""
+    """The replica for a request, and why."""
 
     replica: Replica
     costs: tuple[Cost, ...]
+    """Of each candidate."""
+    uncached: int
+    """Prompt tokens that the replica probably has to compute."""
+    blocks: float
+    """The prompt's length."""
+    found: list[int]
+    """Of the blocks that the replica is believed to have cached: see `PrefixIndex.find`."""
+
+    def answered(self, prompt_tokens: int, cached_tokens: int) -> None:
+        """The replica has told how much of the prompt it had: correct what is believed of its cache."""
+        if prompt_tokens:
+            # Rounded up, and one more: a template's tokens and the cache's own blocks make it inexact.
+            there = math.ceil(self.blocks * cached_tokens / prompt_tokens) + 1
+            self.replica.prefixes.correct(self.found, there)
 
 
 class Pool:
@@ -167,10 +182,8 @@ class Pool:
         keys = chain(
             f"{domain}\0{self.model}".encode(), ask.prompt[:LONGEST_AFFINITY_BYTES], BLOCK_BYTES
         )
-        hits = {
-            name: len(self.replicas[name].prefixes.find(keys)) * BLOCK_BYTES // BYTES_PER_TOKEN
-            for name in warm
-        }
+        found = {name: self.replicas[name].prefixes.find(keys) for name in warm}
+        hits = {n: len(held) * BLOCK_BYTES // BYTES_PER_TOKEN for n, held in found.items()}
         request = RouteRequest(
             prompt_tokens=ask.prompt_tokens,
             output_tokens=ask.output_tokens,
@@ -181,4 +194,10 @@ class Pool:
         draw = random.random()  # noqa: S311 - spreads load, guards nothing
         chosen = self.replicas[self._chooser.choose(request, loads, draw, now).name]
         chosen.prefixes.sent(keys)
-        return Picked(chosen, tuple(cost(request, load, now) for load in loads))
+        return Picked(
+            chosen,
+            costs=tuple(cost(request, load, now) for load in loads),
+            uncached=max(0, ask.prompt_tokens - hits[chosen.name]),
+            blocks=len(ask.prompt) / BLOCK_BYTES,
+            found=found[chosen.name],
+        )

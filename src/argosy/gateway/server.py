@@ -1,4 +1,4 @@
-"""Runs a gateway: builds its pools, listens, looks after replicas and streams, and on SIGTERM drains and leaves."""
+"""Runs a gateway: opens its books, listens, looks after replicas and streams, and on SIGTERM drains and leaves."""
 
 from __future__ import annotations
 
@@ -7,21 +7,26 @@ import contextlib
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 import structlog
 import uvloop
 
+from argosy.gateway.books import Books
 from argosy.gateway.caller import ANYONE
 from argosy.gateway.config import GatewayConfig
 from argosy.gateway.explain import Traces
 from argosy.gateway.front import Front
+from argosy.gateway.journey import Stage
+from argosy.gateway.ledger import Ledger
 from argosy.gateway.operating import Operating, read_replicas
 from argosy.gateway.pools import build_models
 from argosy.gateway.probing import Prober
 from argosy.gateway.recorder import Recorder
 from argosy.gateway.serving import Serving
+from argosy.store import Directory
 from argosy.telemetry import GatewayMetrics, GatewayReading, configure_logs
 from argosy.web import Listener, bind, bind_unix, url_of
 
@@ -29,81 +34,113 @@ log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gatewa
 
 
 class GatewayServer:
-    """One gateway from start to end. `on_ready` is called with its base URL."""
+    """One gateway from start to end. `on_ready` is called with its base URL.
+
+    Raises ValueError, saying what to change, when the configuration cannot be meant.
+    """
 
     def __init__(self, config: GatewayConfig, on_ready: Callable[[str], None]) -> None:
         self._config = config
         self._on_ready = on_ready
-        models = build_models(config)
-        self.replicas = [one for pool in models.pools for one in pool.replicas.values()]
-        self.traces = Traces(config.explain)
-        metrics = GatewayMetrics()
-        recorder = Recorder(self.traces, metrics, time.monotonic)
-        self._serving = Serving(models, config, [recorder])
-        self._models = models
-        self.front = Front(
-            models,
-            self._serving,
-            Operating(models, metrics, self._read),
-            identify=lambda _: ANYONE,
-            metrics=metrics,
-            config=config,
-        )
-        self._listener = Listener(self.front)
+        self._models = build_models(config)
+        self.replicas = [one for pool in self._models.pools for one in pool.replicas.values()]
+        self._metrics = GatewayMetrics()
+        self._traces = Traces(config.explain)
         self._leave = asyncio.Event()
+        self._at_once = asyncio.Event()
 
     def stop(self) -> None:
-        """Drain, then leave. Call it on the event loop's thread."""
+        """Drain, then leave; called again, leave at once. Call it on the event loop's thread."""
+        if self._leave.is_set():
+            self._at_once.set()
         self._leave.set()
 
-    async def run(self) -> None:
-        """Serve until told to stop. Raises OSError when the address is taken."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            with contextlib.suppress(ValueError, RuntimeError):  # not in the main thread
-                loop.add_signal_handler(number, self.stop)
+    async def run(self, bound: socket.socket | None = None) -> None:
+        """Serve until told to stop, on `bound` if that is given.
+
+        Raises ValueError or OSError, saying what to change, when it cannot.
+        """
+        store = self._config.store
+        books = None if store is None else await Books.open(store)
+        try:
+            await self._run(books, bound)
+        finally:
+            for replica in self.replicas:
+                replica.upstream.close()
+            if books is not None:
+                await books.close()
+
+    async def _run(self, books: Books | None, bound: socket.socket | None) -> None:
+        caring: list[Coroutine[Any, Any, None]] = []
+        stages: list[Stage] = [Recorder(self._traces, self._metrics, time.monotonic)]
+        if books is not None:
+            ledger = Ledger(books.spool)
+            stages.append(ledger)
+
+            def update(directory: Directory) -> None:
+                ledger.update(directory)
+
+            update(books.directory)
+            caring += [books.keep_fresh(update), books.forget()]
+        serving = Serving(self._models, self._config, stages)
+        front = Front(
+            self._models,
+            serving,
+            Operating(self._models, self._metrics, lambda: self._read(front, serving, books)),
+            identify=lambda _: ANYONE,
+            metrics=self._metrics,
+            config=self._config,
+        )
         probers = [Prober(replica) for replica in self.replicas]
         await asyncio.gather(*(prober.probe() for prober in probers))
-        bound = self._bind()
-        listening = asyncio.create_task(self._listener.serve(sockets=[bound]))
-        caring = [asyncio.create_task(prober.run()) for prober in probers]
-        caring.append(asyncio.create_task(self._serving.tend()))
+        caring += [serving.tend(), *(prober.run() for prober in probers)]
+        await self._listen(front, bound or self._bind(), caring)
+
+    async def _listen(
+        self, front: Front, bound: socket.socket, caring: list[Coroutine[Any, Any, None]]
+    ) -> None:
+        listener = Listener(front)
+        listening = asyncio.create_task(listener.serve(sockets=[bound]))
+        leaving = asyncio.create_task(self._leave.wait())
+        tasks = [asyncio.create_task(care) for care in caring]
         url = url_of(bound)
         log.info("ready", url=url, models=[model.name for model in self._config.models])
         self._on_ready(url)
-        leaving = asyncio.create_task(self._leave.wait())
         try:
             await asyncio.wait({listening, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            await self._drain()
+            await self._drain(front, listener)
         finally:
-            for task in (*caring, leaving):
+            for task in (*tasks, leaving):
                 task.cancel()
-            self._listener.should_exit = True
+            listener.should_exit = True
             await listening
-            for replica in self.replicas:
-                replica.upstream.close()
-            self._unlink()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            if self._config.uds is not None:
+                Path(self._config.uds).unlink(missing_ok=True)
 
-    def _read(self) -> GatewayReading:
+    def _read(self, front: Front, serving: Serving, books: Books | None) -> GatewayReading:
         return GatewayReading(
-            in_flight=self.front.in_flight,
-            queued=self._serving.queued,
+            in_flight=front.in_flight,
+            queued=serving.queued,
             replicas=read_replicas(self._models.pools),
+            backlog=0 if books is None else books.spool.waiting,
         )
 
-    async def _drain(self) -> None:
+    async def _drain(self, front: Front, listener: Listener) -> None:
         """Let what runs end, for as long as it may."""
-        log.info("draining", in_flight=self.front.in_flight)
-        for server in self._listener.servers:
+        log.info("draining", in_flight=front.in_flight)
+        for server in listener.servers:
             server.close()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._config.drain_deadline_s):
-                await self.front.idle.wait()
-        self._listener.force_exit = not self.front.idle.is_set()
-
-    def _unlink(self) -> None:
-        if self._config.uds is not None:
-            Path(self._config.uds).unlink(missing_ok=True)
+        idle = asyncio.create_task(front.idle.wait())
+        at_once = asyncio.create_task(self._at_once.wait())
+        await asyncio.wait(
+            {idle, at_once},
+            timeout=self._config.drain_deadline_s,
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        idle.cancel()
+        at_once.cancel()
+        listener.force_exit = not front.idle.is_set()
 
     def _bind(self) -> socket.socket:
         if self._config.uds is not None:
@@ -116,6 +153,11 @@ def serve_gateway(config: GatewayConfig, on_ready: Callable[[str], None]) -> Non
     configure_logs(config.log_format, config.log_level)
 
     async def run() -> None:
-        await GatewayServer(config, on_ready).run()
+        server = GatewayServer(config, on_ready)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            with contextlib.suppress(ValueError, RuntimeError):  # not in the main thread
+                loop.add_signal_handler(number, server.stop)
+        await server.run()
 
     uvloop.run(run())

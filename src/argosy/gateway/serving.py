@@ -155,6 +155,7 @@ class Serving:
             raise DisconnectedError from None
         finally:
             self._streams.discard(stream)
+            stream.settle()
             journey.exchange.watch(None)
         if journey.exchange.complete:
             return  # passed on as it came

@@ -162,10 +162,12 @@ class ClientStream:
         if attempt is None or replica is None:
             return
         self._first_at = attempt.last
-        sent = self._journey.trace.tries[-1].sent
-        if sent is not None and not self._before:
-            uncached = told.prompt_tokens - told.cached_tokens
-            replica.first_token(attempt.last - sent, uncached, attempt.last)
+        sent, picked = self._journey.trace.tries[-1].sent, self._journey.picked
+        if sent is None or picked is None or self._before:
+            return
+        picked.answered(told.prompt_tokens, told.cached_tokens)
+        uncached = told.prompt_tokens - told.cached_tokens or picked.uncached
+        replica.first_token(attempt.last - sent, uncached, attempt.last)
 
     def _measure(self) -> None:
         """The attempt is over: so many tokens came in so long."""

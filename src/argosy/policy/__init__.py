@@ -2,8 +2,20 @@
 
 from argosy.policy.affinity import BLOCK_BYTES, BLOCK_TOKENS, PrefixIndex, chain
 from argosy.policy.breaker import Breaker, BreakerLimits, Outcome, classify, usable
+from argosy.policy.estimates import OutputEstimates
 from argosy.policy.fairness import INPUT_PRICE, OUTPUT_PRICE, Account, TenantShares
-from argosy.policy.limits import Concurrency, Refusal, Reservation, Scope, Window, reserve
+from argosy.policy.leases import Ask, Grant, Lease, Shared, SlotLease
+from argosy.policy.limits import (
+    Hold,
+    Meter,
+    Refusal,
+    Reservation,
+    Use,
+    never,
+    reserve,
+    running,
+    worst,
+)
 from argosy.policy.measured import Line, PeakEwma, Rate
 from argosy.policy.order import PROMOTED_EACH, QUANTUM, DispatchQueue, Waiting
 from argosy.policy.prices import NO_CHARGE, Priced, PriceList, Rates
@@ -22,6 +34,8 @@ from argosy.policy.routing import (
     cost,
 )
 from argosy.policy.shedding import admits, saturation
+from argosy.policy.supervision import Action, Custody, CustodyLimits, Life
+from argosy.policy.windows import Concurrency, Counter, Period, Window, period
 
 __all__ = [
     "BLOCK_BYTES",
@@ -33,18 +47,30 @@ __all__ = [
     "PROMOTED_EACH",
     "QUANTUM",
     "Account",
+    "Action",
+    "Ask",
     "BoundedHash",
     "Breaker",
     "BreakerLimits",
     "Chooser",
     "Concurrency",
     "Cost",
+    "Counter",
+    "Custody",
+    "CustodyLimits",
     "DispatchQueue",
+    "Grant",
+    "Hold",
     "LatencyAware",
+    "Lease",
     "LeastCost",
+    "Life",
     "Line",
+    "Meter",
     "Outcome",
+    "OutputEstimates",
     "PeakEwma",
+    "Period",
     "PowerOfTwo",
     "PrefixIndex",
     "PriceList",
@@ -57,8 +83,10 @@ __all__ = [
     "RetryBudget",
     "RoundRobin",
     "RouteRequest",
-    "Scope",
+    "Shared",
+    "SlotLease",
     "TenantShares",
+    "Use",
     "Waiting",
     "Window",
     "admits",
@@ -66,7 +94,11 @@ __all__ = [
     "chain",
     "classify",
     "cost",
+    "never",
+    "period",
     "reserve",
+    "running",
     "saturation",
     "usable",
+    "worst",
 ]

@@ -20,6 +20,7 @@ from argosy.store.records import (
     User,
     Window,
 )
+from argosy.store.shared import Clock, MemoryState, SharedState, Wants, open_shared, steady
 from argosy.store.slots import Slot
 from argosy.store.spool import Spool, SpoolError, SpoolFullError
 from argosy.store.store import Store, StoreConfig, default_url, open_store
@@ -29,11 +30,13 @@ __all__ = [
     "Accounts",
     "Audit",
     "AuditEntry",
+    "Clock",
     "ConflictError",
     "Directory",
     "Group",
     "Key",
     "Limit",
+    "MemoryState",
     "NotFoundError",
     "Organisation",
     "OwnerKind",
@@ -41,6 +44,7 @@ __all__ = [
     "Project",
     "ReportRow",
     "Role",
+    "SharedState",
     "Slot",
     "Spool",
     "SpoolError",
@@ -57,8 +61,11 @@ __all__ = [
     "UsageSum",
     "User",
     "Verdict",
+    "Wants",
     "Window",
     "default_url",
     "digest",
+    "open_shared",
     "open_store",
+    "steady",
 ]

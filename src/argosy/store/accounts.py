@@ -206,7 +206,7 @@ class Accounts:
         *,
         email: str | UnsetType = UNSET,
         role: Role | UnsetType = UNSET,
-        project: str | None | UnsetType = UNSET,
+        project: str | UnsetType | None = UNSET,
         actor: str,
     ) -> User:
         """Change what is given."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
-from sqlalchemy import RowMapping, select
+from sqlalchemy import select
 
 from argosy.store import schema
 from argosy.store.database import Database
@@ -62,20 +62,23 @@ class Audit:
         if before is not None:
             query = query.where(schema.audit.c.entry < before)
         with self._database.read() as connection:
-            return [_entry(row) for row in connection.execute(query).mappings()]
+            return [_entry(row._asdict()) for row in connection.execute(query)]
 
     def verify(self) -> Verdict:
         """Follow the chain from the first entry to the head that the last change left."""
-        query = select(schema.audit).order_by(schema.audit.c.entry).execution_options(yield_per=1000)
+        query = (
+            select(schema.audit).order_by(schema.audit.c.entry).execution_options(yield_per=1000)
+        )
         count, head = 0, START
         with self._database.read() as connection:
             state = connection.execute(select(schema.state)).one()
-            for row in connection.execute(query).mappings():
-                if row["entry"] != count + 1:
-                    return _broken(count, "it is missing")
-                if row["hash"] != seal(head, row):
-                    return _broken(count, "it is not what was written")
-                count, head = count + 1, row["hash"]
+            with connection.execute(query) as rows:
+                for entry in (row._asdict() for row in rows):
+                    if entry["entry"] != count + 1:
+                        return _broken(count, "it is missing")
+                    if entry["hash"] != seal(head, entry):
+                        return _broken(count, "it is not what was written")
+                    count, head = count + 1, entry["hash"]
         if count < state.audit_entries:
             return _broken(count, "it is missing")
         if count > state.audit_entries:
@@ -91,10 +94,9 @@ def seal(previous: bytes, entry: Mapping[str, Any]) -> bytes:
     return hashlib.sha256(previous + msgspec.json.encode(told, order="sorted")).digest()
 
 
-def _entry(row: RowMapping) -> AuditEntry:
-    fields: dict[str, Any] = dict(row)
-    fields["details"] = msgspec.json.decode(row["details"])
-    fields["hash"] = row["hash"].hex()
+def _entry(fields: dict[str, Any]) -> AuditEntry:
+    fields["details"] = msgspec.json.decode(fields["details"])
+    fields["hash"] = fields["hash"].hex()
     return AuditEntry(**fields)
 
 

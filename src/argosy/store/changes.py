@@ -14,8 +14,8 @@ from argosy.store import schema
 from argosy.store.audit import seal
 from argosy.store.database import Database
 from argosy.store.errors import ConflictError, NotFoundError
-from argosy.store.records import Key, Limit, Organisation, Price, Project, User
-from argosy.store.rules import UNIQUE, R, Record, checked, living, noun
+from argosy.store.records import Key, Limit, Organisation, Price, Project, Record, User
+from argosy.store.rules import UNIQUE, R, checked, living, noun
 
 _TABLES: dict[type[Record], Table] = {
     Organisation: schema.organisations,

@@ -61,7 +61,9 @@ class Database:
             self._reads: dict[str, Any] = {}
             self._writes: dict[str, Any] = _SQLITE_WRITES
         else:
-            plain = URL.create("postgresql", host=parsed.host, port=parsed.port, database=parsed.database)
+            plain = URL.create(
+                "postgresql", host=parsed.host, port=parsed.port, database=parsed.database
+            )
             self.name = plain.render_as_string()
             self._engine = _postgres(parsed)
             self._reads, self._writes = _POSTGRES_READS, _POSTGRES_WRITES
@@ -94,7 +96,9 @@ class Database:
             told = f"{type(said).__name__}: {said}"
             advice = next(advice for words, advice in _ADVICE if words in told)
             first = str(said).strip().partition("\n")[0]
-            raise StoreError(f"The database {self.name} cannot be used: {first}. {advice}") from error
+            raise StoreError(
+                f"The database {self.name} cannot be used: {first}. {advice}"
+            ) from error
 
 
 def _parse(url: str) -> URL:
@@ -107,7 +111,9 @@ def _parse(url: str) -> URL:
     if parsed.drivername == "sqlite" and parsed.database not in {None, "", ":memory:"}:
         if parsed.host is None and not parsed.query:
             return parsed
-        raise StoreError("An SQLite URL has a path only: write sqlite:///relative or sqlite:////absolute.")
+        raise StoreError(
+            "An SQLite URL has a path only: write sqlite:///relative or sqlite:////absolute."
+        )
     raise StoreError(
         "This is no URL of a database (it may have a password, so it is not shown): "
         "write sqlite:///path/to/argosy.db or postgresql://user:password@host/database."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class StoreError(ValueError):
-    """The database cannot be used: its URL, its driver, its schema or the database itself. The message says what to change."""
+    """The database cannot be used; the message says what to change: its URL, its driver, its tables, or the server."""
 
 
 class NotFoundError(ValueError):

@@ -26,10 +26,15 @@ Name = Annotated[str, Meta(min_length=1, max_length=200)]
 Amount = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
-class Organisation(msgspec.Struct, frozen=True, kw_only=True):
-    """Who pays. Owns projects and users."""
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """What accounts are made of."""
 
     id: str
+
+
+class Organisation(Record, frozen=True, kw_only=True):
+    """Who pays. Owns projects and users."""
+
     name: Name
     """Unique among those that are not archived."""
     created_at: float
@@ -37,10 +42,9 @@ class Organisation(msgspec.Struct, frozen=True, kw_only=True):
     """Then all of its projects are archived and its users disabled as well."""
 
 
-class Project(msgspec.Struct, frozen=True, kw_only=True):
+class Project(Record, frozen=True, kw_only=True):
     """A tenant: what fairness, limits and isolation are about."""
 
-    id: str
     organisation: str
     """Id of its organisation."""
     name: Name
@@ -58,10 +62,9 @@ class Project(msgspec.Struct, frozen=True, kw_only=True):
     archived_at: float | None = None
 
 
-class User(msgspec.Struct, frozen=True, kw_only=True):
+class User(Record, frozen=True, kw_only=True):
     """A person, for sign-in by JWT and for usage by user."""
 
-    id: str
     organisation: str
     email: Name
     """In lower case; unique among all that are not disabled."""
@@ -72,10 +75,9 @@ class User(msgspec.Struct, frozen=True, kw_only=True):
     disabled_at: float | None = None
 
 
-class Key(msgspec.Struct, frozen=True, kw_only=True):
+class Key(Record, frozen=True, kw_only=True):
     """An API key. The key itself is shown once; only its digest is kept."""
 
-    id: str
     project: str
     user: str | None = None
     name: Name
@@ -95,10 +97,9 @@ class Key(msgspec.Struct, frozen=True, kw_only=True):
     """Id of the key that it was rotated into; both work until it expires."""
 
 
-class Limit(msgspec.Struct, frozen=True, kw_only=True):
+class Limit(Record, frozen=True, kw_only=True):
     """At most `amount` units of `unit` in each window (or at a time) for one owner."""
 
-    id: str
     owner_kind: OwnerKind
     owner: str
     """Id of the owner."""
@@ -110,7 +111,7 @@ class Limit(msgspec.Struct, frozen=True, kw_only=True):
     """Public model name; None: all models together."""
 
 
-class Price(msgspec.Struct, frozen=True, kw_only=True):
+class Price(Record, frozen=True, kw_only=True):
     """What a model's tokens cost from a moment on."""
 
     id: str = ""

@@ -8,9 +8,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from argosy.store.records import Key, Limit, Organisation, Price, Project, User
+from argosy.store.records import Key, Organisation, Project, Record, User
 
-Record = Organisation | Project | User | Key | Limit | Price
 R = TypeVar("R", bound=Record)
 
 UNIQUE: dict[type[Record], tuple[str, ...]] = {

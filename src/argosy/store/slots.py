@@ -22,6 +22,9 @@ ENDINGS: tuple[Ending, ...] = ("completed", "cancelled", "failed", "stopped", "i
 """The state of a slot that ended is `ENDED` plus the index here: only ever add at the end."""
 FREE, RUNNING, ENDED = 0, 1, 2
 
+MOST_NANO_DOLLARS = 2**63 - 1
+"""What a database can hold; only a price that is a mistake leads there."""
+
 SLOT_BYTES = 1024
 SLOT_WORDS = SLOT_BYTES // 8
 
@@ -113,7 +116,7 @@ class Slot:
             input_tokens=counts[0],
             cached_tokens=counts[1],
             output_tokens=counts[2],
-            nano_dollars=rates.cost(*counts),
+            nano_dollars=min(rates.cost(*counts), MOST_NANO_DOLLARS),
         )
 
     def _write(self, place: int, text: bytes) -> None:

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 from sqlalchemy import select
@@ -27,14 +28,15 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     url: str | None = None
     """`sqlite:///path` or `postgresql://user:password@host/database`; by default `default_url()`."""
-    keep_usage_days: int | None = None
+    keep_usage_days: Annotated[int, msgspec.Meta(ge=1)] | None = None
     """Days that rows of the ledger are kept; older ones are summed by day. None: for ever."""
 
 
 class Store:
-    """Durable state, for any number of threads and processes. Every call may wait for the database: not for event loops.
+    """Durable state, for any number of threads and processes.
 
-    Raises StoreError, saying what to change, whenever the database cannot be used.
+    Every call may wait for the database, so none is for an event loop. Raises StoreError, saying what to
+    change, whenever the database cannot be used.
     """
 
     def __init__(self, database: Database, clock: Callable[[], float]) -> None:

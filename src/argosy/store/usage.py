@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any, Literal
 
@@ -43,7 +43,10 @@ LONGEST = 200
 
 _GROUPS: tuple[Group, ...] = ("day", "organisation", "project", "key", "user", "model", "route")
 _COUNTED = ("input_tokens", "cached_tokens", "output_tokens", "nano_dollars")
-_INSERTS = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
+_INSERTS: dict[str, Callable[[Table], sqlite.Insert | postgresql.Insert]] = {
+    "sqlite": sqlite.insert,
+    "postgresql": postgresql.insert,
+}
 
 
 class UsageFilter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -107,7 +110,9 @@ class UsageLog:
             with self._database.write() as connection:
                 insert = _INSERTS[connection.dialect.name](schema.usage).on_conflict_do_nothing()
                 done = connection.execute(
-                    insert, [_values(row) for row in batch], execution_options={"preserve_rowcount": True}
+                    insert,
+                    [_values(row) for row in batch],
+                    execution_options={"preserve_rowcount": True},
                 )
                 new += done.rowcount
         return new
@@ -144,7 +149,8 @@ class UsageLog:
     ) -> UsageSum:
         """What the owner with this id used since a moment, of one model or of all."""
         where = UsageFilter(since=since, model=model)
-        return self.report((), msgspec.structs.replace(where, **{owner_kind: owner}))[0]
+        (row,) = self.report((), msgspec.structs.replace(where, **{owner_kind: owner}))
+        return UsageSum(**{name: getattr(row, name) for name in UsageSum.__struct_fields__})
 
     def rows(self, where: UsageFilter = ALL) -> Iterator[list[UsageRow]]:
         """The rows themselves, by the time they ended, page by page; no transaction is open in between."""
@@ -174,25 +180,28 @@ class UsageLog:
 
         A row that is offered again after that counts twice: keep more days than a gateway may be cut off.
         """
-        first_kept = int(before // DAY_S)
+        kept_from = before // DAY_S * DAY_S
         gone = 0
-        while (day := self._oldest_day()) is not None and day < first_kept:
-            gone += self._forget_day(day)
+        while (oldest := self._oldest()) is not None and oldest < kept_from:
+            gone += self._forget_until((oldest // DAY_S + 1) * DAY_S)
         return gone
 
-    def _oldest_day(self) -> int | None:
+    def _oldest(self) -> float | None:
         with self._database.read() as connection:
-            return connection.execute(select(func.min(schema.usage.c.day))).scalar_one()
+            oldest = select(func.min(schema.usage.c.ended_at))
+            ended_at: float | None = connection.execute(oldest).scalar_one()
+            return ended_at
 
-    def _forget_day(self, day: int) -> int:
+    def _forget_until(self, midnight: float) -> int:
+        """Forget what ended before; a day at a time, so that nobody has to wait long."""
         rows, days = schema.usage, schema.usage_days
-        of_day = rows.c.day == day
+        past = rows.c.ended_at < midnight
         with self._database.write() as connection:
             if connection.dialect.name == "postgresql":
                 # A row that came between the sum and the removal would be lost.
                 connection.execute(text("LOCK TABLE usage IN SHARE ROW EXCLUSIVE MODE"))
             insert = _INSERTS[connection.dialect.name](days)
-            sums = _sums(rows, func.count(), _GROUPS, [of_day])
+            sums = _sums(rows, func.count(), _GROUPS, [past])
             counted = ("requests", *_COUNTED)
             connection.execute(
                 insert.from_select([*_GROUPS, *counted], sums).on_conflict_do_update(
@@ -200,7 +209,7 @@ class UsageLog:
                     set_={name: days.c[name] + insert.excluded[name] for name in counted},
                 )
             )
-            return connection.execute(delete(rows).where(of_day)).rowcount
+            return connection.execute(delete(rows).where(past)).rowcount
 
 
 def _sums(

@@ -254,7 +254,9 @@ class GatewayMetrics(Collector):
     def _gauges(self, reading: GatewayReading) -> Iterator[Metric]:
         yield _gauge("requests_in_flight", "HTTP requests being answered.", reading.in_flight)
         yield _gauge(
-            "ledger_backlog_rows", "Rows of usage that the store does not have yet.", reading.backlog
+            "ledger_backlog_rows",
+            "Rows of usage that the store does not have yet.",
+            reading.backlog,
         )
         depth = GaugeMetricFamily(
             "argosy_gateway_queue_depth", "Requests that wait for a replica.", labels=["model"]

@@ -22,7 +22,7 @@ _context: ContextVar[dict[str, str] | None] = ContextVar("argosy_request", defau
 def _add_context(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
     known = _context.get()
     if known is not None:
-        event |= known
+        event.update(known)
     return event
 
 
@@ -43,11 +43,13 @@ def _json_text(_logger: WrappedLogger, _method: str, event: EventDict) -> str:
     return _encode(event).decode()
 
 
-def configure_logs(log_format: LogFormat, level: str = "info") -> None:
+def configure_logs(log_format: LogFormat, level: str = "info", replica: str = "") -> None:
     """Send every log event of the process, the libraries' too, to standard error. Call once.
 
-    Our own events do not pass the standard library's logging, which would make each ten times as dear.
+    Each event carries the name of the `replica` that the process works for, if any. Our own events do not
+    pass the standard library's logging, which would make each ten times as dear.
     """
+    shared = [*_SHARED, _named(replica)] if replica else _SHARED
     factory: structlog.BytesLoggerFactory | structlog.PrintLoggerFactory
     if log_format == "json":
         explain: list[Processor] = [structlog.processors.format_exc_info]
@@ -61,7 +63,7 @@ def configure_logs(log_format: LogFormat, level: str = "info") -> None:
         ours = theirs = [render]
         factory = structlog.PrintLoggerFactory(sys.stderr)
     structlog.configure(
-        processors=[*_SHARED, *ours],
+        processors=[*shared, *ours],
         wrapper_class=structlog.make_filtering_bound_logger(level),
         logger_factory=factory,
         cache_logger_on_first_use=True,
@@ -69,14 +71,23 @@ def configure_logs(log_format: LogFormat, level: str = "info") -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
-            foreign_pre_chain=_SHARED,
+            foreign_pre_chain=shared,
             processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *theirs],
         )
     )
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(level.upper())
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    for talkative in ("alembic", "uvicorn"):
+        logging.getLogger(talkative).setLevel(logging.WARNING)
+
+
+def _named(replica: str) -> Processor:
+    def name(_logger: object, _method: str, event: EventDict) -> EventDict:
+        event["replica"] = replica
+        return event
+
+    return name
 
 
 def get_log(name: str) -> structlog.typing.FilteringBoundLogger:

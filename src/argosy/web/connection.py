@@ -79,7 +79,8 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """It is gone."""
-        self._server.connections.discard(self)  # type: ignore[arg-type] # see connection_made
+        del exc
+        self._server.connections.discard(self)
         self._heads.remove(self)
         self._idle.remove(self)
         self._deaf = True
@@ -93,7 +94,9 @@ class Connection(asyncio.Protocol):
             return
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:  # answered as if it had not asked to speak something else
+        except (
+            httptools.HttpParserUpgrade
+        ):  # answered as if it had not asked to speak something else
             self._deaf = True
         except httptools.HttpParserError:
             self._heads.remove(self)

@@ -248,9 +248,7 @@ class Exchange:
         """Milliseconds since the request came."""
         return round((time.monotonic() - self.arrived) * 1000, 1)
 
-    def _headed(
-        self, status: int, headers: list[tuple[bytes, bytes]]
-    ) -> list[tuple[bytes, bytes]]:
+    def _headed(self, status: int, headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
         """The headers, with those that every answer has."""
         self.status = status
         spent_ms = b"%d" % round((time.monotonic() - self.arrived) * 1000)

@@ -14,7 +14,7 @@ from argosy.web.exchange import App, DisconnectedError, Scope, Watcher
 UNREAD_BYTES = 64 * 1024
 """Most of a body that is taken in before somebody reads it."""
 
-_LINES = {s: f"HTTP/1.1 {s} {http.HTTPStatus(s).phrase}\r\n".encode() for s in http.HTTPStatus}
+_LINES = {int(s): f"HTTP/1.1 {s} {s.phrase}\r\n".encode() for s in http.HTTPStatus}
 _CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 _BODILESS = frozenset({204, 304})
 

@@ -1,4 +1,4 @@
-"""The ledger's stage: what was delivered becomes a row with its price, and reaches the store whatever the store does."""
+"""The ledger's stage: what was delivered becomes a row with its price and reaches the store, sooner or later."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def never() -> dict[str, Any]:
     raise AssertionError("nobody reads or writes here")
 
 
-async def nothing(message: Any) -> None:
+async def nothing(message: object) -> None:
     raise AssertionError("nobody reads or writes here")
 
 

@@ -34,7 +34,9 @@ def body(path: str, **extra: object) -> dict[str, Any]:
 
 
 @contextlib.asynccontextmanager
-async def ours(tokenizer: Tokenizer, *stages: Watching) -> AsyncIterator[tuple[Running, FakeEngine]]:
+async def ours(
+    tokenizer: Tokenizer, *stages: Watching
+) -> AsyncIterator[tuple[Running, FakeEngine]]:
     """A gateway in front of our replica around a scripted engine."""
     engine = FakeEngine(tokenizer, lambda _: Script(list(TOKENS), finish="length"))
     async with (
@@ -88,7 +90,9 @@ async def test_a_limit_ends_a_stream_at_the_token(
     assert chunks[-1] == b"[DONE]"
     assert finishes(chunks) == {0: "budget"}
     told = [json.loads(chunk) for chunk in chunks[:-1]]
-    ids = [i for chunk in told for choice in chunk["choices"] for i in choice.get("token_ids") or ()]
+    ids = [
+        i for chunk in told for choice in chunk["choices"] for i in choice.get("token_ids") or ()
+    ]
     *before, counted = [0, *watching.counts]
     assert before[-1] < most <= counted
     assert ids == TOKENS[:counted]

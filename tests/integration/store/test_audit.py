@@ -91,14 +91,12 @@ def test_no_secret_is_told(store: Store, database: Database) -> None:
         told = repr(connection.execute(sa.text("SELECT * FROM audit")).all())
     database.close()
     for key in (made[1], plain):
-        assert key.rsplit("-", 1)[1] not in told
+        assert key.split("-", 3)[3] not in told
     assert "digest" not in told
 
 
 @pytest.mark.parametrize("statement", ["UPDATE audit SET actor = 'x'", "DELETE FROM audit"])
-def test_the_database_refuses_to_alter_it(
-    store: Store, database: Database, statement: str
-) -> None:
+def test_the_database_refuses_to_alter_it(store: Store, database: Database, statement: str) -> None:
     fill(store)
     with pytest.raises(ValueError, match="append-only"):
         run(database, statement)
@@ -123,7 +121,7 @@ def test_the_database_refuses_to_alter_it(
         ),
     ],
 )
-def test_tampering_shows(  # noqa: PLR0917 - what a tampering needs
+def test_tampering_shows(
     store: Store, database: Database, kind: str, statement: str, broken: int, problem: str
 ) -> None:
     fill(store)
@@ -131,9 +129,7 @@ def test_tampering_shows(  # noqa: PLR0917 - what a tampering needs
     assert store.audit.verify() == Verdict(entries=broken - 1, broken=broken, problem=problem)
 
 
-def test_a_chain_that_was_written_anew_shows(
-    store: Store, database: Database, kind: str
-) -> None:
+def test_a_chain_that_was_written_anew_shows(store: Store, database: Database, kind: str) -> None:
     """The head that the last change left does not fit, neither to a forged end nor to a longer one."""
     from argosy.store.audit import seal
 
@@ -163,7 +159,7 @@ INSERT = sa.text(
 
 
 def test_writers_in_several_processes_make_one_chain(store: Store, url: str) -> None:
-    at_once(4, "change", url, 15)
-    assert store.audit.verify() == Verdict(entries=60)
-    assert store.version() == 61
-    assert len(store.directory().organisations) == 60
+    at_once(3, "change", url, 15)
+    assert store.audit.verify() == Verdict(entries=45)
+    assert store.version() == 46
+    assert len(store.directory().organisations) == 45

@@ -181,7 +181,7 @@ def test_what_an_owner_spent(store: Store) -> None:
 
 
 def test_reports_say_what_they_can_be_by(store: Store) -> None:
-    with pytest.raises(ValueError, match="A report is by day, .*not by 'week'"):
+    with pytest.raises(ValueError, match=r"A report is by day, .*not by 'week'"):
         store.usage.report(["week"])  # type: ignore[list-item]
 
 

@@ -11,22 +11,27 @@ from argosy.store import open_store
 
 def main(what: str, url: str, number: str, *arguments: str) -> None:
     store = open_store(url)
-    print("ready", flush=True)
+    say("ready")
     sys.stdin.readline()
     match what:
         case "migrate":
             store.migrate()
         case "first_run":
             made = store.accounts.first_run(actor=f"worker {number}")
-            print("" if made is None else made[1])
+            say("" if made is None else made[1])
         case "change":
             for i in range(int(arguments[0])):
                 store.accounts.create_organisation(f"{number}-{i}", actor=f"worker {number}")
         case "add":
             first, count = int(number) * int(arguments[0]), int(arguments[1])
             rows = [usage_row(f"request-{i}") for i in range(first, first + count)]
-            print(sum(store.usage.add(rows[i : i + 7]) for i in range(0, count, 7)))
+            say(str(sum(store.usage.add(rows[i : i + 7]) for i in range(0, count, 7))))
     store.close()
+
+
+def say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

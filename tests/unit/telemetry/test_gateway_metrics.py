@@ -35,9 +35,7 @@ def some(metrics: GatewayMetrics) -> None:
     metrics.failed_over("m")
     metrics.refused("m", "rate_limit_exceeded")
     metrics.ended("m", "t", "completed", 1.5)
-    metrics.used(
-        "m", "t", input_tokens=5, cached_tokens=2, output_tokens=3, nano_dollars=10**9
-    )
+    metrics.used("m", "t", input_tokens=5, cached_tokens=2, output_tokens=3, nano_dollars=10**9)
 
 
 def test_what_is_counted_is_shown() -> None:
