@@ -10,6 +10,8 @@ import msgspec
 from msgspec import Meta
 
 from argosy.gateway.explain import ExplainConfig
+from argosy.gateway.identity import AuthConfig
+from argosy.gateway.limits import LimitsConfig
 from argosy.gateway.replicas import Kind
 from argosy.store import StoreConfig
 
@@ -69,6 +71,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Path of a Unix domain socket to listen on instead."""
     store: StoreConfig | None = None
     """Accounts, keys, limits, prices and the ledger; None: one person, on their own machine."""
+    auth: AuthConfig = AuthConfig()
+    limits: LimitsConfig = LimitsConfig()
     timeouts: Timeouts = Timeouts()
     queue: QueueConfig = QueueConfig()
     explain: ExplainConfig = ExplainConfig()

@@ -15,18 +15,19 @@ import structlog
 import uvloop
 
 from argosy.gateway.books import Books
-from argosy.gateway.caller import ANYONE
 from argosy.gateway.config import GatewayConfig
 from argosy.gateway.explain import Traces
 from argosy.gateway.front import Front
+from argosy.gateway.identity import Identity
 from argosy.gateway.journey import Stage
 from argosy.gateway.ledger import Ledger
+from argosy.gateway.limits import Limits, shared_state
 from argosy.gateway.operating import Operating, read_replicas
 from argosy.gateway.pools import build_models
 from argosy.gateway.probing import Prober
 from argosy.gateway.recorder import Recorder
 from argosy.gateway.serving import Serving
-from argosy.store import Directory
+from argosy.store import Directory, StoreError
 from argosy.telemetry import GatewayMetrics, GatewayReading, configure_logs
 from argosy.web import Listener, bind, bind_unix, url_of
 
@@ -71,30 +72,39 @@ class GatewayServer:
                 await books.close()
 
     async def _run(self, books: Books | None, bound: socket.socket | None) -> None:
+        directory = Directory() if books is None else books.directory
+        identity = Identity(directory, self._config.auth)
+        limits = Limits(shared_state(self._config.limits))
+        stages: list[Stage] = [Recorder(self._traces, self._metrics, time.monotonic), limits]
         caring: list[Coroutine[Any, Any, None]] = []
-        stages: list[Stage] = [Recorder(self._traces, self._metrics, time.monotonic)]
         if books is not None:
             ledger = Ledger(books.spool)
             stages.append(ledger)
 
             def update(directory: Directory) -> None:
+                identity.update(directory)
+                limits.update(directory)
                 ledger.update(directory)
 
-            update(books.directory)
-            caring += [books.keep_fresh(update), books.forget()]
+            update(directory)
+            await _seed(limits, books)
+            caring += [books.keep_fresh(update), books.forget(), _keep_seeded(limits, books)]
         serving = Serving(self._models, self._config, stages)
         front = Front(
             self._models,
             serving,
             Operating(self._models, self._metrics, lambda: self._read(front, serving, books)),
-            identify=lambda _: ANYONE,
+            identify=identity.identify,
             metrics=self._metrics,
             config=self._config,
         )
         probers = [Prober(replica) for replica in self.replicas]
-        await asyncio.gather(*(prober.probe() for prober in probers))
+        await asyncio.gather(limits.start(), *(prober.probe() for prober in probers))
         caring += [serving.tend(), *(prober.run() for prober in probers)]
-        await self._listen(front, bound or self._bind(), caring)
+        try:
+            await self._listen(front, bound or self._bind(), caring)
+        finally:
+            await limits.close()
 
     async def _listen(
         self, front: Front, bound: socket.socket, caring: list[Coroutine[Any, Any, None]]
@@ -146,6 +156,20 @@ class GatewayServer:
         if self._config.uds is not None:
             return bind_unix(Path(self._config.uds))
         return bind(self._config.host, self._config.port)
+
+
+async def _keep_seeded(limits: Limits, books: Books) -> None:
+    """Tell limits that are new what was used of them, for as long as the gateway runs."""
+    while True:
+        await asyncio.sleep(1.0)
+        await _seed(limits, books)
+
+
+async def _seed(limits: Limits, books: Books) -> None:
+    try:
+        await limits.seed(books.store.usage.spent)
+    except StoreError as error:
+        log.warning("limits_not_seeded", reason=str(error))
 
 
 def serve_gateway(config: GatewayConfig, on_ready: Callable[[str], None]) -> None:

@@ -6,7 +6,6 @@ import re
 from collections.abc import AsyncIterator
 from typing import Any
 
-import pytest
 import pytest_asyncio
 from tests.integration.fake_engine import FakeEngine, Script
 from tests.integration.gateway.harness import Watching, front
