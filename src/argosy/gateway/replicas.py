@@ -8,13 +8,14 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from argosy.gateway.ask import BYTES_PER_TOKEN, Ask
+from argosy.gateway.ask import BYTES_PER_TOKEN, DEFAULT_OUTPUT, Ask
 from argosy.gateway.upstream import Upstream
 from argosy.policy import (
     BLOCK_BYTES,
     Breaker,
     Chooser,
     Cost,
+    Mean,
     Outcome,
     PrefixIndex,
     Rate,
@@ -35,6 +36,7 @@ LEAST_PREFILL = 64
 """The first token of a shorter prompt says nothing of the rate at which prompts are computed."""
 PREFILL_HALF_LIFE = 8192.0
 DECODE_HALF_LIFE = 256.0
+OUTPUT_HALF_LIFE = 32.0
 
 
 def _nothing() -> None:
@@ -141,6 +143,7 @@ class Pool:
         self.replicas = {replica.name: replica for replica in replicas}
         self.retries = RetryBudget()
         self._chooser = chooser
+        self._outputs = Mean(OUTPUT_HALF_LIFE, DEFAULT_OUTPUT)
 
     @property
     def max_model_len(self) -> int | None:
@@ -174,6 +177,10 @@ class Pool:
             if self.replicas[name].has_room and not self.replicas[name].breaker.cooling(now)
         ]
 
+    def answered(self, tokens: float) -> None:
+        """An answer came to its end after so many tokens, each of its choices on average."""
+        self._outputs.add(tokens)
+
     def pick(self, ask: Ask, domain: str, tried: Collection[str], now: float) -> Picked | None:
         """The replica for a request, not one of `tried`. None: there is no room for it now."""
         warm = [name for name in self.room(now) if name not in tried]
@@ -186,7 +193,7 @@ class Pool:
         hits = {n: len(held) * BLOCK_BYTES // BYTES_PER_TOKEN for n, held in found.items()}
         request = RouteRequest(
             prompt_tokens=ask.prompt_tokens,
-            output_tokens=ask.output_tokens,
+            output_tokens=self._expected(ask),
             key=ask.session or (keys[0].hex() if keys else ""),
             hits=hits,
         )
@@ -201,3 +208,8 @@ class Pool:
             blocks=len(ask.prompt) / BLOCK_BYTES,
             found=found[chosen.name],
         )
+
+    def _expected(self, ask: Ask) -> int:
+        """Tokens of its answer, going by those of others."""
+        mean = round(self._outputs.value)
+        return ask.choices * (mean if ask.max_output is None else min(mean, ask.max_output))

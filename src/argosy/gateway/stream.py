@@ -93,6 +93,7 @@ class ClientStream:
         if not self._reader.done:
             raise UpstreamError("the stream ended before its end")
         self._push(self._reader.take_held())
+        self._journey.pool.answered(self._told / self._journey.ask.choices)
 
     def let_go(self) -> None:
         """The attempt failed: what was not told for good is forgotten."""

@@ -17,7 +17,7 @@ from argosy.policy.limits import (
     running,
     worst,
 )
-from argosy.policy.measured import Line, PeakEwma, Rate
+from argosy.policy.measured import Line, Mean, PeakEwma, Rate
 from argosy.policy.order import PROMOTED_EACH, QUANTUM, DispatchQueue, Waiting
 from argosy.policy.prices import NO_CHARGE, Priced, PriceList, Rates
 from argosy.policy.retries import RetryBudget, backoff_s
@@ -67,6 +67,7 @@ __all__ = [
     "LeastCost",
     "Life",
     "Line",
+    "Mean",
     "Meter",
     "Outcome",
     "OutputEstimates",

@@ -112,3 +112,19 @@ def test_memory_is_flat_under_many_distinct_prompts() -> None:
     for number in range(20_000):
         index.sent(chain(b"%d" % number, b"x" * BLOCK_BYTES * 2, BLOCK_BYTES))
         assert len(index) <= 1000
+
+
+async def test_answers_are_expected_to_be_as_long_as_those_before(tokenizer: Tokenizer) -> None:
+    watching = Watching()
+    engine = FakeEngine(tokenizer, always(says(tokenizer, "Yes.")))
+    async with (
+        serve(engine) as served,
+        front([watching], ReplicaConfig(url=served.url, model=MODEL)) as running,
+    ):
+        for _ in range(100):
+            body = chat("Is it so?", model="big", n=2)
+            assert (await running.client.post("/v1/chat/completions", json=body)).is_success
+        journey = watching.left[-1]
+        decode_s = journey.pool.loads()[0].decode_s
+        (cost,) = journey.trace.tries[-1].costs
+        assert cost.decode_s < 100 * decode_s
