@@ -125,10 +125,9 @@ class Picked(NamedTuple):
 
     def answered(self, prompt_tokens: int, cached_tokens: int) -> None:
         """The replica has told how much of the prompt it had: correct what is believed of its cache."""
-        if prompt_tokens:
-            # Rounded up, and one more: a template's tokens and the cache's own blocks make it inexact.
-            there = math.ceil(self.blocks * cached_tokens / prompt_tokens) + 1
-            self.replica.prefixes.correct(self.found, there)
+        # Rounded up, and one more: a template's tokens and the cache's own blocks make it inexact.
+        there = math.ceil(self.blocks * cached_tokens / max(1, prompt_tokens)) + 1
+        self.replica.prefixes.correct(self.found, there)
 
 
 class Pool:

@@ -166,8 +166,10 @@ class ClientStream:
         sent, picked = self._journey.trace.tries[-1].sent, self._journey.picked
         if sent is None or picked is None or self._before:
             return
-        picked.answered(told.prompt_tokens, told.cached_tokens)
-        uncached = told.prompt_tokens - told.cached_tokens or picked.uncached
+        uncached = picked.uncached
+        if replica.kind == "argosy":  # others tell at the end, if at all
+            uncached = told.prompt_tokens - told.cached_tokens
+            picked.answered(told.prompt_tokens, told.cached_tokens)
         replica.first_token(attempt.last - sent, uncached, attempt.last)
 
     def _measure(self) -> None:
