@@ -13,6 +13,7 @@ from argosy.gateway.upstream import Upstream
 from argosy.policy import (
     BLOCK_BYTES,
     Breaker,
+    Candidate,
     Chooser,
     Cost,
     Mean,
@@ -196,13 +197,16 @@ class Pool:
             key=ask.session or (keys[0].hex() if keys else ""),
             hits=hits,
         )
-        loads = [self.replicas[name].load for name in warm]
+        candidates = [
+            Candidate(load, cost(request, load, now))
+            for load in (self.replicas[name].load for name in warm)
+        ]
         draw = random.random()  # noqa: S311 - spreads load, guards nothing
-        chosen = self.replicas[self._chooser.choose(request, loads, draw, now).name]
+        chosen = self.replicas[self._chooser.choose(request, candidates, draw, now).load.name]
         chosen.prefixes.sent(keys)
         return Picked(
             chosen,
-            costs=tuple(cost(request, load, now) for load in loads),
+            costs=tuple(candidate.cost for candidate in candidates),
             uncached=max(0, ask.prompt_tokens - hits[chosen.name]),
             blocks=len(ask.prompt) / BLOCK_BYTES,
             found=found[chosen.name],

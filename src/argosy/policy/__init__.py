@@ -24,6 +24,7 @@ from argosy.policy.retries import RetryBudget, backoff_s
 from argosy.policy.routing import (
     CHOOSERS,
     BoundedHash,
+    Candidate,
     Chooser,
     Cost,
     LatencyAware,
@@ -53,6 +54,7 @@ __all__ = [
     "BoundedHash",
     "Breaker",
     "BreakerLimits",
+    "Candidate",
     "Chooser",
     "Concurrency",
     "Cost",
