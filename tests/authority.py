@@ -62,14 +62,12 @@ class Authority:
         for at, units in ask.back:
             if at in limit.slots:
                 limit.slots[at] -= units
-        if ask.seeds is not None and not limit.known:
-            for age, units in ask.seeds:
-                at = int((now - age) // width) if width else slot
-                if at >= oldest:
-                    limit.slots[at] = limit.slots.get(at, 0) + units
-            limit.known = True
-        if ask.used:
-            limit.slots[slot] = limit.slots.get(slot, 0) + ask.used
+        seeds = ask.seeds if ask.seeds is not None and not limit.known else ()
+        for age, units in (*seeds, *ask.owed):
+            at = int((now - age) // width) if width else slot
+            if at >= oldest:
+                limit.slots[at] = limit.slots.get(at, 0) + units
+        limit.known = limit.known or ask.seeds is not None
         granted = self._share(ask, ask.limit - sum(limit.slots.values()))
         if granted:
             limit.slots[slot] = limit.slots.get(slot, 0) + granted
@@ -80,6 +78,6 @@ class Authority:
         for other in set(places) - set(self.alive):
             del places[other]
         others = sum(held for other, held in places.items() if other != gateway)
-        granted = self._share(ask, ask.limit - others - ask.used)
-        places[gateway] = ask.used + granted
-        return Grant(granted, 0, others + ask.used + granted, 0.0, 0.0, known=True)
+        granted = self._share(ask, ask.limit - others - ask.kept)
+        places[gateway] = ask.kept + granted
+        return Grant(granted, 0, others + ask.kept + granted, 0.0, 0.0, known=True)

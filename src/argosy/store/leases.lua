@@ -61,18 +61,19 @@ local function units(ask, key)
       count(back[1], -back[2])
     end
   end
-  if ask.seeds and not known then
-    for _, seed in ipairs(ask.seeds) do
-      local at = sliding and math.floor((now - seed[1]) / width) or slot
+  local function recall(aged)
+    for _, one in ipairs(aged) do
+      local at = sliding and math.floor((now - one[1]) / width) or slot
       if at >= oldest then
-        count(at, seed[2])
+        count(at, one[2])
       end
     end
+  end
+  if ask.seeds and not known then
+    recall(ask.seeds)
     known = true
   end
-  if ask.used > 0 then
-    count(slot, ask.used)
-  end
+  recall(ask.owed)
   local room = ask.limit - used
   local granted = share(ask, room)
   if granted > 0 then
@@ -115,8 +116,8 @@ local function places(ask, key)
       end
     end
   end
-  local granted = share(ask, ask.limit - others - ask.used)
-  local mine = ask.used + granted
+  local granted = share(ask, ask.limit - others - ask.kept)
+  local mine = ask.kept + granted
   if mine > 0 then
     redis.call('HSET', key, message.gateway, mine)
     redis.call('EXPIRE', key, math.ceil(ask.keep_s))

@@ -170,8 +170,7 @@ class RedisState:
                     while self._wanting or self._message:
                         await self._exchange()
                 await self._redis.zrem(f"{PREFIX}gateways", self._gateway)
-        self._up = False
-        self._resolve(self._next)
+        self._release()
         await self._redis.aclose()
 
     def _want(self, lease: Shared, units: int) -> None:
@@ -190,7 +189,7 @@ class RedisState:
                         self._redis.ping()
                     )  # what is asked of a Redis that hangs would be done much later
                 await self._exchange()
-            except (RedisError, OSError, msgspec.DecodeError) as error:
+            except Exception as error:  # noqa: BLE001 - whatever it is, nobody may wait for it
                 self._lost(error)
                 failures += 1
                 draw = random.random()  # noqa: S311 - jitter
@@ -224,7 +223,7 @@ class RedisState:
             lease.answer(ask, grant, message.asked_at, now)
             if lease.idle:
                 self._active.pop(lease, None)
-        self._resolve(message.heard)
+        _resolve(message.heard)
 
     def _compose(self) -> _Message:
         now = self._clock()
@@ -250,11 +249,16 @@ class RedisState:
         if self._up or not self._found.is_set():
             self._found.set()
             log.warning("shared_state_lost", reason=str(error) or type(error).__name__)
+        self._release()
+
+    def _release(self) -> None:
+        """Nobody waits any longer."""
         self._up = False
         if self._message is not None:
-            self._resolve(self._message.heard)
-        self._resolve(self._next)
-        self._next = None
+            _resolve(self._message.heard)
+        if self._next is not None:
+            _resolve(self._next)
+            self._next = None
 
     def _reached(self) -> None:
         if not self._up:
@@ -262,10 +266,10 @@ class RedisState:
         self._up = True
         self._found.set()
 
-    @staticmethod
-    def _resolve(waiting: asyncio.Future[None] | None) -> None:
-        if waiting is not None and not waiting.done():
-            waiting.set_result(None)
+
+def _resolve(waiting: asyncio.Future[None]) -> None:
+    if not waiting.done():
+        waiting.set_result(None)
 
 
 def _leases(wants: Wants) -> list[tuple[Shared, int]]:

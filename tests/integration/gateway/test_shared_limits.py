@@ -286,8 +286,9 @@ async def test_redis_grants_what_the_model_grants(server: RedisServer) -> None:
                     slots.get(name, []), min(draw.randrange(3), len(slots.get(name, [])))
                 )
                 units = [draw.randint(0, 5) for _ in backs]
-                seeds = tuple(
-                    (draw.uniform(0, 7000), draw.randrange(9)) for _ in range(draw.randrange(3))
+                seeds, owed = (
+                    tuple((draw.uniform(0, 7000), draw.randrange(9)) for _ in range(count))
+                    for count in (draw.randrange(3), draw.choice([0, 0, 2]))
                 )
                 ask = Ask(
                     kind=kind,  # type: ignore[arg-type]
@@ -298,7 +299,8 @@ async def test_redis_grants_what_the_model_grants(server: RedisServer) -> None:
                     slot={"day": 1000, "new": int(steady()) + 10**6}.get(name, 0),
                     need=draw.choice([0, draw.randrange(30)]),
                     ahead=draw.choice([0, draw.randrange(30)]),
-                    used=draw.choice([0, 0, draw.randrange(9)]),
+                    kept=draw.choice([0, 0, draw.randrange(9)]),
+                    owed=owed,
                     back=tuple((real, n) for (real, _), n in zip(backs, units, strict=True)),
                     seeds=draw.choice([None, seeds]),
                 )
