@@ -96,7 +96,7 @@ def own_counter(limit: Limit) -> Window | Period | Concurrency:
 
 
 class SteadyClock:
-    """Seconds since the epoch that never go back: when the system's clock is set back, they go on from where they are."""
+    """Seconds since the epoch that never go back: when the system is set back, they go on from where they are."""
 
     def __init__(self) -> None:
         self._ahead = 0.0
