@@ -24,7 +24,7 @@ from argosy.store.shared import Clock, Wants, own_counter, steady
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.store")
 
-WAIT_S = 0.025
+WAIT_S = 0.05
 """Longest that an exchange may take; who comes while one is under way waits for the next one too."""
 ALIVE_S = 5.0
 """A gateway that was silent for so long has died: what it ran at a time is free."""

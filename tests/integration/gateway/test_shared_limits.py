@@ -259,6 +259,28 @@ async def test_a_redis_that_comes_back_empty_learns_from_the_ledger(server: Redi
             await until(full)
 
 
+@pytest.mark.parametrize(("unsure", "most"), [("closed", 90), ("open", 2 * 90)])
+async def test_hammering_while_redis_is_killed_passes_the_limit_by_no_more_than_is_said(
+    server: RedisServer, unsure: Unsure, most: int
+) -> None:
+    async with gateways(server, limit("requests", 90, "hour"), unsure=unsure) as stages:
+        for stage in stages:  # each is told how many there are
+            assert await let_in(stage) is not None
+        count = 3
+
+        async def hammer(stage: Limits) -> None:
+            nonlocal count
+            for _ in range(100):
+                journey = await let_in(stage)
+                count += journey is not None
+                if count == 45:
+                    server.process.kill()
+
+        await asyncio.gather(*(hammer(stage) for stage in stages))
+        assert server.process.wait() == -signal.SIGKILL
+    assert 45 <= count <= most
+
+
 async def test_nobody_waits_for_a_redis_that_is_not_there() -> None:
     state = RedisState("unix:///nowhere/redis.sock")
     stage = Limits(state)
