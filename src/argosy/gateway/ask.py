@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Raw
 
-from argosy.gateway.journal import Delivered
 from argosy.protocol import ApiError, invalid, parse
 
 T = TypeVar("T")
@@ -18,6 +18,10 @@ BYTES_PER_TOKEN = 4
 """For estimates where the prompt is text and no tokenizer is at hand."""
 DEFAULT_OUTPUT = 256
 """Expected output where the request names no limit."""
+LONGEST_TOKEN_BYTES = 128
+"""No token of a tokenizer in use is longer, runs of spaces included."""
+WHOLE_ONLY = frozenset({"prompt_logprobs", "resume", "stream_options"})
+"""Fields that streams do not take, or take differently."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,15 @@ class Ask:
     prompt: bytes
     """The prompt or the messages, as they came."""
     session: str
+    include_usage: bool = False
+    """Its stream is to end with the usage."""
+
+    @property
+    def least_tokens(self) -> int:
+        """The prompt has at least so many tokens, whatever the tokenizer."""
+        if self.prompt.startswith(b"[") and self.prompt[1:].lstrip()[:1].isdigit():
+            return self.prompt.count(b",") + 1
+        return len(self.prompt) // LONGEST_TOKEN_BYTES
 
     @property
     def prompt_tokens(self) -> int:
@@ -44,17 +57,21 @@ class Ask:
         """Expected at most, all choices together."""
         return (DEFAULT_OUTPUT if self.max_output is None else self.max_output) * self.choices
 
-    def body(self, model: str) -> bytes:
-        """The body for a replica that knows the model as `model`."""
-        return msgspec.json.encode(self.fields | {"model": Raw(msgspec.json.encode(model))})
+    @property
+    def gathers(self) -> bool:
+        """Whether its whole answer can be put together from a stream of ours."""
+        return self.fields.keys().isdisjoint(WHOLE_ONLY)
 
-    def rest(self, model: str, delivered: Delivered) -> bytes:
-        """The body that carries on after what was delivered."""
-        ids = [delivered.ids(choice) for choice in range(self.choices)]
-        resume = {"token_ids": ids[0] if self.choices == 1 else ids}
-        changed = {"model": model, "resume": resume}
+    def body(self, model: str, changes: Mapping[str, Any]) -> bytes:
+        """The body for a replica that knows the model as `model`, with some fields changed."""
+        changed = {"model": model, **changes}
         encoded = {name: Raw(msgspec.json.encode(value)) for name, value in changed.items()}
         return msgspec.json.encode(self.fields | encoded)
+
+    def usage_options(self) -> dict[str, Any]:
+        """Its `stream_options`, changed so that the stream ends with the usage."""
+        options = msgspec.json.decode(self.fields.get("stream_options", b"null")) or {}
+        return {**options, "include_usage": True}
 
 
 def read(raw: bytes, prompt_field: str) -> Ask:
@@ -80,6 +97,7 @@ def read(raw: bytes, prompt_field: str) -> Ask:
         max_output=_field(fields, "max_tokens", int) if limit is None else limit,
         prompt=bytes(prompt),
         session=_field(fields, "session_id", str) or "",
+        include_usage=_includes_usage(fields),
     )
 
 
@@ -89,6 +107,13 @@ def _prompts(prompt: Raw) -> int:
         return 1
     items = msgspec.json.decode(prompt, type=list[Raw])
     return len(items) if items and bytes(items[0])[:1] in {b'"', b"["} else 1
+
+
+def _includes_usage(fields: dict[str, Raw]) -> bool:
+    options = (
+        _field(fields, "stream_options", dict[str, Raw]) if "stream_options" in fields else None
+    )
+    return bool(options and _field(options, "include_usage", bool))
 
 
 def _field(fields: dict[str, Raw], name: str, kind: type[T]) -> T | None:

@@ -9,7 +9,11 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from argosy.gateway.explain import ExplainConfig
+from argosy.gateway.identity import AuthConfig
+from argosy.gateway.limits import LimitsConfig
 from argosy.gateway.replicas import Kind
+from argosy.store import StoreConfig
 
 Routing = Literal["least-cost", "round-robin", "power-of-two", "latency", "hash"]
 Positive = Annotated[float, Meta(gt=0)]
@@ -19,6 +23,8 @@ class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """One server behind a model."""
 
     url: str
+    name: str | None = None
+    """What metrics, explanations and the ledger call it; by default its URL."""
     kind: Kind = "argosy"
     model: str | None = None
     """What it calls the model; by default the public name."""
@@ -65,8 +71,13 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """0 takes a free one."""
     uds: str | None = None
     """Path of a Unix domain socket to listen on instead."""
+    store: StoreConfig | None = None
+    """Accounts, keys, limits, prices and the ledger; None: one person, on their own machine."""
+    auth: AuthConfig = AuthConfig()
+    limits: LimitsConfig = LimitsConfig()
     timeouts: Timeouts = Timeouts()
     queue: QueueConfig = QueueConfig()
+    explain: ExplainConfig = ExplainConfig()
     attempts: Annotated[int, Meta(ge=1, le=10)] = 4
     """Most replicas that one request is tried on before its first byte."""
     body_limit_bytes: int = 32 * 1024 * 1024

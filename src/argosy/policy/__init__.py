@@ -17,6 +17,7 @@ from argosy.policy.limits import (
     running,
     worst,
 )
+from argosy.policy.measured import Line, PeakEwma, Rate
 from argosy.policy.order import PROMOTED_EACH, QUANTUM, DispatchQueue, Waiting
 from argosy.policy.prices import NO_CHARGE, Priced, PriceList, Rates
 from argosy.policy.retries import RetryBudget, backoff_s
@@ -33,6 +34,8 @@ from argosy.policy.routing import (
     RouteRequest,
     cost,
 )
+from argosy.policy.shedding import admits, saturation
+from argosy.policy.supervision import Action, Custody, CustodyLimits, Life
 from argosy.policy.windows import Concurrency, Counter, Period, Window, period
 
 __all__ = [
@@ -45,6 +48,7 @@ __all__ = [
     "PROMOTED_EACH",
     "QUANTUM",
     "Account",
+    "Action",
     "Ask",
     "BoundedHash",
     "Breaker",
@@ -53,20 +57,26 @@ __all__ = [
     "Concurrency",
     "Cost",
     "Counter",
+    "Custody",
+    "CustodyLimits",
     "DispatchQueue",
     "Grant",
     "Hold",
     "LatencyAware",
     "Lease",
     "LeastCost",
+    "Life",
+    "Line",
     "Meter",
     "Outcome",
     "OutputEstimates",
+    "PeakEwma",
     "Period",
     "PowerOfTwo",
     "PrefixIndex",
     "PriceList",
     "Priced",
+    "Rate",
     "Rates",
     "Refusal",
     "ReplicaLoad",
@@ -80,6 +90,7 @@ __all__ = [
     "Use",
     "Waiting",
     "Window",
+    "admits",
     "backoff_s",
     "chain",
     "classify",
@@ -89,6 +100,7 @@ __all__ = [
     "period",
     "reserve",
     "running",
+    "saturation",
     "usable",
     "worst",
 ]

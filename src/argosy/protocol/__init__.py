@@ -13,7 +13,7 @@ from argosy.protocol.openai import (
     StreamOptions,
     TokenizeRequest,
 )
-from argosy.protocol.parsing import parse
+from argosy.protocol.parsing import parse, parse_query
 from argosy.protocol.replies import (
     CachedTokens,
     ChatChoice,
@@ -87,4 +87,5 @@ __all__ = [
     "event",
     "invalid",
     "parse",
+    "parse_query",
 ]

@@ -21,6 +21,8 @@ from argosy.store.records import (
     Window,
 )
 from argosy.store.shared import Clock, MemoryState, SharedState, Wants, open_shared, steady
+from argosy.store.slots import Slot
+from argosy.store.spool import Spool, SpoolError, SpoolFullError
 from argosy.store.store import Store, StoreConfig, default_url, open_store
 from argosy.store.usage import Group, ReportRow, UsageFilter, UsageLog, UsageSum
 
@@ -43,6 +45,10 @@ __all__ = [
     "ReportRow",
     "Role",
     "SharedState",
+    "Slot",
+    "Spool",
+    "SpoolError",
+    "SpoolFullError",
     "Store",
     "StoreConfig",
     "StoreError",

@@ -1,6 +1,9 @@
 """Serving HTTP/1.1: hardened connections, requests and answers under limits, listening sockets."""
 
+from argosy.web.deadlines import Deadlines
 from argosy.web.exchange import (
+    EXCHANGE,
+    JSON,
     App,
     DisconnectedError,
     Exchange,
@@ -14,8 +17,11 @@ from argosy.web.exchange import (
 from argosy.web.listen import GOODBYE_S, Listener, bind, bind_unix, url_of
 
 __all__ = [
+    "EXCHANGE",
     "GOODBYE_S",
+    "JSON",
     "App",
+    "Deadlines",
     "DisconnectedError",
     "Exchange",
     "ExchangeLimits",
