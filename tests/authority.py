@@ -14,14 +14,12 @@ class _Limit:
     slots: dict[int, int] = field(default_factory=dict)
     places: dict[str, int] = field(default_factory=dict)
     known: bool = False
-    touched: bool = False
 
 
 @dataclass
 class Authority:
-    """All limits, and who is alive. `born` is when its memory began."""
+    """All limits, and who is alive."""
 
-    born: float = 0.0
     limits: dict[str, _Limit] = field(default_factory=dict)
     alive: dict[str, float] = field(default_factory=dict)
     answered: dict[str, tuple[int, list[Grant]]] = field(default_factory=dict)
@@ -49,14 +47,11 @@ class Authority:
 
     def _units(self, name: str, ask: Ask, now: float) -> Grant:
         limit = self.limits.setdefault(name, _Limit())
-        slot, oldest, begun, width = ask.slot, ask.slot, float(ask.slot), 0.0
+        slot, oldest, width = ask.slot, ask.slot, 0.0
         if ask.kind == "window":
             width = ask.seconds / SLOTS
             slot = int(now // width)
             oldest = int((now - ask.lease_s) // width) - SLOTS
-            begun = now - ask.seconds
-        if not limit.touched:
-            limit.touched, limit.known = True, self.born <= begun
         limit.slots = {at: units for at, units in limit.slots.items() if at >= oldest}
         slot = max([slot, *limit.slots])
         for at, units in ask.back:

@@ -221,6 +221,7 @@ class Lease:
 
     def since(self, now: float) -> tuple[float, ...]:
         """See `Counter`."""
+        self._expire(now)
         return self._own.since(now)
 
     def recall(self, used: Iterable[tuple[float, int]]) -> None:
@@ -315,12 +316,14 @@ class Lease:
             self._left -= grant.left
 
     def _turn(self, now: float) -> None:
-        """A new period: nothing of the old one matters."""
+        """A new period: nothing of the old one matters, and whoever saw it begin knows that nothing was used before."""
+        saw = self._ends > 0.0
         if isinstance(self._own, Period):
             self._starts, self._ends = period(self._own.calendar, now)
         self._grants.clear()
         self._left = self._spent = self._pace = 0
-        self._owed, self._origins, self._back, self._seeds = {}, {}, {}, None
+        self._owed, self._origins, self._back = {}, {}, {}
+        self._seeds = [] if saw else None
         self._told = Grant(0, 0, 0, 0.0, 0.0, known=True)
 
 

@@ -107,7 +107,8 @@ class RedisState:
     def counter(self, limit: Limit) -> Counter:
         """See `SharedState`."""
         own = own_counter(limit)
-        name = f"{PREFIX}limit:{limit.id}:{limit.unit}:{limit.window or ''}"
+        what = limit.owner_kind, limit.owner, limit.unit, limit.window or "", limit.model or ""
+        name = f"{PREFIX}limit:{':'.join(what)}"
         if isinstance(own, Concurrency):
             return SlotLease(name, own, self._alive_s)
         return Lease(name, own)
@@ -239,7 +240,7 @@ class RedisState:
             "asks": [ask for _, ask in asked],
         }
         own = f"{PREFIX}gateway:{self._gateway}"
-        keys = [own, f"{PREFIX}gateways", f"{PREFIX}born", *(lease.name for lease, _ in asked)]
+        keys = [own, f"{PREFIX}gateways", *(lease.name for lease, _ in asked)]
         heard: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if not self._wanting:  # else those who wait wait for the next one
             heard, self._next = self._next or heard, None
