@@ -11,6 +11,7 @@ from argosy.cli.sizes import parse_size
 Level = Literal["debug", "info", "warning", "error"]
 MODEL = "Model"
 MEMORY = "Memory"
+ACCESS = "Access"
 ADVANCED = "Advanced"
 
 Model = Annotated[
@@ -113,4 +114,16 @@ VllmMetrics = Annotated[
     bool,
     Option("--vllm-metrics", help="Also under vLLM's metric names.", rich_help_panel=ADVANCED),
 ]
-LogLevel = Annotated[Level | None, Option(help="How much the log says.", rich_help_panel=ADVANCED)]
+LogLevel = Annotated[Level, Option(help="How much the log says.", rich_help_panel=ADVANCED)]
+
+Auth = Annotated[
+    Literal["auto", "keys", "off"],
+    Option(
+        help="Who needs an API key: auto lets this machine in while there are no keys, and makes the first"
+        " one when others can connect; keys asks everybody; off asks nobody.",
+        rich_help_panel=ACCESS,
+    ),
+]
+Replicas = Annotated[
+    int, Option(min=1, help="Processes that serve the model; they divide the machine's CPUs.")
+]

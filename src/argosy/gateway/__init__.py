@@ -8,15 +8,18 @@ from argosy.gateway.config import (
     Timeouts,
     load_config,
 )
+from argosy.gateway.identity import AuthConfig, check_exposure
 from argosy.gateway.server import GatewayServer, serve_gateway
 
 __all__ = [
+    "AuthConfig",
     "GatewayConfig",
     "GatewayServer",
     "ModelConfig",
     "QueueConfig",
     "ReplicaConfig",
     "Timeouts",
+    "check_exposure",
     "load_config",
     "serve_gateway",
 ]

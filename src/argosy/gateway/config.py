@@ -23,6 +23,8 @@ class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """One server behind a model."""
 
     url: str
+    name: str | None = None
+    """What metrics, explanations and the ledger call it; by default its URL."""
     kind: Kind = "argosy"
     model: str | None = None
     """What it calls the model; by default the public name."""

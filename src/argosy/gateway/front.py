@@ -14,7 +14,7 @@ from argosy.gateway.caller import ANYONE, Caller
 from argosy.gateway.config import GatewayConfig
 from argosy.gateway.models import Models
 from argosy.gateway.operating import Operating
-from argosy.gateway.passing import Passing
+from argosy.gateway.passing import METRICS, REPLICAS, Passing
 from argosy.gateway.serving import Serving
 from argosy.protocol import ApiError, Status, Version
 from argosy.telemetry import GatewayMetrics, request_context
@@ -26,7 +26,7 @@ Handler = Callable[[Exchange, Caller], Awaitable[None]]
 MODELS = "/v1/models/"
 ADMIN = "/admin/"
 ANY = ""
-_QUIET = frozenset({"/health", "/ready", "/metrics"})
+_QUIET = frozenset({"/health", "/ready", "/metrics", "/replicas/{name}/metrics"})
 _encode = msgspec.json.Encoder().encode
 
 
@@ -77,6 +77,7 @@ class Front:
         )
         self._routes = {route.name: route for route in routes}
         self._admin_route = Route(ADMIN, ANY, self._administer, open=True)
+        self._replica_route = Route(REPLICAS + "{name}" + METRICS, "GET", passing.metrics)
         self._card_route = Route(MODELS + "{model}", "GET", self._card)
         self.in_flight = 0
         self.idle = asyncio.Event()
@@ -104,6 +105,8 @@ class Front:
             return self._admin_route
         if found is None and path.startswith(MODELS) and len(path) > len(MODELS):
             return self._card_route
+        if found is None and path.startswith(REPLICAS) and path.endswith(METRICS):
+            return self._replica_route
         return found
 
     async def _answer(self, exchange: Exchange, route: Route | None) -> None:

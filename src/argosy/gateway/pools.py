@@ -30,5 +30,6 @@ def _pool(model: ModelConfig, timeouts: Timeouts) -> Pool:
             parse_endpoint(wanted.url), headers=headers, connect_timeout_s=timeouts.connect_s
         )
         name = wanted.model or model.name
-        replicas.append(Replica(wanted.url, wanted.kind, name, upstream, most=wanted.max_requests))
+        called = wanted.name or wanted.url
+        replicas.append(Replica(called, wanted.kind, name, upstream, most=wanted.max_requests))
     return Pool(model.name, replicas, CHOOSERS[model.routing](), model.routing)

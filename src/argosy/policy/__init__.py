@@ -11,6 +11,7 @@ from argosy.policy.limits import (
     Refusal,
     Reservation,
     Use,
+    ended,
     never,
     reserve,
     running,
@@ -34,6 +35,7 @@ from argosy.policy.routing import (
     cost,
 )
 from argosy.policy.shedding import admits, saturation
+from argosy.policy.supervision import Action, Custody, CustodyLimits, Life
 from argosy.policy.windows import Concurrency, Counter, Period, Window, period
 
 __all__ = [
@@ -46,6 +48,7 @@ __all__ = [
     "PROMOTED_EACH",
     "QUANTUM",
     "Account",
+    "Action",
     "Ask",
     "BoundedHash",
     "Breaker",
@@ -54,12 +57,15 @@ __all__ = [
     "Concurrency",
     "Cost",
     "Counter",
+    "Custody",
+    "CustodyLimits",
     "DispatchQueue",
     "Grant",
     "Hold",
     "LatencyAware",
     "Lease",
     "LeastCost",
+    "Life",
     "Line",
     "Meter",
     "Outcome",
@@ -89,6 +95,7 @@ __all__ = [
     "chain",
     "classify",
     "cost",
+    "ended",
     "never",
     "period",
     "reserve",

@@ -35,6 +35,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """`/metrics` also shows vLLM's metric names."""
     log_format: Literal["json", "console"] = "console"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_name: str = ""
+    """What the log calls this replica, where several write to one."""
 
     def names_of(self, model: str) -> tuple[str, ...]:
         """Names for `model`: those set, or its own (a directory's last part, a hub repository's name)."""

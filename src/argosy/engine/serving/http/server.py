@@ -172,7 +172,7 @@ def serve_replica(
 
     Raises EngineFailedError, ValueError or OSError, each saying what to change, when it cannot.
     """
-    configure_logs(config.log_format, config.log_level)
+    configure_logs(config.log_format, config.log_level, config.log_name)
     path = locate(engine_config.model, engine_config.revision)
 
     async def run() -> None:
@@ -184,6 +184,7 @@ def serve_replica(
                 progress=progress,
                 log_format=config.log_format,
                 log_level=config.log_level,
+                log_name=config.log_name,
                 early=early,
             ),
             load_text=lambda: TextTools.load(path, config.chat_template),

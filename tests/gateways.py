@@ -1,0 +1,143 @@
+"""Gateways as processes of their own, and an organisation whose projects call them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import openai
+
+from argosy.gateway import GatewayConfig
+from argosy.store import Price, Store, UsageRow, open_store
+
+READY = "argosy gateway is ready at "
+MODEL = "big"
+DEADLINE_S = 60.0
+
+
+@dataclass
+class GatewayProcess:
+    """`argosy gateway`, which keeps its usage in a folder of its own, as on a machine of its own."""
+
+    config: GatewayConfig
+    folder: Path
+    url: str = ""
+    log: list[str] = field(default_factory=list)
+    process: asyncio.subprocess.Process | None = None
+    _reading: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Start it, again too, and wait until it is ready."""
+        self.folder.mkdir(exist_ok=True)
+        path = self.folder / "gateway.yaml"
+        path.write_bytes(msgspec.json.encode(self.config))  # JSON is YAML
+        self.process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "argosy.cli", "gateway", "--config", str(path)),
+            env=os.environ | {"XDG_STATE_HOME": str(self.folder)},
+            stderr=asyncio.subprocess.PIPE,
+        )
+        assert self.process.stderr is not None
+        while not (line := (await self.process.stderr.readline()).decode()).startswith(READY):
+            self.log.append(line)
+            assert line, "".join(self.log)
+        self.url = line.removeprefix(READY).strip().removesuffix("/v1")
+        self._reading = asyncio.create_task(self._read(self.process.stderr))
+
+    async def _read(self, stream: asyncio.StreamReader) -> None:
+        while line := await stream.readline():
+            self.log.append(line.decode())
+
+    async def kill(self) -> None:
+        """SIGKILL."""
+        assert self.process is not None
+        assert self._reading is not None
+        if self.process.returncode is None:
+            self.process.kill()
+        await self._reading
+        await self.process.wait()
+
+    async def stop(self) -> None:
+        """SIGTERM: what runs ends, and what has ended is settled."""
+        assert self.process is not None
+        assert self._reading is not None
+        self.process.terminate()
+        await self._reading
+        assert await self.process.wait() == 0, "".join(self.log)
+
+
+@contextlib.asynccontextmanager
+async def gateways(
+    config: GatewayConfig, folder: Path, count: int = 1
+) -> AsyncIterator[list[GatewayProcess]]:
+    """So many gateways with one configuration; whatever is left of them at the end is killed."""
+    running = [GatewayProcess(config, folder / f"gateway{number}") for number in range(count)]
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            await asyncio.gather(*(gateway.start() for gateway in running))
+        yield running
+    finally:
+        for gateway in running:
+            if gateway.process is not None:
+                await gateway.kill()
+
+
+@dataclass(frozen=True)
+class Tenants:
+    """An organisation in a store, its projects, and what they used."""
+
+    store: Store
+    organisation: str
+
+    def project(self, name: str, **settings: Any) -> str:  # noqa: ANN401 - a project's
+        """The id of a new project."""
+        accounts = self.store.accounts
+        return accounts.create_project(self.organisation, name, actor="test", **settings).id
+
+    def key(self, project: str, name: str = "first", **settings: Any) -> str:  # noqa: ANN401 - a key's
+        """A new key of a project, in plain."""
+        return self.store.accounts.create_key(project, name, actor="test", **settings)[1]
+
+    def limit(self, project: str, unit: Any, amount: int, window: Any = None) -> None:  # noqa: ANN401 - a limit's
+        """A limit of a project."""
+        self.store.accounts.set_limit("project", project, unit, amount, window=window, actor="test")
+
+    def price(self, per_output_token: int) -> None:
+        """What the model costs, in nano-dollars; prompts are free."""
+        price = Price(model=MODEL, input=0, cached_input=0, output=per_output_token)
+        self.store.accounts.set_price(price, actor="test")
+
+    def rows(self) -> list[UsageRow]:
+        """The whole ledger."""
+        return [row for rows in self.store.usage.rows() for row in rows]
+
+    async def settled(self, count: int) -> list[UsageRow]:
+        """The ledger, once it has so many rows."""
+        async with asyncio.timeout(DEADLINE_S):
+            while len(rows := await asyncio.to_thread(self.rows)) < count:  # noqa: ASYNC110 - nobody tells
+                await asyncio.sleep(0.05)
+        return rows
+
+
+@contextlib.contextmanager
+def tenants(url: str, organisation: str = "acme") -> Iterator[Tenants]:
+    """A new organisation in the store at a URL."""
+    store = open_store(url)
+    try:
+        store.migrate()
+        yield Tenants(store, store.accounts.create_organisation(organisation, actor="test").id)
+    finally:
+        store.close()
+
+
+@contextlib.asynccontextmanager
+async def sdk(url: str, key: str) -> AsyncIterator[openai.AsyncOpenAI]:
+    """The OpenAI SDK as a caller with this key uses it, without its retries."""
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as client:
+        yield client
