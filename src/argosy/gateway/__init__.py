@@ -9,6 +9,7 @@ from argosy.gateway.config import (
     load_config,
 )
 from argosy.gateway.server import GatewayServer, serve_gateway
+from argosy.gateway.upstream_tls import UpstreamTls
 
 __all__ = [
     "GatewayConfig",
@@ -17,6 +18,7 @@ __all__ = [
     "QueueConfig",
     "ReplicaConfig",
     "Timeouts",
+    "UpstreamTls",
     "load_config",
     "serve_gateway",
 ]

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Raw
 
-from argosy.gateway.journal import Delivered
 from argosy.protocol import ApiError, invalid, parse
 
 T = TypeVar("T")
@@ -33,6 +32,8 @@ class Ask:
     prompt: bytes
     """The prompt or the messages, as they came."""
     session: str
+    drew_seed: bool = False
+    """The seed was drawn here; the client gave none."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -43,18 +44,6 @@ class Ask:
     def output_tokens(self) -> int:
         """Expected at most, all choices together."""
         return (DEFAULT_OUTPUT if self.max_output is None else self.max_output) * self.choices
-
-    def body(self, model: str) -> bytes:
-        """The body for a replica that knows the model as `model`."""
-        return msgspec.json.encode(self.fields | {"model": Raw(msgspec.json.encode(model))})
-
-    def rest(self, model: str, delivered: Delivered) -> bytes:
-        """The body that carries on after what was delivered."""
-        ids = [delivered.ids(choice) for choice in range(self.choices)]
-        resume = {"token_ids": ids[0] if self.choices == 1 else ids}
-        changed = {"model": model, "resume": resume}
-        encoded = {name: Raw(msgspec.json.encode(value)) for name, value in changed.items()}
-        return msgspec.json.encode(self.fields | encoded)
 
 
 def read(raw: bytes, prompt_field: str) -> Ask:
@@ -69,7 +58,8 @@ def read(raw: bytes, prompt_field: str) -> Ask:
         )
     choices = _field(fields, "n", int)
     limit = _field(fields, "max_completion_tokens", int)
-    if _field(fields, "seed", int) is None:
+    drew_seed = _field(fields, "seed", int) is None
+    if drew_seed:
         # Drawn here, so that whichever replica carries the answer on draws the same tokens.
         fields = fields | {"seed": Raw(b"%d" % secrets.randbits(62))}
     return Ask(
@@ -80,6 +70,7 @@ def read(raw: bytes, prompt_field: str) -> Ask:
         max_output=_field(fields, "max_tokens", int) if limit is None else limit,
         prompt=bytes(prompt),
         session=_field(fields, "session_id", str) or "",
+        drew_seed=drew_seed,
     )
 
 

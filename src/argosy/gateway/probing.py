@@ -9,6 +9,7 @@ import msgspec
 import structlog
 
 from argosy.gateway.attempt import Attempt
+from argosy.gateway.dialects import LoadSource, find
 from argosy.gateway.replicas import Replica
 from argosy.gateway.upstream import UpstreamError
 from argosy.policy import Outcome
@@ -17,8 +18,13 @@ from argosy.protocol import Load
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
 OURS_EACH_S = 0.5
+LOADS_EACH_S = 1.0
 OTHERS_EACH_S = 5.0
 TIMEOUT_S = 2.0
+WAITING_TOKENS = 512
+"""A request that waits somewhere else counts as so many prompt tokens: others do not say how long theirs are."""
+NOT_THERE = frozenset({401, 403, 404, 405, 501})
+"""A server that answers this when asked for its load does not tell it that way."""
 
 
 class Prober:
@@ -26,14 +32,16 @@ class Prober:
 
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
-        self._path = b"/load" if replica.kind == "argosy" else b"/v1/models"
-        self._each_s = OURS_EACH_S if replica.kind == "argosy" else OTHERS_EACH_S
+        self._loads = list(replica.dialect.loads)
+        """Where it may tell its load; what it has not is dropped."""
 
     async def run(self) -> None:
         """Probe again and again."""
         while True:
             await self.probe()
-            await asyncio.sleep(self._each_s)
+            ours = self._replica.kind in {"argosy", "auto"}
+            others_s = LOADS_EACH_S if self._loads else OTHERS_EACH_S
+            await asyncio.sleep(OURS_EACH_S if ours else others_s)
 
     async def probe(self) -> None:
         """Ask once and take in the answer."""
@@ -46,21 +54,57 @@ class Prober:
         outcome = Outcome.FAILURE
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                status, body = await self._ask()
-            outcome = Outcome.SUCCESS if status < 500 else Outcome.FAILURE
-            if status == 200 and replica.kind == "argosy":
-                self._learn(msgspec.json.decode(body, type=Load))
+                known = replica.kind != "auto" or await self._find_kind()
+                if known and await self._look():
+                    outcome = Outcome.SUCCESS
         except (UpstreamError, TimeoutError, msgspec.DecodeError) as error:
             log.debug("probe_failed", replica=replica.name, reason=str(error))
         finally:
             if probing or outcome is Outcome.FAILURE:
                 breaker.record(outcome, time.monotonic())
 
-    async def _ask(self) -> tuple[int, bytes]:
+    async def _find_kind(self) -> bool:
+        """Find out what it is; whether it could say."""
+        replica = self._replica
+        found = await find(self._ask)
+        if found is None:
+            return False
+        replica.kind = found.kind
+        replica.max_model_len = found.room
+        replica.taking = True
+        self._loads = list(replica.dialect.loads)
+        models = found.models[:10]
+        log.info("replica_found", replica=replica.name, kind=found.kind, models=models)
+        if found.models and replica.model not in found.models:
+            log.warning("replica_has_other_models", replica=replica.name, wanted=replica.model)
+        replica.on_change()
+        return True
+
+    async def _look(self) -> bool:
+        """Ask for its load, or else its health; whether it is well."""
+        replica = self._replica
+        if replica.kind == "argosy":
+            status, body = await self._ask(b"/load")
+            if status == 200:
+                self._learn(msgspec.json.decode(body, type=Load))
+            return status < 500
+        while self._loads:
+            source = self._loads[0]
+            status, body = await self._ask(source.path)
+            if status == 200 and self._take_in(source, body):
+                return True
+            if status not in {200, *NOT_THERE}:
+                break
+            self._loads.pop(0)
+            log.info("load_not_told", replica=replica.name, path=source.path.decode())
+        status, _ = await self._ask(replica.dialect.health)
+        return status < 500
+
+    async def _ask(self, path: bytes) -> tuple[int, bytes]:
         attempt = Attempt(time.monotonic)
         upstream = self._replica.upstream
         try:
-            await attempt.send(upstream, upstream.request(b"GET", self._path, b"", []))
+            await attempt.send(upstream, upstream.request(b"GET", path, b"", []))
             return await attempt.head, await attempt.whole()
         except BaseException:
             attempt.abandon("the probe took too long")
@@ -77,3 +121,21 @@ class Prober:
         load.reported_at = time.monotonic()
         load.sent_tokens = 0
         replica.on_change()
+
+    def _take_in(self, source: LoadSource, body: bytes) -> bool:
+        """What a server of another kind says; what it does not say stays as it was. Whether it could be read."""
+        try:
+            told = source.read(body)
+        except (ValueError, msgspec.DecodeError) as error:
+            log.warning("load_not_read", replica=self._replica.name, reason=str(error))
+            return False
+        load = self._replica.load
+        load.running = load.running if told.running is None else told.running
+        load.waiting = load.waiting if told.waiting is None else told.waiting
+        load.kv_used = load.kv_used if told.kv_used is None else told.kv_used
+        load.capacity = load.capacity if told.capacity is None else told.capacity
+        load.queued_tokens = load.waiting * WAITING_TOKENS
+        load.reported_at = time.monotonic()
+        load.sent_tokens = 0
+        self._replica.on_change()
+        return True

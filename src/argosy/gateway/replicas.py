@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Literal
 
 from argosy.gateway.ask import BYTES_PER_TOKEN, Ask
+from argosy.gateway.dialects import Carry, Dialect, Kind, dialect_of
 from argosy.gateway.upstream import Upstream
 from argosy.policy import (
     BLOCK_BYTES,
@@ -21,9 +21,6 @@ from argosy.policy import (
     chain,
     usable,
 )
-
-Kind = Literal["argosy", "openai"]
-"""Ours, whose streams can be carried on anywhere; or any other OpenAI-compatible server."""
 
 LONGEST_AFFINITY_BYTES = 64 * 1024
 DEFAULT_MOST = 256
@@ -46,8 +43,13 @@ class Replica:
     load: ReplicaLoad = field(init=False)
     most: int = DEFAULT_MOST
     """Requests at a time, as long as it does not say itself."""
-    taking: bool = True
-    """It says that it takes new requests; a replica that drains does not."""
+    carry: Carry = "exact"
+    stream_usage: bool = True
+    """It may be asked for the usage of streams."""
+    max_model_len: int = 0
+    """Tokens of context; 0: unknown."""
+    taking: bool = field(init=False)
+    """It says that it takes new requests; one that drains does not, nor one whose kind is not known yet."""
     on_change: Callable[[], None] = _nothing
     """Called when there may be room that there was not before."""
 
@@ -56,8 +58,14 @@ class Replica:
         """Whether one more request would not have to wait there (or hardly)."""
         return self.load.in_flight < (self.load.capacity or self.most)
 
+    @property
+    def dialect(self) -> Dialect:
+        """How it is spoken to."""
+        return dialect_of(self.kind, self.carry, usage=self.stream_usage)
+
     def __post_init__(self) -> None:
         self.load = ReplicaLoad(self.name)
+        self.taking = self.kind != "auto"
 
     def sent(self, tokens: int) -> None:
         """A request with so many prompt tokens goes there."""

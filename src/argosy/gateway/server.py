@@ -12,15 +12,17 @@ from pathlib import Path
 import structlog
 import uvloop
 
-from argosy.gateway.config import GatewayConfig, ModelConfig, Timeouts, key_of
+from argosy.gateway.config import GatewayConfig, ModelConfig, Timeouts, headers_of
 from argosy.gateway.front import Front
 from argosy.gateway.probing import Prober
 from argosy.gateway.replicas import Pool, Replica
 from argosy.gateway.serving import Serving
-from argosy.gateway.upstream import Upstream, parse_endpoint
+from argosy.gateway.upstream import Upstream
+from argosy.gateway.upstream_tls import client_context
 from argosy.policy import CHOOSERS
+from argosy.protocol import parse_endpoint
 from argosy.telemetry import configure_logs
-from argosy.web import Listener, bind, bind_unix, url_of
+from argosy.web import Certificates, Listener, bind, bind_unix, url_of
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
@@ -40,7 +42,8 @@ class GatewayServer:
         self.replicas = [replica for pool in pools for replica in pool.replicas.values()]
         self._serving = Serving(named, config)
         self.front = Front(named, self._serving, config)
-        self._listener = Listener(self.front)
+        self._certificates = None if config.tls is None else Certificates(config.tls)
+        self._listener = Listener(self.front, self._certificates)
         self._leave = asyncio.Event()
 
     def stop(self) -> None:
@@ -59,7 +62,9 @@ class GatewayServer:
         listening = asyncio.create_task(self._listener.serve(sockets=[bound]))
         caring = [asyncio.create_task(prober.run()) for prober in probers]
         caring.append(asyncio.create_task(self._serving.tend()))
-        url = url_of(bound)
+        if self._certificates is not None:
+            caring.append(asyncio.create_task(self._certificates.watch()))
+        url = url_of(bound, "http" if self._certificates is None else "https")
         log.info("ready", url=url, models=[model.name for model in self._config.models])
         self._on_ready(url)
         leaving = asyncio.create_task(self._leave.wait())
@@ -108,11 +113,22 @@ def serve_gateway(config: GatewayConfig, on_ready: Callable[[str], None]) -> Non
 def _pool(model: ModelConfig, timeouts: Timeouts) -> Pool:
     replicas = []
     for wanted in model.replicas:
-        key = key_of(wanted)
-        headers = () if key is None else ((b"authorization", b"Bearer " + key.encode()),)
+        endpoint = parse_endpoint(wanted.url)
         upstream = Upstream(
-            parse_endpoint(wanted.url), headers=headers, connect_timeout_s=timeouts.connect_s
+            endpoint,
+            headers=headers_of(wanted),
+            connect_timeout_s=timeouts.connect_s,
+            tls=client_context(wanted.tls) if endpoint.tls else None,
+            server_name=wanted.tls.server_name,
         )
-        name = wanted.model or model.name
-        replicas.append(Replica(wanted.url, wanted.kind, name, upstream, most=wanted.max_requests))
+        replica = Replica(
+            wanted.url,
+            wanted.kind,
+            wanted.model or model.name,
+            upstream,
+            most=wanted.max_requests,
+            carry=wanted.carry,
+            stream_usage=wanted.stream_usage,
+        )
+        replicas.append(replica)
     return Pool(model.name, replicas, CHOOSERS[model.routing]())

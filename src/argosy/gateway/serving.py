@@ -16,6 +16,7 @@ from argosy.gateway.ask import read
 from argosy.gateway.attempt import Attempt
 from argosy.gateway.caller import ANYONE
 from argosy.gateway.config import GatewayConfig
+from argosy.gateway.dialects import Carrier, Outgoing, whole_request
 from argosy.gateway.dispatch import RETRY_AFTER_S, Dispatcher, QueueLimits
 from argosy.gateway.journey import CHAT, COMPLETION, Api, Journey
 from argosy.gateway.replicas import Pool, Replica
@@ -99,10 +100,11 @@ class Serving:
         """Ask one replica; whether its answer was passed on."""
         replica = await self._next(journey)
         attempt, outcome = Attempt(self._clock), None
-        body = journey.ask.body(replica.model)
+        ask, path = journey.ask, journey.api.path
+        asked = whole_request(ask, path, replica.dialect, replica.model, journey.identity)
         try:
             async with asyncio.timeout(self._config.timeouts.total_s):
-                await attempt.send(replica.upstream, self._request(journey, replica, body))
+                await attempt.send(replica.upstream, _request(replica, asked))
                 status = await attempt.head
                 content = await attempt.whole()
             outcome = classify(status)
@@ -132,10 +134,11 @@ class Serving:
             leave=task.cancel,
             charge=partial(dispatcher.charge, journey.caller),
         )
+        carrier = Carrier(journey.ask, journey.api.path, journey.delivered, journey.identity)
         exchange.watch(stream)
         self._streams.add(stream)
         try:
-            while not await self._stream_from(exchange, stream, journey):
+            while not await self._stream_from(exchange, stream, journey, carrier):
                 pass
         except asyncio.CancelledError:
             if not stream.gone:
@@ -153,17 +156,19 @@ class Serving:
         await exchange.end_stream()
 
     async def _stream_from(
-        self, exchange: Exchange, stream: ClientStream, journey: Journey
+        self, exchange: Exchange, stream: ClientStream, journey: Journey, carrier: Carrier
     ) -> bool:
         """Let one replica give what it can; whether the answer is whole."""
         replica = await self._next(journey)
-        model, delivered = replica.model, journey.delivered
+        delivered = journey.delivered
         before = delivered.output_tokens
-        body = journey.ask.rest(model, delivered) if before else journey.ask.body(model)
         attempt, outcome = Attempt(self._clock), None
         try:
+            leg = carrier.leg(replica.dialect, replica.model, replica.max_model_len)
+            if leg is None:
+                raise _cut_off()
             async with asyncio.timeout(self._config.timeouts.first_token_s):
-                await attempt.send(replica.upstream, self._request(journey, replica, body))
+                await attempt.send(replica.upstream, _request(replica, leg.outgoing))
                 status = await attempt.head
             if status != 200:
                 outcome = classify(status)
@@ -171,7 +176,7 @@ class Serving:
                 return exchange.complete
             if exchange.status is None:
                 await exchange.start_stream()
-            stream.feed_from(attempt, journaled=replica.kind == "argosy")
+            stream.feed_from(attempt, leg.reader)
             await attempt.end
             stream.finish()
             outcome = Outcome.SUCCESS
@@ -181,15 +186,16 @@ class Serving:
             if delivered.output_tokens > before:
                 journey.got_on()
             self._failed(journey, replica, str(error) or "too late")
-        else:
-            return True
+            ending = carrier.ending()
+            if ending is None and not carrier.can_go_on:
+                raise _cut_off() from error
+            if ending is None:
+                return False
+            stream.end_with(ending)
         finally:
             attempt.abandon("nobody waits for it")
             replica.ended(outcome, self._clock(), _retry_after(attempt))
-        if replica.kind != "argosy" and exchange.status is not None:
-            message = "The replica failed in the middle of the answer, and it cannot be carried on."
-            raise ApiError(502, "upstream_failed", message)
-        return False
+        return True
 
     async def _refused(
         self,
@@ -248,14 +254,6 @@ class Serving:
         ):
             raise _upstream_failed(journey.pool)
 
-    def _request(self, journey: Journey, replica: Replica, body: bytes) -> bytes:
-        headers = [(b"content-type", b"application/json"), (b"accept-encoding", b"identity")]
-        if replica.kind == "argosy":
-            headers.append((b"x-argosy-answer", journey.identity))
-            if journey.ask.stream:
-                headers.append((b"x-argosy-journal", b"1"))
-        return replica.upstream.request(b"POST", journey.api.path, body, headers)
-
 
 @dataclass(frozen=True, slots=True)
 class _Limits:
@@ -263,10 +261,19 @@ class _Limits:
     keep_alive_s: float
 
 
+def _request(replica: Replica, asked: Outgoing) -> bytes:
+    return replica.upstream.request(b"POST", asked.path, asked.body, asked.headers)
+
+
 def _retry_after(attempt: Attempt) -> float | None:
     """What the replica said about coming back, in seconds."""
     told = attempt.headers.get(b"retry-after", b"")
     return float(told[:6]) if told.isdigit() else None
+
+
+def _cut_off() -> ApiError:
+    message = "The replica failed in the middle of the answer, and it cannot be carried on."
+    return ApiError(502, "upstream_failed", message)
 
 
 def _upstream_failed(pool: Pool) -> ApiError:

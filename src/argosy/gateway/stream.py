@@ -6,15 +6,13 @@ from collections.abc import Callable
 from typing import Protocol
 
 from argosy.gateway.attempt import Attempt
-from argosy.gateway.journal import Delivered, JournalReader
+from argosy.gateway.dialects import StreamReader
+from argosy.gateway.journal import Delivered
 from argosy.gateway.upstream import UpstreamError
-from argosy.protocol import SSE_DONE, comment
+from argosy.protocol import comment
 from argosy.web import Exchange
 
 KEEP_ALIVE = comment(b"keep-alive")
-LONGEST_END = 64
-_DONE = SSE_DONE.rstrip()
-_EVENT = b"data: {"
 
 
 class StreamLimits(Protocol):
@@ -48,14 +46,13 @@ class ClientStream:
         self._charged = 0
         self._full = False
         self._attempt: Attempt | None = None
-        self._reader: JournalReader | None = None
-        self._tail = b""
+        self._reader: StreamReader | None = None
         self._shown_at = 0.0
 
-    def feed_from(self, attempt: Attempt, *, journaled: bool) -> None:
-        """Pass on what `attempt` gives; the answer's head must have been sent."""
+    def feed_from(self, attempt: Attempt, reader: StreamReader) -> None:
+        """Pass on what `reader` makes of what `attempt` gives; the answer's head must have been sent."""
         self._attempt = attempt
-        self._reader = JournalReader(self._delivered) if journaled else None
+        self._reader = reader
         if self._full:
             attempt.pause()
         attempt.deliver(self._take)
@@ -64,11 +61,15 @@ class ClientStream:
         """Pass on the end of the attempt that has ended. Raises UpstreamError when that was no answer's end."""
         self._attempt = None
         self._settle()
-        done = self._tail.rstrip().endswith(_DONE) if self._reader is None else self._reader.done
-        if not done:
-            raise UpstreamError("the stream ended before its end")
-        if self._reader is not None:
-            self._push(self._reader.take_held())
+        reader = self._reader
+        if reader is None or not reader.done:
+            failure = reader.failure if reader is not None else ""
+            raise UpstreamError(failure or "the stream ended before its end")
+        self._push(reader.take_held())
+
+    def end_with(self, events: bytes) -> None:
+        """Pass on an end that the replica no longer told."""
+        self._push(events)
 
     def let_go(self) -> None:
         """The attempt failed: what was not told for good is forgotten."""
@@ -89,14 +90,8 @@ class ClientStream:
             self._push(KEEP_ALIVE)
 
     def _take(self, body: bytes) -> None:
-        if self._reader is None:
-            self._tail = (self._tail + body)[-LONGEST_END:]
-            self._delivered.output_tokens += body.count(_EVENT)  # about one token each
-            self._push(body)
-            return
-        data = self._reader.feed(body)
-        if data:
-            self._push(data)
+        if self._reader is not None:
+            self._push(self._reader.feed(body))
 
     def _settle(self) -> None:
         """Charge the tenant's share for what came since the last time."""
@@ -106,7 +101,7 @@ class ClientStream:
             self._charge(came)
 
     def _push(self, data: bytes) -> None:
-        if not self.gone:
+        if data and not self.gone:  # an empty chunk would end the stream
             self._exchange.push(data)
 
     # --- what the client's connection calls --------------------------------------------------------

@@ -12,10 +12,12 @@ from argosy.web.exchange import (
     Watcher,
 )
 from argosy.web.listen import GOODBYE_S, Listener, bind, bind_unix, url_of
+from argosy.web.tls import Certificates, TlsConfig
 
 __all__ = [
     "GOODBYE_S",
     "App",
+    "Certificates",
     "DisconnectedError",
     "Exchange",
     "ExchangeLimits",
@@ -24,6 +26,7 @@ __all__ = [
     "Scope",
     "Send",
     "SlowReaderError",
+    "TlsConfig",
     "Watcher",
     "bind",
     "bind_unix",

@@ -11,6 +11,7 @@ import uvicorn
 
 from argosy.web.connection import Connection
 from argosy.web.exchange import App
+from argosy.web.tls import Certificates
 
 KEEP_ALIVE_S = 75
 """An idle connection is closed after this long; longer than clients keep theirs."""
@@ -21,7 +22,8 @@ GOODBYE_S = 5
 class Listener(uvicorn.Server):
     """uvicorn on our connections, without its signal handlers: what a signal means its owner decides."""
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: App, certificates: Certificates | None = None) -> None:
+        shown = None if certificates is None else certificates.context
         super().__init__(
             uvicorn.Config(
                 app,
@@ -33,6 +35,7 @@ class Listener(uvicorn.Server):
                 server_header=False,
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=GOODBYE_S,
+                ssl_context_factory=None if shown is None else lambda *_: shown,
             )
         )
 
@@ -66,12 +69,12 @@ def bind_unix(path: Path) -> socket.socket:
     return unix
 
 
-def url_of(listening: socket.socket) -> str:
+def url_of(listening: socket.socket, scheme: str = "http") -> str:
     """Where it can be reached: `http://host:port`, or `unix:` and the path."""
     if listening.family == socket.AF_UNIX:
         return f"unix:{listening.getsockname()}"
     host, port = listening.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def _somebody_listens(path: Path) -> bool:
