@@ -1,8 +1,10 @@
-"""What every test shares: how hypothesis behaves."""
+"""What every test shares: how hypothesis behaves, and the databases."""
 
 import os
 
 from hypothesis import settings
+
+pytest_plugins = ("tests.services",)
 
 # Timings never decide a test, so no deadlines; CI draws the same examples every time.
 settings.register_profile("default", deadline=None)

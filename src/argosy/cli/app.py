@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from argosy.cli import bench, chat, gateway, models, serve
+from argosy.cli import audit, bench, chat, explain, gateway, keys, models, serve, tenants, usage
 
 app = typer.Typer(
     name="argosy",
@@ -18,6 +18,11 @@ app.command("serve", help=serve.SERVE_HELP)(serve.command(serve.Panel))
 app.command("replica", help=serve.REPLICA_HELP)(serve.command(serve.Plain))
 app.command("gateway")(gateway.gateway)
 app.command("chat")(chat.chat)
+app.add_typer(keys.app, name="keys")
+app.add_typer(tenants.app, name="tenants")
+app.command("usage")(usage.usage)
+app.command("audit")(audit.audit)
+app.command("explain")(explain.explain)
 app.add_typer(models.app, name="models")
 app.add_typer(bench.app, name="bench")
 

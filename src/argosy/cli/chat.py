@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from argosy.cli.failure import BROKEN, fail
+from argosy.cli.server import connect, reason
 
 if TYPE_CHECKING:
     import httpx2
 
 HELP = "/quit leaves, /clear forgets the conversation, Ctrl-C interrupts an answer."
-CONNECT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def chat(
     import httpx2
 
     start = [{"role": "system", "content": system}] if system else []
-    with _client(url, api_key) as client:
+    with connect(url, api_key) as client:
         try:
             asking = Asking(model or _first_model(client), max_tokens, temperature)
             if question is not None:
@@ -80,30 +80,12 @@ def chat(
             fail(str(error))
 
 
-def _client(url: str, api_key: str | None) -> httpx2.Client:
-    import httpx2
-
-    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    transport = None
-    if url.startswith("unix:"):
-        transport = httpx2.HTTPTransport(uds=url.removeprefix("unix:"))
-        url = "http://localhost"
-    base = url.rstrip("/").removesuffix("/v1")
-    timeout = httpx2.Timeout(CONNECT_S, read=None)
-    try:
-        return httpx2.Client(
-            base_url=base, headers=headers, timeout=timeout, transport=transport, trust_env=False
-        )
-    except (httpx2.InvalidURL, ValueError) as error:
-        fail(f"{url!r} is not a URL ({error}); write it like http://127.0.0.1:8000")
-
-
 def _first_model(client: httpx2.Client) -> str:
     import msgspec
 
     response = client.get("/v1/models")
     if response.status_code != 200:
-        raise RefusedError(_reason(response.content))
+        raise RefusedError(reason(response.content))
     try:
         return str(msgspec.json.decode(response.content)["data"][0]["id"])
     except (msgspec.DecodeError, LookupError, TypeError) as error:
@@ -164,24 +146,14 @@ def _pieces(client: httpx2.Client, body: dict[str, Any]) -> Iterator[str]:
     parser = EventParser()
     with client.stream("POST", "/v1/chat/completions", json=body) as response:
         if response.status_code != 200:
-            raise RefusedError(_reason(response.read()))
+            raise RefusedError(reason(response.read()))
         for chunk in response.iter_bytes():
             for data in parser.feed(chunk):
                 if data == b"[DONE]":
                     return
                 event = msgspec.json.decode(data)
                 if event.get("error"):
-                    raise RefusedError(_reason(data))
+                    raise RefusedError(reason(data))
                 for choice in event["choices"]:
                     yield choice["delta"].get("content") or ""
     raise RefusedError("the server ended the answer early; see its log")
-
-
-def _reason(body: bytes) -> str:
-    """What an OpenAI-shaped error body says."""
-    import msgspec
-
-    try:
-        return str(msgspec.json.decode(body)["error"]["message"])
-    except (msgspec.DecodeError, LookupError, TypeError):
-        return f"the server answered: {body[:200].decode(errors='replace')}"

@@ -17,6 +17,10 @@ BYTES_PER_TOKEN = 4
 """For estimates where the prompt is text and no tokenizer is at hand."""
 DEFAULT_OUTPUT = 256
 """Expected output where the request names no limit."""
+LONGEST_TOKEN_BYTES = 128
+"""No token of a tokenizer in use is longer, runs of spaces included."""
+WHOLE_ONLY = frozenset({"prompt_logprobs", "resume", "stream_options"})
+"""Fields that streams do not take, or take differently."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +36,17 @@ class Ask:
     prompt: bytes
     """The prompt or the messages, as they came."""
     session: str
+    include_usage: bool = False
+    """Its stream is to end with the usage."""
     drew_seed: bool = False
     """The seed was drawn here; the client gave none."""
+
+    @property
+    def least_tokens(self) -> int:
+        """The prompt has at least so many tokens, whatever the tokenizer."""
+        if self.prompt.startswith(b"[") and self.prompt[1:].lstrip()[:1].isdigit():
+            return self.prompt.count(b",") + 1
+        return len(self.prompt) // LONGEST_TOKEN_BYTES
 
     @property
     def prompt_tokens(self) -> int:
@@ -44,6 +57,11 @@ class Ask:
     def output_tokens(self) -> int:
         """Expected at most, all choices together."""
         return (DEFAULT_OUTPUT if self.max_output is None else self.max_output) * self.choices
+
+    @property
+    def gathers(self) -> bool:
+        """Whether its whole answer can be put together from a stream of ours."""
+        return self.fields.keys().isdisjoint(WHOLE_ONLY)
 
 
 def read(raw: bytes, prompt_field: str) -> Ask:
@@ -70,6 +88,7 @@ def read(raw: bytes, prompt_field: str) -> Ask:
         max_output=_field(fields, "max_tokens", int) if limit is None else limit,
         prompt=bytes(prompt),
         session=_field(fields, "session_id", str) or "",
+        include_usage=_includes_usage(fields),
         drew_seed=drew_seed,
     )
 
@@ -80,6 +99,13 @@ def _prompts(prompt: Raw) -> int:
         return 1
     items = msgspec.json.decode(prompt, type=list[Raw])
     return len(items) if items and bytes(items[0])[:1] in {b'"', b"["} else 1
+
+
+def _includes_usage(fields: dict[str, Raw]) -> bool:
+    options = (
+        _field(fields, "stream_options", dict[str, Raw]) if "stream_options" in fields else None
+    )
+    return bool(options and _field(options, "include_usage", bool))
 
 
 def _field(fields: dict[str, Raw], name: str, kind: type[T]) -> T | None:

@@ -11,7 +11,11 @@ import msgspec
 from msgspec import Meta
 
 from argosy.gateway.dialects import Carry, Kind
+from argosy.gateway.explain import ExplainConfig
+from argosy.gateway.identity import AuthConfig
+from argosy.gateway.limits import LimitsConfig
 from argosy.gateway.upstream_tls import UpstreamTls
+from argosy.store import StoreConfig
 from argosy.web import TlsConfig
 
 Routing = Literal["least-cost", "round-robin", "power-of-two", "latency", "hash"]
@@ -83,8 +87,13 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Path of a Unix domain socket to listen on instead."""
     tls: TlsConfig | None = None
     """Listen over TLS."""
+    store: StoreConfig | None = None
+    """Accounts, keys, limits, prices and the ledger; None: one person, on their own machine."""
+    auth: AuthConfig = AuthConfig()
+    limits: LimitsConfig = LimitsConfig()
     timeouts: Timeouts = Timeouts()
     queue: QueueConfig = QueueConfig()
+    explain: ExplainConfig = ExplainConfig()
     attempts: Annotated[int, Meta(ge=1, le=10)] = 4
     """Most replicas that one request is tried on before its first byte."""
     body_limit_bytes: int = 32 * 1024 * 1024

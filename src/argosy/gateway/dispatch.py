@@ -10,10 +10,10 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from argosy.gateway.ask import Ask
 from argosy.gateway.caller import Caller
+from argosy.gateway.journey import Journey
 from argosy.gateway.replicas import Pool, Replica
-from argosy.policy import DispatchQueue, Waiting
+from argosy.policy import DispatchQueue, Waiting, admits, saturation
 from argosy.protocol import ApiError
 
 
@@ -28,8 +28,7 @@ class QueueLimits:
 
 @dataclass(slots=True)
 class _Ticket:
-    ask: Ask
-    caller: Caller
+    journey: Journey
     replica: asyncio.Future[Replica]
 
 
@@ -46,29 +45,26 @@ class Dispatcher:
     def __len__(self) -> int:
         return len(self._queue)
 
-    async def place(self, ask: Ask, caller: Caller) -> Replica:
-        """The replica for a new request, `sent` counted. Raises ApiError 429 or 503 when it must not wait on."""
+    async def place(self, journey: Journey) -> Replica:
+        """The replica for a new request. Raises ApiError 429 or 503 when it must not wait on."""
         now = self._clock()
         if not self._pool.alive():
             raise unavailable(self._pool)
         if not self._queue:
-            replica = self._pool.pick(ask, caller.domain, frozenset(), now)
-            if replica is not None:
-                replica.sent(ask.prompt_tokens)
-                return replica
-        size = len(ask.prompt)
-        limits = self._limits
-        if len(self._queue) >= limits.requests or self._queue.size + size > limits.bytes:
-            raise self._contended("the queue is full")
+            picked = self._pool.pick(journey.ask, journey.caller.domain, frozenset(), now)
+            if picked is not None:
+                return journey.goes_to(picked, now)
+        self._admit(journey, now)
+        caller, prompt = journey.caller, journey.ask.prompt
         return await self._wait(
             Waiting(
-                item=_Ticket(ask, caller, asyncio.get_running_loop().create_future()),
+                item=_Ticket(journey, asyncio.get_running_loop().create_future()),
                 tier=caller.tier,
                 tenant=caller.project,
                 weight=caller.weight,
-                cost=float(ask.prompt_tokens),
+                cost=float(journey.ask.prompt_tokens),
                 arrival=now,
-                size=size,
+                size=len(prompt),
             )
         )
 
@@ -85,22 +81,36 @@ class Dispatcher:
             waiting = self._queue.pop(now)
             if waiting is None or waiting.item.replica.done():
                 continue
-            ticket = waiting.item
-            replica = self._pool.pick(ticket.ask, ticket.caller.domain, frozenset(), now)
-            if replica is None:
-                ticket.replica.set_exception(unavailable(self._pool))
+            journey, replica = waiting.item.journey, waiting.item.replica
+            picked = self._pool.pick(journey.ask, journey.caller.domain, frozenset(), now)
+            if picked is None:
+                replica.set_exception(unavailable(self._pool))
                 continue
-            replica.sent(ticket.ask.prompt_tokens)
-            ticket.replica.set_result(replica)
+            replica.set_result(journey.goes_to(picked, now))
+
+    def _admit(self, journey: Journey, now: float) -> None:
+        """Raises ApiError 429 when a request of its size and tier is not to join the queue."""
+        limits, queue = self._limits, self._queue
+        size = len(journey.ask.prompt)
+        if len(queue) >= limits.requests or queue.size + size > limits.bytes:
+            raise self._contended("the queue is full")
+        saturated = saturation(
+            max(len(queue) / limits.requests, queue.size / limits.bytes),
+            queue.age(now) / limits.wait_s,
+            self._pool.loads(),
+        )
+        if not admits(journey.caller.tier, saturated):
+            raise self._contended("what is left of the queue is for higher tiers")
 
     async def _wait(self, waiting: Waiting[_Ticket]) -> Replica:
-        self._queue.push(waiting)
-        placed = waiting.item.replica
+        queue, placed, trace = self._queue, waiting.item.replica, waiting.item.journey.trace
+        queue.push(waiting)
+        trace.queued, trace.ahead = waiting.arrival, queue.ahead(waiting)
         try:
             async with asyncio.timeout(self._limits.wait_s):
                 return await asyncio.shield(placed)
         except BaseException as error:
-            self._queue.remove(waiting)
+            queue.remove(waiting)
             if placed.done() and not placed.cancelled() and placed.exception() is None:
                 placed.result().ended(None, self._clock())  # it came too late
             if isinstance(error, TimeoutError):

@@ -3,40 +3,81 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from importlib.metadata import version
 
 import msgspec
 import structlog
 
+from argosy.gateway.caller import ANYONE, Caller
 from argosy.gateway.config import GatewayConfig
-from argosy.gateway.replicas import Pool
+from argosy.gateway.models import Models
+from argosy.gateway.operating import Operating
+from argosy.gateway.passing import Passing
 from argosy.gateway.serving import Serving
-from argosy.protocol import ApiError, ModelCard, ModelList, Status
-from argosy.telemetry import request_context
-from argosy.web import DisconnectedError, Exchange, Receive, Scope, Send, SlowReaderError
+from argosy.protocol import ApiError, Status, Version
+from argosy.telemetry import GatewayMetrics, request_context
+from argosy.web import App, DisconnectedError, Exchange, Receive, Scope, Send, SlowReaderError
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
-Handler = Callable[[Exchange], Awaitable[None]]
+Handler = Callable[[Exchange, Caller], Awaitable[None]]
 MODELS = "/v1/models/"
+ADMIN = "/admin/"
+ANY = ""
+_QUIET = frozenset({"/health", "/ready", "/metrics"})
 _encode = msgspec.json.Encoder().encode
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A path, or what paths have in common."""
+
+    name: str
+    """For metrics."""
+    method: str
+    """`ANY`: the handler knows."""
+    handler: Handler
+    open: bool = False
+    """Everybody may ask; else the caller is identified, before anything else is read."""
 
 
 class Front:
     """Routes requests to their handlers and answers what they raise."""
 
-    def __init__(self, pools: Mapping[str, Pool], serving: Serving, config: GatewayConfig) -> None:
-        self._pools = pools
+    def __init__(
+        self,
+        models: Models,
+        serving: Serving,
+        operating: Operating,
+        *,
+        identify: Callable[[Exchange], Caller],
+        admin: App,
+        metrics: GatewayMetrics,
+        config: GatewayConfig,
+    ) -> None:
+        self._models = models
+        self._identify = identify
+        self._admin = admin
+        self._metrics = metrics
         self._config = config
-        self._created = int(time.time())
-        self._routes: dict[str, tuple[str, Handler]] = {
-            "/v1/chat/completions": ("POST", serving.chat),
-            "/v1/completions": ("POST", serving.completion),
-            "/v1/models": ("GET", self._models),
-            "/health": ("GET", self._health),
-            "/ready": ("GET", self._ready),
-        }
+        passing = Passing(models)
+        routes = (
+            Route("/v1/chat/completions", "POST", serving.chat),
+            Route("/v1/completions", "POST", serving.completion),
+            Route("/v1/models", "GET", self._list),
+            Route("/tokenize", "POST", passing.text),
+            Route("/detokenize", "POST", passing.text),
+            Route("/metrics", "GET", operating.metrics),
+            Route("/openapi.json", "GET", passing.document, open=True),
+            Route("/health", "GET", self._health, open=True),
+            Route("/ready", "GET", operating.ready, open=True),
+            Route("/version", "GET", self._version, open=True),
+        )
+        self._routes = {route.name: route for route in routes}
+        self._admin_route = Route(ADMIN, ANY, self._administer, open=True)
+        self._card_route = Route(MODELS + "{model}", "GET", self._card)
         self.in_flight = 0
         self.idle = asyncio.Event()
         """Set while no request is being answered."""
@@ -45,27 +86,29 @@ class Front:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one HTTP request."""
         exchange = Exchange(scope, receive, send, self._config)
+        route = self._find(exchange.path)
         self.in_flight += 1
         self.idle.clear()
         with request_context(exchange.request_id, exchange.header(b"traceparent")):
             try:
-                await self._answer(exchange)
+                await self._answer(exchange, route)
             finally:
                 self.in_flight -= 1
                 if not self.in_flight:
                     self.idle.set()
-                log.info(
-                    "request",
-                    method=exchange.method,
-                    path=exchange.path[:200],
-                    status=exchange.status or 499,
-                    error=exchange.failure,
-                    ms=exchange.age_ms(),
-                )
+                self._note(exchange, "other" if route is None else route.name)
 
-    async def _answer(self, exchange: Exchange) -> None:
+    def _find(self, path: str) -> Route | None:
+        found = self._routes.get(path)
+        if found is None and path.startswith(ADMIN):
+            return self._admin_route
+        if found is None and path.startswith(MODELS) and len(path) > len(MODELS):
+            return self._card_route
+        return found
+
+    async def _answer(self, exchange: Exchange, route: Route | None) -> None:
         try:
-            await self._handler(exchange)(exchange)
+            await self._handle(exchange, route)
         except ApiError as error:
             exchange.failure = error.code
             await self._refuse(exchange, error)
@@ -79,6 +122,16 @@ class Front:
             message = "An internal error. Report it with the request id."
             await self._refuse(exchange, ApiError(500, "internal_error", message))
 
+    async def _handle(self, exchange: Exchange, route: Route | None) -> None:
+        if route is None:
+            raise ApiError(404, "not_found", f"There is nothing at {exchange.path[:200]!r}.")
+        caller = ANYONE if route.open else self._identify(exchange)
+        method = "GET" if exchange.method == "HEAD" else exchange.method
+        if route.method not in {ANY, method}:
+            message = f"{exchange.path} takes {route.method}, not {exchange.method[:20]}."
+            raise ApiError(405, "method_not_allowed", f"{message} Use {route.method}.")
+        await route.handler(exchange, caller)
+
     async def _refuse(self, exchange: Exchange, error: ApiError) -> None:
         """Answer with `error`; when the answer has begun already, cutting it off is all there is."""
         if exchange.status is not None:
@@ -90,38 +143,36 @@ class Front:
         except SlowReaderError:
             exchange.failure = "slow_reader"
 
-    def _handler(self, exchange: Exchange) -> Handler:
-        path = exchange.path
-        if path.startswith(MODELS) and len(path) > len(MODELS):
-            return self._model
-        found = self._routes.get(path)
-        if found is None:
-            raise ApiError(404, "not_found", f"There is nothing at {path[:200]!r}.")
-        method, handler = found
-        if exchange.method not in {method, "HEAD" if method == "GET" else method}:
-            message = f"{path} takes {method}, not {exchange.method[:20]}. Use {method}."
-            raise ApiError(405, "method_not_allowed", message)
-        return handler
-
-    async def _models(self, exchange: Exchange) -> None:
-        cards = [self._card(name) for name in self._pools]
-        listed = ModelList(data=cards, first_id=cards[0].id, last_id=cards[-1].id)
-        await exchange.answer(200, _encode(listed))
-
-    async def _model(self, exchange: Exchange) -> None:
-        name = exchange.path.removeprefix(MODELS)
-        if name not in self._pools:
-            message = f"The model {name[:200]!r} is not served here. See /v1/models."
-            raise ApiError(404, "model_not_found", message, param="model")
-        await exchange.answer(200, _encode(self._card(name)))
-
-    def _card(self, name: str) -> ModelCard:
-        return ModelCard(
-            id=name, created=self._created, root=self._pools[name].model, max_model_len=0
+    def _note(self, exchange: Exchange, route: str) -> None:
+        status = exchange.status or 499
+        self._metrics.answered(route, status)
+        write = log.debug if route in _QUIET else log.info
+        write(
+            "request",
+            method=exchange.method,
+            path=exchange.path[:200],
+            status=status,
+            error=exchange.failure,
+            ms=exchange.age_ms(),
         )
 
-    async def _health(self, exchange: Exchange) -> None:
+    # --- what needs no replica -------------------------------------------------------------------
+
+    async def _list(self, exchange: Exchange, caller: Caller) -> None:
+        await exchange.answer(200, _encode(self._models.cards(caller)))
+
+    async def _card(self, exchange: Exchange, caller: Caller) -> None:
+        name = exchange.path.removeprefix(MODELS)
+        await exchange.answer(200, _encode(self._models.card(name, caller)))
+
+    async def _administer(self, exchange: Exchange, caller: Caller) -> None:
+        del caller  # the admin API asks itself
+        await exchange.hand_to(self._admin)
+
+    async def _health(self, exchange: Exchange, caller: Caller) -> None:
+        del caller
         await exchange.answer(200, _encode(Status(status="ok")))
 
-    async def _ready(self, exchange: Exchange) -> None:
-        await exchange.answer(200, _encode(Status(status="ready")))
+    async def _version(self, exchange: Exchange, caller: Caller) -> None:
+        del caller
+        await exchange.answer(200, _encode(Version(version=version("argosy"))))

@@ -9,8 +9,10 @@ from typing import Any, Literal, Protocol
 
 from argosy.gateway.ask import Ask
 from argosy.gateway.caller import Caller
+from argosy.gateway.explain import Trace, Try
 from argosy.gateway.journal import Delivered
-from argosy.gateway.replicas import Pool
+from argosy.gateway.replicas import Picked, Pool, Replica
+from argosy.protocol import ApiError
 from argosy.web import Exchange
 
 Status = Literal["completed", "cancelled", "failed", "stopped"]
@@ -24,10 +26,15 @@ class Api:
     path: bytes
     prompt_field: str
     id_prefix: str
+    whole: str
+    """What its answers are called, and its streams' chunks."""
+    chunk: str
 
 
-CHAT = Api(b"/v1/chat/completions", "messages", "chatcmpl")
-COMPLETION = Api(b"/v1/completions", "prompt", "cmpl")
+CHAT = Api(
+    b"/v1/chat/completions", "messages", "chatcmpl", "chat.completion", "chat.completion.chunk"
+)
+COMPLETION = Api(b"/v1/completions", "prompt", "cmpl", "text_completion", "text_completion")
 
 
 @dataclass(slots=True)
@@ -39,6 +46,7 @@ class Journey:
     api: Api
     pool: Pool
     identity: bytes
+    """The answer's id and its time, which every replica is told."""
     caller: Caller
     tried: set[str] = field(default_factory=set)
     """Replicas that failed it since it last got on."""
@@ -49,13 +57,39 @@ class Journey:
     delivered: Delivered = field(default_factory=Delivered)
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
     """Headers of the answer, whatever it will be, refusals included."""
-    card: dict[str, Any] = field(default_factory=dict)
-    """What `argosy explain` shows: each stage adds under a key of its own, in JSON's types."""
+    trace: Trace = field(default_factory=Trace)
+    """What `argosy explain` shows."""
     route: str = ""
     """The replica that it was at last."""
+    picked: Picked | None = None
+    """Why it went there."""
     started_at: float = field(default_factory=time.time)
     """Seconds since the epoch."""
     status: Status = "failed"
+    error: ApiError | None = None
+    """Why it was refused or failed."""
+    nano_dollars: int = 0
+    """What it cost, once the ledger has said so."""
+
+    @property
+    def id(self) -> str:
+        """Names it in the ledger and in explanations: the answer's id, which no client can choose."""
+        return self.identity.partition(b" ")[0].decode()
+
+    @property
+    def card(self) -> dict[str, Any]:
+        """For explanations: each stage adds under a key of its own, in JSON's types."""
+        return self.trace.card
+
+    def goes_to(self, picked: Picked, now: float) -> Replica:
+        """Note that it goes to this replica now."""
+        replica = picked.replica
+        replica.sent(picked.uncached)
+        self.picked = picked
+        self.route = replica.name
+        told = self.delivered.output_tokens
+        self.trace.tries.append(Try(replica.name, now, told, picked.costs))
+        return replica
 
     def got_on(self) -> None:
         """A part of the answer came."""
@@ -80,17 +114,19 @@ class Stage(Protocol):
         """It has ended, as `journey.status` tells. Called once, last stage first, and must not raise."""
 
 
-async def enter(stages: Sequence[Stage], journey: Journey) -> list[Stage]:
-    """Pass all stages; those passed, for `leave`. When one refuses, the ones before it are left."""
-    passed: list[Stage] = []
-    try:
-        for stage in stages:
-            await stage.enter(journey)
-            passed.append(stage)
-    except BaseException:
-        leave(passed, journey)
-        raise
-    return passed
+async def enter(stages: Sequence[Stage], passed: list[Stage], journey: Journey) -> None:
+    """Pass all stages; `passed` is told which, for `leave`. Raises ApiError when one refuses."""
+    for stage in stages:
+        await stage.enter(journey)
+        passed.append(stage)
+
+
+def counted(passed: Sequence[Stage], journey: Journey) -> str | None:
+    """Tell all stages that more was delivered; the finish reason of one that ends the answer here."""
+    ends = None
+    for stage in passed:
+        ends = stage.counted(journey) or ends
+    return ends
 
 
 def leave(passed: list[Stage], journey: Journey) -> None:

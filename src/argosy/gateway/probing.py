@@ -12,7 +12,7 @@ from argosy.gateway.attempt import Attempt
 from argosy.gateway.dialects import LoadSource, find
 from argosy.gateway.replicas import Replica
 from argosy.gateway.upstream import UpstreamError
-from argosy.policy import Outcome
+from argosy.policy import BLOCK_TOKENS, Outcome
 from argosy.protocol import Load
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
@@ -34,6 +34,10 @@ class Prober:
         self._replica = replica
         self._loads = list(replica.dialect.loads)
         """Where it may tell its load; what it has not is dropped."""
+        self._met = replica.kind == "argosy"
+        """It has been asked what it is."""
+        self._step = 0
+        """The engine's, when it told last."""
 
     async def run(self) -> None:
         """Probe again and again."""
@@ -54,8 +58,8 @@ class Prober:
         outcome = Outcome.FAILURE
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                known = replica.kind != "auto" or await self._find_kind()
-                if known and await self._look():
+                met = self._met or await self._meet()
+                if met and await self._look():
                     outcome = Outcome.SUCCESS
         except (UpstreamError, TimeoutError, msgspec.DecodeError) as error:
             log.debug("probe_failed", replica=replica.name, reason=str(error))
@@ -63,18 +67,20 @@ class Prober:
             if probing or outcome is Outcome.FAILURE:
                 breaker.record(outcome, time.monotonic())
 
-    async def _find_kind(self) -> bool:
-        """Find out what it is; whether it could say."""
+    async def _meet(self) -> bool:
+        """Find out what it is and which models it has; whether that is known now."""
         replica = self._replica
         found = await find(self._ask)
         if found is None:
-            return False
-        replica.kind = found.kind
-        replica.max_model_len = found.room
-        replica.taking = True
-        self._loads = list(replica.dialect.loads)
-        models = found.models[:10]
-        log.info("replica_found", replica=replica.name, kind=found.kind, models=models)
+            return replica.kind != "auto"
+        self._met = True
+        if replica.kind == "auto":
+            replica.kind = found.kind
+            self._loads = list(replica.dialect.loads)
+            replica.taking = True
+        replica.max_model_len = found.models.get(replica.model)
+        models = list(found.models)[:10]
+        log.info("replica_found", replica=replica.name, kind=replica.kind, models=models)
         if found.models and replica.model not in found.models:
             log.warning("replica_has_other_models", replica=replica.name, wanted=replica.model)
         replica.on_change()
@@ -113,11 +119,18 @@ class Prober:
     def _learn(self, told: Load) -> None:
         replica, load = self._replica, self._replica.load
         replica.taking = told.state == "ready"
+        replica.max_model_len = told.max_model_len or None
+        replica.tells_speed = told.prefill_tokens_per_s > 0
+        if told.step < self._step:
+            replica.prefixes.clear()  # the engine was started anew
+        self._step = told.step
+        replica.prefixes.resize(told.kv_blocks_total * told.block_size // BLOCK_TOKENS)
         load.queued_tokens = told.queued_tokens
         load.running, load.waiting = told.running, told.waiting
         load.capacity = told.max_seqs
         load.kv_used = told.kv_blocks_used / max(1, told.kv_blocks_total)
-        load.decode_s = told.step_s or load.decode_s
+        load.prefill_rate = told.prefill_tokens_per_s or load.prefill_rate
+        load.decode_s = told.decode_s or load.decode_s
         load.reported_at = time.monotonic()
         load.sent_tokens = 0
         replica.on_change()

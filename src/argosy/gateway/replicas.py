@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from argosy.gateway.ask import BYTES_PER_TOKEN, Ask
 from argosy.gateway.dialects import Carry, Dialect, Kind, dialect_of
@@ -13,17 +15,24 @@ from argosy.policy import (
     BLOCK_BYTES,
     Breaker,
     Chooser,
+    Cost,
     Outcome,
     PrefixIndex,
+    Rate,
     ReplicaLoad,
     RetryBudget,
     RouteRequest,
     chain,
+    cost,
     usable,
 )
 
 LONGEST_AFFINITY_BYTES = 64 * 1024
 DEFAULT_MOST = 256
+LEAST_PREFILL = 64
+"""The first token of a shorter prompt says nothing of the rate at which prompts are computed."""
+PREFILL_HALF_LIFE = 8192.0
+DECODE_HALF_LIFE = 256.0
 
 
 def _nothing() -> None:
@@ -46,12 +55,20 @@ class Replica:
     carry: Carry = "exact"
     stream_usage: bool = True
     """It may be asked for the usage of streams."""
-    max_model_len: int = 0
-    """Tokens of context; 0: unknown."""
     taking: bool = field(init=False)
     """It says that it takes new requests; one that drains does not, nor one whose kind is not known yet."""
     on_change: Callable[[], None] = _nothing
     """Called when there may be room that there was not before."""
+    prefixes: PrefixIndex = field(default_factory=PrefixIndex)
+    """What it probably has cached."""
+    max_model_len: int | None = None
+    """Tokens that a prompt and its answer may have together, once it has told."""
+    tells_speed: bool = False
+    """It measures itself how fast it is, better than can be seen from here."""
+    _alone: bool = field(default=False, init=False)
+    """Nothing else has been there since the last request was sent."""
+    _prefill: Rate = field(default_factory=lambda: Rate(PREFILL_HALF_LIFE), init=False)
+    _decode: Rate = field(default_factory=lambda: Rate(DECODE_HALF_LIFE), init=False)
 
     @property
     def has_room(self) -> bool:
@@ -68,9 +85,23 @@ class Replica:
         self.taking = self.kind != "auto"
 
     def sent(self, tokens: int) -> None:
-        """A request with so many prompt tokens goes there."""
+        """A request goes there; it probably has so many prompt tokens that are not cached."""
         self.load.in_flight += 1
         self.load.sent_tokens += tokens
+        self._alone = self.load.in_flight == 1
+
+    def first_token(self, seconds: float, tokens: int, now: float) -> None:
+        """The answer to a prompt with so many uncached tokens began `seconds` after it was sent."""
+        self.load.latency.add(seconds, now)
+        if self._alone and tokens >= LEAST_PREFILL and not self.tells_speed:
+            self._prefill.add(tokens, seconds)
+            self.load.prefill_rate = self._prefill.per_s or self.load.prefill_rate
+
+    def streamed(self, tokens: int, seconds: float) -> None:
+        """So many tokens of one sequence, after its first, came in so long."""
+        if tokens > 0 and seconds > 0 and not self.tells_speed:
+            self._decode.add(tokens, seconds)
+            self.load.decode_s = 1.0 / self._decode.per_s
 
     def ended(
         self, outcome: Outcome | None, now: float, retry_after_s: float | None = None
@@ -79,18 +110,50 @@ class Replica:
         self.load.in_flight -= 1
         if outcome is not None:
             self.breaker.record(outcome, now, retry_after_s)
+            if not self.breaker.closed:
+                self.prefixes.clear()  # if it was started anew, its cache is gone
         self.on_change()
+
+
+class Picked(NamedTuple):
+    """The replica for a request, and why."""
+
+    replica: Replica
+    costs: tuple[Cost, ...]
+    """Of each candidate."""
+    uncached: int
+    """Prompt tokens that the replica probably has to compute."""
+    blocks: float
+    """The prompt's length."""
+    found: list[int]
+    """Of the blocks that the replica is believed to have cached: see `PrefixIndex.find`."""
+
+    def answered(self, prompt_tokens: int, cached_tokens: int) -> None:
+        """The replica has told how much of the prompt it had: correct what is believed of its cache."""
+        if prompt_tokens:
+            # Rounded up, and one more: a template's tokens and the cache's own blocks make it inexact.
+            there = math.ceil(self.blocks * cached_tokens / prompt_tokens) + 1
+            self.replica.prefixes.correct(self.found, there)
 
 
 class Pool:
     """The replicas that answer for one public model name."""
 
-    def __init__(self, model: str, replicas: list[Replica], chooser: Chooser) -> None:
+    def __init__(
+        self, model: str, replicas: list[Replica], chooser: Chooser, rule: str = ""
+    ) -> None:
         self.model = model
+        self.rule = rule
+        """Name of the chooser."""
         self.replicas = {replica.name: replica for replica in replicas}
         self.retries = RetryBudget()
         self._chooser = chooser
-        self._index = PrefixIndex()
+
+    @property
+    def max_model_len(self) -> int | None:
+        """The most tokens that any of its replicas takes; None: no one has told."""
+        told = [r.max_model_len for r in self.replicas.values() if r.max_model_len is not None]
+        return max(told, default=None)
 
     @property
     def on_change(self) -> Callable[[], None]:
@@ -106,6 +169,10 @@ class Pool:
         """Names of the replicas that may be used at all."""
         return usable({n: r.breaker for n, r in self.replicas.items() if r.taking})
 
+    def loads(self) -> list[ReplicaLoad]:
+        """What is known of those."""
+        return [self.replicas[name].load for name in self.alive()]
+
     def room(self, now: float) -> list[str]:
         """Names of those that may be used now: they have room, and have not just said that they are full."""
         return [
@@ -114,7 +181,7 @@ class Pool:
             if self.replicas[name].has_room and not self.replicas[name].breaker.cooling(now)
         ]
 
-    def pick(self, ask: Ask, domain: str, tried: Collection[str], now: float) -> Replica | None:
+    def pick(self, ask: Ask, domain: str, tried: Collection[str], now: float) -> Picked | None:
         """The replica for a request, not one of `tried`. None: there is no room for it now."""
         warm = [name for name in self.room(now) if name not in tried]
         if not warm:
@@ -122,10 +189,8 @@ class Pool:
         keys = chain(
             f"{domain}\0{self.model}".encode(), ask.prompt[:LONGEST_AFFINITY_BYTES], BLOCK_BYTES
         )
-        hits = {
-            name: count * BLOCK_BYTES // BYTES_PER_TOKEN
-            for name, count in self._index.hits(keys).items()
-        }
+        found = {name: self.replicas[name].prefixes.find(keys) for name in warm}
+        hits = {n: len(held) * BLOCK_BYTES // BYTES_PER_TOKEN for n, held in found.items()}
         request = RouteRequest(
             prompt_tokens=ask.prompt_tokens,
             output_tokens=ask.output_tokens,
@@ -135,5 +200,11 @@ class Pool:
         loads = [self.replicas[name].load for name in warm]
         draw = random.random()  # noqa: S311 - spreads load, guards nothing
         chosen = self.replicas[self._chooser.choose(request, loads, draw, now).name]
-        self._index.sent(chosen.name, keys)
-        return chosen
+        chosen.prefixes.sent(keys)
+        return Picked(
+            chosen,
+            costs=tuple(cost(request, load, now) for load in loads),
+            uncached=max(0, ask.prompt_tokens - hits[chosen.name]),
+            blocks=len(ask.prompt) / BLOCK_BYTES,
+            found=found[chosen.name],
+        )

@@ -1,4 +1,4 @@
-"""Runs a gateway: builds its pools, listens, looks after replicas and streams, and on SIGTERM drains and leaves."""
+"""Runs a gateway: opens its books, listens, looks after replicas and streams, and on SIGTERM drains and leaves."""
 
 from __future__ import annotations
 
@@ -6,98 +6,201 @@ import asyncio
 import contextlib
 import signal
 import socket
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 import structlog
 import uvloop
 
-from argosy.gateway.config import GatewayConfig, ModelConfig, Timeouts, headers_of
+from argosy.gateway.admin import build_admin
+from argosy.gateway.books import Books
+from argosy.gateway.config import GatewayConfig
+from argosy.gateway.explain import Traces
 from argosy.gateway.front import Front
+from argosy.gateway.identity import Identity, check_exposure
+from argosy.gateway.journey import Stage
+from argosy.gateway.ledger import Ledger
+from argosy.gateway.limits import Limits, shared_state
+from argosy.gateway.operating import Operating, read_replicas
+from argosy.gateway.pools import build_models
 from argosy.gateway.probing import Prober
-from argosy.gateway.replicas import Pool, Replica
+from argosy.gateway.recorder import Recorder
 from argosy.gateway.serving import Serving
-from argosy.gateway.upstream import Upstream
-from argosy.gateway.upstream_tls import client_context
-from argosy.policy import CHOOSERS
-from argosy.protocol import parse_endpoint
-from argosy.telemetry import configure_logs
+from argosy.store import Directory
+from argosy.telemetry import GatewayMetrics, GatewayReading, configure_logs
 from argosy.web import Certificates, Listener, bind, bind_unix, url_of
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
 
 class GatewayServer:
-    """One gateway from start to end. `on_ready` is called with its base URL."""
+    """One gateway from start to end. `on_ready` is called with its base URL.
+
+    Raises ValueError, saying what to change, when the configuration cannot be meant.
+    """
 
     def __init__(self, config: GatewayConfig, on_ready: Callable[[str], None]) -> None:
         self._config = config
         self._on_ready = on_ready
-        pools = [_pool(model, config.timeouts) for model in config.models]
-        named = {
-            name: pool
-            for model, pool in zip(config.models, pools, strict=True)
-            for name in (model.name, *model.aliases)
-        }
-        self.replicas = [replica for pool in pools for replica in pool.replicas.values()]
-        self._serving = Serving(named, config)
-        self.front = Front(named, self._serving, config)
+        self._models = build_models(config)
+        self.replicas = [one for pool in self._models.pools for one in pool.replicas.values()]
+        self._identity = Identity(Directory(), config.auth)
+        self._metrics = GatewayMetrics()
+        self._traces = Traces(config.explain)
         self._certificates = None if config.tls is None else Certificates(config.tls)
-        self._listener = Listener(self.front, self._certificates)
         self._leave = asyncio.Event()
+        self._at_once = asyncio.Event()
 
     def stop(self) -> None:
-        """Drain, then leave. Call it on the event loop's thread."""
+        """Drain, then leave; called again, leave at once. Call it on the event loop's thread."""
+        if self._leave.is_set():
+            self._at_once.set()
         self._leave.set()
 
-    async def run(self) -> None:
-        """Serve until told to stop. Raises OSError when the address is taken."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            with contextlib.suppress(ValueError, RuntimeError):  # not in the main thread
-                loop.add_signal_handler(number, self.stop)
+    async def run(self, bound: socket.socket | None = None) -> None:
+        """Serve until told to stop, on `bound` if that is given.
+
+        Raises ValueError or OSError, saying what to change, when it cannot.
+        """
+        stages: list[Stage] = [Recorder(self._traces, self._metrics, time.monotonic)]
+        async with contextlib.AsyncExitStack() as closing:
+            closing.callback(self._close_upstreams)
+            books, caring = None, []
+            if self._config.store is not None:
+                books = await Books.open(self._config.store)
+                closing.push_async_callback(books.close)
+                limits = Limits(shared_state(self._config.limits))
+                await limits.start()
+                closing.push_async_callback(limits.close)
+                ledger = Ledger(books.spool)
+                stages += [limits, ledger]
+                keeping = _Keeping(books, self._identity, limits, ledger)
+                await keeping.update(books.directory)
+                caring = [books.keep_fresh(keeping.update), books.forget()]
+            if bound is None:
+                bound = self._bind(books)
+            await self._serve(stages, books, bound, caring)
+
+    async def _serve(
+        self,
+        stages: list[Stage],
+        books: Books | None,
+        bound: socket.socket,
+        caring: list[Coroutine[Any, Any, None]],
+    ) -> None:
+        serving = Serving(self._models, self._config, stages)
+        front = Front(
+            self._models,
+            serving,
+            Operating(self._models, self._metrics, lambda: self._read(front, serving, books)),
+            identify=self._identity.identify,
+            admin=build_admin(
+                None if books is None else books.store,
+                self._identity,
+                self._explain,
+                _nothing if books is None else books.changed,
+            ),
+            metrics=self._metrics,
+            config=self._config,
+        )
         probers = [Prober(replica) for replica in self.replicas]
         await asyncio.gather(*(prober.probe() for prober in probers))
-        bound = self._bind()
-        listening = asyncio.create_task(self._listener.serve(sockets=[bound]))
-        caring = [asyncio.create_task(prober.run()) for prober in probers]
-        caring.append(asyncio.create_task(self._serving.tend()))
-        if self._certificates is not None:
-            caring.append(asyncio.create_task(self._certificates.watch()))
-        url = url_of(bound, "http" if self._certificates is None else "https")
+        caring += [serving.tend(), *(prober.run() for prober in probers)]
+        await self._listen(front, bound, caring)
+
+    async def _listen(
+        self, front: Front, bound: socket.socket, caring: list[Coroutine[Any, Any, None]]
+    ) -> None:
+        certificates = self._certificates
+        listener = Listener(front, certificates)
+        listening = asyncio.create_task(listener.serve(sockets=[bound]))
+        leaving = asyncio.create_task(self._leave.wait())
+        tasks = [asyncio.create_task(care) for care in caring]
+        if certificates is not None:
+            tasks.append(asyncio.create_task(certificates.watch()))
+        url = url_of(bound, "http" if certificates is None else "https")
         log.info("ready", url=url, models=[model.name for model in self._config.models])
         self._on_ready(url)
-        leaving = asyncio.create_task(self._leave.wait())
         try:
             await asyncio.wait({listening, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            await self._drain()
+            await self._drain(front, listener)
         finally:
-            for task in (*caring, leaving):
+            for task in (*tasks, leaving):
                 task.cancel()
-            self._listener.should_exit = True
+            listener.should_exit = True
             await listening
-            for replica in self.replicas:
-                replica.upstream.close()
+            await asyncio.gather(*tasks, return_exceptions=True)
             self._unlink()
 
-    async def _drain(self) -> None:
+    def _explain(self, request: str) -> dict[str, Any] | None:
+        trace = self._traces.find(request)
+        return None if trace is None else trace.tell()
+
+    def _read(self, front: Front, serving: Serving, books: Books | None) -> GatewayReading:
+        return GatewayReading(
+            in_flight=front.in_flight,
+            queued=serving.queued,
+            replicas=read_replicas(self._models.pools),
+            backlog=0 if books is None else books.spool.waiting,
+        )
+
+    async def _drain(self, front: Front, listener: Listener) -> None:
         """Let what runs end, for as long as it may."""
-        log.info("draining", in_flight=self.front.in_flight)
-        for server in self._listener.servers:
+        log.info("draining", in_flight=front.in_flight)
+        for server in listener.servers:
             server.close()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._config.drain_deadline_s):
-                await self.front.idle.wait()
-        self._listener.force_exit = not self.front.idle.is_set()
+        idle = asyncio.create_task(front.idle.wait())
+        at_once = asyncio.create_task(self._at_once.wait())
+        await asyncio.wait(
+            {idle, at_once},
+            timeout=self._config.drain_deadline_s,
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        idle.cancel()
+        at_once.cancel()
+        listener.force_exit = not front.idle.is_set()
+
+    def _bind(self, books: Books | None) -> socket.socket:
+        """Raises ValueError when anybody could come in who should not, OSError when the address is taken."""
+        config = self._config
+        if config.uds is not None:
+            return bind_unix(Path(config.uds))
+        check_exposure(config.host, config.auth, Directory() if books is None else books.directory)
+        return bind(config.host, config.port)
 
     def _unlink(self) -> None:
         if self._config.uds is not None:
             Path(self._config.uds).unlink(missing_ok=True)
 
-    def _bind(self) -> socket.socket:
-        if self._config.uds is not None:
-            return bind_unix(Path(self._config.uds))
-        return bind(self._config.host, self._config.port)
+    def _close_upstreams(self) -> None:
+        for replica in self.replicas:
+            replica.upstream.close()
+
+
+class _Keeping:
+    """Tells whoever goes by the accounts what they are now."""
+
+    def __init__(self, books: Books, identity: Identity, limits: Limits, ledger: Ledger) -> None:
+        self._books = books
+        self._identity = identity
+        self._limits = limits
+        self._ledger = ledger
+        self._known: Directory | None = None
+
+    async def update(self, directory: Directory) -> None:
+        """Called each second. Raises StoreError."""
+        if directory is not self._known:
+            self._known = directory
+            self._identity.update(directory)
+            self._limits.update(directory)
+            self._ledger.update(directory)
+        await self._limits.seed(self._books.store.usage.spent)
+
+
+def _nothing() -> None:
+    """Nobody has accounts that could change."""
 
 
 def serve_gateway(config: GatewayConfig, on_ready: Callable[[str], None]) -> None:
@@ -105,30 +208,11 @@ def serve_gateway(config: GatewayConfig, on_ready: Callable[[str], None]) -> Non
     configure_logs(config.log_format, config.log_level)
 
     async def run() -> None:
-        await GatewayServer(config, on_ready).run()
+        server = GatewayServer(config, on_ready)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            with contextlib.suppress(ValueError, RuntimeError):  # not in the main thread
+                loop.add_signal_handler(number, server.stop)
+        await server.run()
 
     uvloop.run(run())
-
-
-def _pool(model: ModelConfig, timeouts: Timeouts) -> Pool:
-    replicas = []
-    for wanted in model.replicas:
-        endpoint = parse_endpoint(wanted.url)
-        upstream = Upstream(
-            endpoint,
-            headers=headers_of(wanted),
-            connect_timeout_s=timeouts.connect_s,
-            tls=client_context(wanted.tls) if endpoint.tls else None,
-            server_name=wanted.tls.server_name,
-        )
-        replica = Replica(
-            wanted.url,
-            wanted.kind,
-            wanted.model or model.name,
-            upstream,
-            most=wanted.max_requests,
-            carry=wanted.carry,
-            stream_usage=wanted.stream_usage,
-        )
-        replicas.append(replica)
-    return Pool(model.name, replicas, CHOOSERS[model.routing]())

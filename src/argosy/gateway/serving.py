@@ -1,4 +1,4 @@
-"""Chat and completions through the gateway: read, routed, tried until a replica answers, passed on."""
+"""Chat and completions through the gateway: read, let in, tried until a replica answers, passed on."""
 
 from __future__ import annotations
 
@@ -6,49 +6,78 @@ import asyncio
 import random
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import structlog
 
-from argosy.gateway.ask import read
+from argosy.gateway.answer import Gathered, Out, Streamed
+from argosy.gateway.ask import Ask, read
 from argosy.gateway.attempt import Attempt
-from argosy.gateway.caller import ANYONE
+from argosy.gateway.caller import Caller
 from argosy.gateway.config import GatewayConfig
-from argosy.gateway.dialects import Carrier, Outgoing, whole_request
+from argosy.gateway.dialects import Carrier, whole_request
 from argosy.gateway.dispatch import RETRY_AFTER_S, Dispatcher, QueueLimits
-from argosy.gateway.journey import CHAT, COMPLETION, Api, Journey
+from argosy.gateway.explain import Trace
+from argosy.gateway.headers import request_headers
+from argosy.gateway.journey import (
+    CHAT,
+    COMPLETION,
+    Api,
+    Journey,
+    Stage,
+    counted,
+    enter,
+    leave,
+)
+from argosy.gateway.models import Models
 from argosy.gateway.replicas import Pool, Replica
 from argosy.gateway.stream import ClientStream
 from argosy.gateway.upstream import UpstreamError
 from argosy.policy import Outcome, backoff_s, classify
 from argosy.protocol import ApiError, event
-from argosy.web import DisconnectedError, Exchange
+from argosy.web import JSON, DisconnectedError, Exchange, SlowReaderError
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
 
-class Serving:
-    """The handlers of the two generation APIs."""
+@dataclass(frozen=True, slots=True)
+class _StreamLimits:
+    between_tokens_s: float
+    keep_alive_s: float
+    slow_reader_s: float
 
-    def __init__(self, pools: Mapping[str, Pool], config: GatewayConfig) -> None:
-        self._pools = pools
+
+class Serving:
+    """The handlers of the two generation APIs; every request passes `stages`."""
+
+    def __init__(self, models: Models, config: GatewayConfig, stages: Sequence[Stage]) -> None:
+        self._models = models
         self._config = config
+        self._stages = stages
         self._clock = time.monotonic
-        limits = QueueLimits(config.queue.requests, config.queue.bytes, config.queue.wait_s)
+        self._limits = _StreamLimits(
+            config.timeouts.between_tokens_s, config.keep_alive_s, config.slow_reader_timeout_s
+        )
+        queue = QueueLimits(config.queue.requests, config.queue.bytes, config.queue.wait_s)
         self._dispatchers = {
-            pool.model: Dispatcher(pool, limits, self._clock) for pool in pools.values()
+            pool.model: Dispatcher(pool, queue, self._clock) for pool in models.pools
         }
         self._streams: set[ClientStream] = set()
 
-    async def chat(self, exchange: Exchange) -> None:
-        """`POST /v1/chat/completions`."""
-        await self._answer(exchange, CHAT)
+    @property
+    def queued(self) -> Mapping[str, int]:
+        """Requests that wait for a replica, by model."""
+        return {model: len(dispatcher) for model, dispatcher in self._dispatchers.items()}
 
-    async def completion(self, exchange: Exchange) -> None:
+    async def chat(self, exchange: Exchange, caller: Caller) -> None:
+        """`POST /v1/chat/completions`."""
+        await self._answer(exchange, caller, CHAT)
+
+    async def completion(self, exchange: Exchange, caller: Caller) -> None:
         """`POST /v1/completions`."""
-        await self._answer(exchange, COMPLETION)
+        await self._answer(exchange, caller, COMPLETION)
 
     async def tend(self) -> None:
         """Look after running streams, for as long as the gateway runs."""
@@ -58,160 +87,172 @@ class Serving:
             for stream in tuple(self._streams):
                 stream.tend(now, self._limits)
 
-    @property
-    def _limits(self) -> _Limits:
-        return _Limits(self._config.timeouts.between_tokens_s, self._config.keep_alive_s)
+    # --- one request ---------------------------------------------------------------------------
 
-    async def _answer(self, exchange: Exchange, api: Api) -> None:
+    async def _answer(self, exchange: Exchange, caller: Caller, api: Api) -> None:
         ask = read(await exchange.body(), api.prompt_field)
-        pool = self._pools.get(ask.model)
-        if pool is None:
-            message = f"The model {ask.model[:200]!r} is not served here. See /v1/models."
-            raise ApiError(404, "model_not_found", message, param="model")
+        journey = self._journey(exchange, ask, api, caller)
+        passed: list[Stage] = []
+        out: Out = Streamed(exchange) if ask.stream else Gathered(journey)
+        try:
+            await self._pass(journey, passed, out)
+        except (DisconnectedError, SlowReaderError):
+            journey.status = "cancelled"
+            raise
+        except ApiError as error:
+            journey.error = error
+            if exchange.status is not None and not exchange.complete:
+                exchange.push(event(error.body(exchange.request_id)))
+                await exchange.end_stream()
+            raise
+        finally:
+            leave(passed, journey)
+
+    def _journey(self, exchange: Exchange, ask: Ask, api: Api, caller: Caller) -> Journey:
+        """Raises ApiError when nothing here serves the model, to this caller, or ever could."""
+        pool = self._models.pool(ask.model, caller)
+        most = pool.max_model_len
+        if most is not None and ask.least_tokens > most:
+            message = f"The prompt is longer than the {most} tokens that {ask.model!r} can take."
+            raise ApiError(413, "context_length_exceeded", message, param=api.prompt_field)
         answer_id = f"{api.id_prefix}-{uuid.uuid4().hex}"
-        identity = f"{answer_id} {int(time.time())}".encode()
-        journey = Journey(exchange, ask, api, pool, identity, ANYONE)
-        pool.retries.request(self._clock())
+        journey = Journey(
+            exchange,
+            ask,
+            api,
+            pool,
+            f"{answer_id} {int(time.time())}".encode(),
+            caller,
+            headers=exchange.extra,
+            trace=Trace(arrived=exchange.arrived, read=self._clock()),
+        )
+        pool.retries.request(journey.trace.read)
+        return journey
+
+    async def _pass(self, journey: Journey, passed: list[Stage], out: Out) -> None:
+        """Let the request in and answer it, unless the client goes away."""
         task = asyncio.current_task()
         assert task is not None  # noqa: S101 - this is a coroutine
-        if ask.stream:
-            await self._stream(exchange, journey, task)
-        else:
-            await self._whole(exchange, journey, task)
-
-    # --- whole answers -------------------------------------------------------------------------
-
-    async def _whole(
-        self, exchange: Exchange, journey: Journey, task: asyncio.Task[object]
-    ) -> None:
-        watch = exchange.on_disconnect(task.cancel)
-        try:
-            while not await self._whole_from(exchange, journey):
-                pass
-        except asyncio.CancelledError:
-            if not exchange.gone:
-                raise
-            task.uncancel()
-            raise DisconnectedError from None
-        finally:
-            watch.cancel()
-
-    async def _whole_from(self, exchange: Exchange, journey: Journey) -> bool:
-        """Ask one replica; whether its answer was passed on."""
-        replica = await self._next(journey)
-        attempt, outcome = Attempt(self._clock), None
-        ask, path = journey.ask, journey.api.path
-        asked = whole_request(ask, path, replica.dialect, replica.model, journey.identity)
-        try:
-            async with asyncio.timeout(self._config.timeouts.total_s):
-                await attempt.send(replica.upstream, _request(replica, asked))
-                status = await attempt.head
-                content = await attempt.whole()
-            outcome = classify(status)
-        except (UpstreamError, TimeoutError) as error:
-            outcome = Outcome.FAILURE
-            self._failed(journey, replica, str(error) or "too late")
-            return False
-        finally:
-            attempt.abandon("nobody waits for it")
-            replica.ended(outcome, self._clock(), _retry_after(attempt))
-        if outcome is not Outcome.SUCCESS:
-            self._failed(journey, replica, f"status {status}", outcome)
-            return False
-        kind = attempt.headers.get(b"content-type", b"application/json")
-        await exchange.answer(status, content, kind)
-        return True
-
-    # --- streams ---------------------------------------------------------------------------------
-
-    async def _stream(
-        self, exchange: Exchange, journey: Journey, task: asyncio.Task[object]
-    ) -> None:
         dispatcher = self._dispatchers[journey.pool.model]
+        carrier = Carrier(journey.ask, journey.api.path, journey.delivered)
         stream = ClientStream(
-            exchange,
-            journey.delivered,
-            leave=task.cancel,
+            journey,
+            out,
+            carrier,
+            counted=partial(counted, passed, journey),
             charge=partial(dispatcher.charge, journey.caller),
+            leave=task.cancel,
         )
-        carrier = Carrier(journey.ask, journey.api.path, journey.delivered, journey.identity)
-        exchange.watch(stream)
+        journey.exchange.watch(stream)
         self._streams.add(stream)
         try:
-            while not await self._stream_from(exchange, stream, journey, carrier):
+            await enter(self._stages, passed, journey)
+            journey.trace.admitted = self._clock()
+            while not await self._answer_from(journey, stream, carrier, out):
                 pass
         except asyncio.CancelledError:
             if not stream.gone:
                 raise
             task.uncancel()
             raise DisconnectedError from None
-        except ApiError as error:
-            if exchange.status is None:
-                raise
-            exchange.push(event(error.body(exchange.request_id)))
-            await exchange.end_stream()
-            raise
         finally:
             self._streams.discard(stream)
-        await exchange.end_stream()
+            stream.settle()
+            journey.exchange.watch(None)
+        if journey.exchange.complete:
+            return  # passed on as it came
+        await out.end()
+        journey.status = "completed" if stream.stopped is None else "stopped"
 
-    async def _stream_from(
-        self, exchange: Exchange, stream: ClientStream, journey: Journey, carrier: Carrier
+    async def _answer_from(
+        self, journey: Journey, stream: ClientStream, carrier: Carrier, out: Out
     ) -> bool:
         """Let one replica give what it can; whether the answer is whole."""
         replica = await self._next(journey)
-        delivered = journey.delivered
-        before = delivered.output_tokens
-        attempt, outcome = Attempt(self._clock), None
+        before = journey.delivered.output_tokens
+        attempt, tried = Attempt(self._clock), journey.trace.tries[-1]
+        outcome: Outcome | None = None
+        answered: Outcome | None = None
         try:
-            leg = carrier.leg(replica.dialect, replica.model, replica.max_model_len)
-            if leg is None:
-                raise _cut_off()
-            async with asyncio.timeout(self._config.timeouts.first_token_s):
-                await attempt.send(replica.upstream, _request(replica, leg.outgoing))
-                status = await attempt.head
-            if status != 200:
-                outcome = classify(status)
-                await self._refused(exchange, journey, replica, attempt, status)
-                return exchange.complete
-            if exchange.status is None:
-                await exchange.start_stream()
-            stream.feed_from(attempt, leg.reader)
-            await attempt.end
-            stream.finish()
+            whole = await self._attempt(journey, replica, attempt, stream, carrier, out)
             outcome = Outcome.SUCCESS
+        except _RefusedError as error:
+            outcome = answered = error.outcome
+            tried.reason = str(error)
         except (UpstreamError, TimeoutError) as error:
-            outcome = Outcome.FAILURE
+            if stream.stopped is not None:
+                return True
+            outcome, tried.reason = Outcome.FAILURE, str(error) or "too late"
             stream.let_go()
-            if delivered.output_tokens > before:
+            if journey.delivered.output_tokens > before:
                 journey.got_on()
-            self._failed(journey, replica, str(error) or "too late")
-            ending = carrier.ending()
-            if ending is None and not carrier.can_go_on:
-                raise _cut_off() from error
-            if ending is None:
-                return False
-            stream.end_with(ending)
         finally:
             attempt.abandon("nobody waits for it")
-            replica.ended(outcome, self._clock(), _retry_after(attempt))
+            tried.ended = self._clock()
+            tried.outcome = "ended" if outcome is None else outcome.value
+            replica.ended(outcome, tried.ended, _retry_after(attempt))
+        if tried.reason:
+            self._failed(journey, replica, tried.reason, answered)
+            if answered is None:
+                return _ended(stream, carrier)
+            return False
+        if whole is not None:
+            await self._pass_on(journey, stream, whole)
         return True
 
-    async def _refused(
+    async def _attempt(
         self,
-        exchange: Exchange,
         journey: Journey,
         replica: Replica,
         attempt: Attempt,
-        status: int,
-    ) -> None:
-        """The replica gave an error instead of a stream: pass on the request's own fault, else go on."""
-        content = await attempt.whole()
-        if classify(status) is Outcome.SUCCESS and exchange.status is None:
-            kind = attempt.headers.get(b"content-type", b"application/json")
-            await exchange.answer(status, content, kind)
-            return
-        self._failed(journey, replica, f"status {status}", classify(status))
+        stream: ClientStream,
+        carrier: Carrier,
+        out: Out,
+    ) -> _Whole | None:
+        """Ask one replica. Its whole answer; None when it was a stream, which has been passed on.
+
+        Raises UpstreamError or TimeoutError when it gave none, _RefusedError when it gave one of no use.
+        """
+        ask, timeouts, dialect = journey.ask, self._config.timeouts, replica.dialect
+        flows = ask.stream or (dialect.journal and ask.gathers)
+        leg = None
+        if flows:
+            leg = carrier.leg(dialect, replica.model, replica.max_model_len or 0)
+        if journey.delivered.output_tokens and leg is None:
+            _start_over(stream)
+        if flows and leg is None:
+            raise _cut_off()
+        outgoing = (
+            leg.outgoing if leg else whole_request(ask, journey.api.path, dialect, replica.model)
+        )
+        headers = request_headers(journey, replica, journaled=flows)
+        request = replica.upstream.request(b"POST", outgoing.path, outgoing.body, headers)
+        journey.trace.tries[-1].sent = self._clock()
+        async with asyncio.timeout(timeouts.first_token_s if flows else timeouts.total_s):
+            await attempt.send(replica.upstream, request)
+            status = await attempt.head
+            streamed = leg is not None and status == 200
+            content = b"" if streamed else await attempt.whole()
+        if leg is not None and streamed:
+            await out.begin()
+            stream.feed_from(attempt, replica, leg.reader)
+            await attempt.end
+            stream.finish()
+            return None
+        begun = journey.exchange.status is not None or journey.delivered.output_tokens > 0
+        if classify(status) is not Outcome.SUCCESS or begun:
+            raise _RefusedError(status)
+        return _Whole(status, content, attempt.headers.get(b"content-type", JSON))
+
+    async def _pass_on(self, journey: Journey, stream: ClientStream, whole: _Whole) -> None:
+        """Give the client a replica's whole answer, a refusal too that is the request's own fault."""
+        if whole.status == 200:
+            stream.count_whole(whole.content)
+            journey.status = "completed"
+        else:
+            message = f"The replica refused the request with status {whole.status}."
+            journey.error = ApiError(whole.status, "refused_by_replica", message)
+        await journey.exchange.answer(whole.status, whole.content, whole.kind)
 
     # --- replicas --------------------------------------------------------------------------------
 
@@ -219,19 +260,19 @@ class Serving:
         """The replica to try next, waited for if need be. Raises ApiError when it was tried enough."""
         pool = journey.pool
         if journey.failing_since is None:
-            return await self._dispatchers[pool.model].place(journey.ask, journey.caller)
+            return await self._dispatchers[pool.model].place(journey)
         while True:  # what was placed once goes before all that wait
-            replica = pool.pick(journey.ask, journey.caller.domain, journey.tried, self._clock())
-            if replica is not None:
-                replica.sent(journey.ask.prompt_tokens)
-                return replica
-            if self._clock() - journey.failing_since > self._config.timeouts.recovery_s:
+            now = self._clock()
+            picked = pool.pick(journey.ask, journey.caller.domain, journey.tried, now)
+            if picked is not None:
+                return journey.goes_to(picked, now)
+            if now - journey.failing_since > self._config.timeouts.recovery_s:
                 raise _upstream_failed(pool)
             journey.tried.clear()
             await asyncio.sleep(backoff_s(journey.failures, random.random()))  # noqa: S311 - jitter
 
     def _failed(
-        self, journey: Journey, replica: Replica, why: str, answered: Outcome | None = None
+        self, journey: Journey, replica: Replica, why: str, answered: Outcome | None
     ) -> None:
         """Note that a replica failed the request. Raises ApiError when it was tried enough.
 
@@ -256,24 +297,49 @@ class Serving:
 
 
 @dataclass(frozen=True, slots=True)
-class _Limits:
-    between_tokens_s: float
-    keep_alive_s: float
+class _Whole:
+    """An answer that came in one piece."""
+
+    status: int
+    content: bytes
+    kind: bytes
+    """Its content type."""
 
 
-def _request(replica: Replica, asked: Outgoing) -> bytes:
-    return replica.upstream.request(b"POST", asked.path, asked.body, asked.headers)
+class _RefusedError(Exception):
+    """A replica answered, with what is no answer to the request."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"status {status}")
+        self.outcome = classify(status)
+
+
+def _ended(stream: ClientStream, carrier: Carrier) -> bool:
+    """A replica failed: had it told all but the end? Raises ApiError 502 when nobody could go on."""
+    ending = carrier.ending()
+    if ending is not None:
+        stream.end_with(ending)
+        return True
+    if not carrier.can_go_on:
+        raise _cut_off()
+    return False
+
+
+def _start_over(stream: ClientStream) -> None:
+    """Forget what the replica gave. Raises ApiError 502 when the client has it already."""
+    if not stream.start_over():
+        raise _cut_off()
+
+
+def _cut_off() -> ApiError:
+    message = "The replica failed in the middle of the answer, and it cannot be carried on."
+    return ApiError(502, "upstream_failed", message)
 
 
 def _retry_after(attempt: Attempt) -> float | None:
     """What the replica said about coming back, in seconds."""
     told = attempt.headers.get(b"retry-after", b"")
     return float(told[:6]) if told.isdigit() else None
-
-
-def _cut_off() -> ApiError:
-    message = "The replica failed in the middle of the answer, and it cannot be carried on."
-    return ApiError(502, "upstream_failed", message)
 
 
 def _upstream_failed(pool: Pool) -> ApiError:

@@ -1,18 +1,18 @@
-"""One streamed answer: fed by one replica after another until it is whole, the client noticing a pause at most."""
+"""One answer under way: fed by one replica after another until it is whole, the client noticing a pause at most."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Protocol
 
+from argosy.gateway.answer import Out
+from argosy.gateway.ask import BYTES_PER_TOKEN
 from argosy.gateway.attempt import Attempt
-from argosy.gateway.dialects import StreamReader
-from argosy.gateway.journal import Delivered
+from argosy.gateway.closing import closing
+from argosy.gateway.dialects import Carrier, Identity, StreamReader, Usage, usage_of
+from argosy.gateway.journey import Journey
+from argosy.gateway.replicas import Replica
 from argosy.gateway.upstream import UpstreamError
-from argosy.protocol import comment
-from argosy.web import Exchange
-
-KEEP_ALIVE = comment(b"keep-alive")
 
 
 class StreamLimits(Protocol):
@@ -26,32 +26,57 @@ class StreamLimits(Protocol):
     def keep_alive_s(self) -> float:
         """Towards the client: then it gets a comment."""
 
+    @property
+    def slow_reader_s(self) -> float:
+        """The client, while much waits for it to be taken: then it is cut off."""
+
 
 class ClientStream:
-    """Watches the client and passes on what its replica gives, piece by piece, without a task between."""
+    """Watches the client and passes on what its replica gives, piece by piece, without a task between.
+
+    `counted` is called for each piece that brought tokens, once it was passed on; the finish reason that
+    it gives ends the answer there. `charge` is called each second, `leave` when the client has gone.
+    """
 
     def __init__(
         self,
-        exchange: Exchange,
-        delivered: Delivered,
+        journey: Journey,
+        out: Out,
+        carrier: Carrier,
         *,
-        leave: Callable[[], object],
+        counted: Callable[[], str | None],
         charge: Callable[[int], None],
+        leave: Callable[[], object],
     ) -> None:
         self.gone = False
-        self._exchange = exchange
-        self._delivered = delivered
-        self._leave = leave
+        self.stopped: str | None = None
+        """The finish reason with which a limit ended it."""
+        self._journey = journey
+        self._delivered = journey.delivered
+        self._out = out
+        self._carrier = carrier
+        self._counted = counted
         self._charge = charge
+        self._leave = leave
+        self._told = 0
+        self._before = 0
+        """Output tokens that the client had when the attempt began."""
+        self._first_at: float | None = None
+        """When the attempt's first token came."""
         self._charged = 0
         self._full = False
+        self._full_since: float | None = None
         self._attempt: Attempt | None = None
+        self._replica: Replica | None = None
         self._reader: StreamReader | None = None
         self._shown_at = 0.0
 
-    def feed_from(self, attempt: Attempt, reader: StreamReader) -> None:
-        """Pass on what `reader` makes of what `attempt` gives; the answer's head must have been sent."""
+    def feed_from(self, attempt: Attempt, replica: Replica, reader: StreamReader) -> None:
+        """Pass on what `reader` makes of what `attempt` gives; `out` must have begun."""
         self._attempt = attempt
+        self._replica = replica
+        self._before = self._told
+        self._first_at = None
         self._reader = reader
         if self._full:
             attempt.pause()
@@ -59,50 +84,117 @@ class ClientStream:
 
     def finish(self) -> None:
         """Pass on the end of the attempt that has ended. Raises UpstreamError when that was no answer's end."""
+        self._measure()
         self._attempt = None
-        self._settle()
-        reader = self._reader
-        if reader is None or not reader.done:
-            failure = reader.failure if reader is not None else ""
-            raise UpstreamError(failure or "the stream ended before its end")
-        self._push(reader.take_held())
+        self.settle()
+        assert self._reader is not None  # noqa: S101 - the attempt has fed it
+        if not self._reader.done:
+            raise UpstreamError(self._reader.failure or "the stream ended before its end")
+        self._push(self._reader.take_held())
 
     def end_with(self, events: bytes) -> None:
-        """Pass on an end that the replica no longer told."""
+        """Pass on the end of an answer that its replica could no longer tell."""
         self._push(events)
 
     def let_go(self) -> None:
         """The attempt failed: what was not told for good is forgotten."""
-        self._settle()
+        self._measure()
+        self.settle()
         self._attempt = self._reader = None
 
-    def tend(self, now: float, limits: StreamLimits) -> None:
-        """Called each second: end an attempt that has stalled, and show the client that somebody is there."""
-        attempt = self._attempt
-        if attempt is None:
-            return
-        self._settle()
-        quiet = now - max(attempt.last, self._shown_at)
-        if not self._full and now - attempt.last > limits.between_tokens_s:
-            attempt.abandon(f"nothing came for {limits.between_tokens_s:g} s")
-        elif quiet > limits.keep_alive_s:
-            self._shown_at = now
-            self._push(KEEP_ALIVE)
+    def count_whole(self, content: bytes) -> None:
+        """An answer came in one piece: count what it says it used."""
+        told = usage_of(content) or Usage(
+            prompt_tokens=self._journey.ask.prompt_tokens,
+            completion_tokens=len(content) // BYTES_PER_TOKEN,
+        )
+        told.into(self._delivered)
+        self.settle()
+        self._counted()
 
-    def _take(self, body: bytes) -> None:
-        if self._reader is not None:
-            self._push(self._reader.feed(body))
+    def start_over(self) -> bool:
+        """Forget what was delivered, where the client has not been given it; whether that can be."""
+        if not self._out.retract():
+            return False
+        self._delivered.forget()
+        self._told = self._charged = 0
+        return True
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Charge the tenant's share for what came since the last time."""
         came = self._delivered.output_tokens - self._charged
-        if came:
+        if came > 0:
             self._charged += came
             self._charge(came)
 
+    def tend(self, now: float, limits: StreamLimits) -> None:
+        """Called each second: end what has stalled, and show the client that somebody is there."""
+        if self._full:
+            self._full_since = self._full_since or now
+            if now - self._full_since > limits.slow_reader_s:
+                self._journey.exchange.cut()
+        attempt = self._attempt
+        if attempt is None:
+            return
+        self.settle()
+        quiet = now - max(attempt.last, self._shown_at)
+        if not self._full and now - attempt.last > limits.between_tokens_s:
+            attempt.abandon(f"nothing came for {limits.between_tokens_s:g} s")
+        elif quiet > limits.keep_alive_s and not self._full:
+            self._shown_at = now
+            self._out.keep_alive()
+
+    def _take(self, body: bytes) -> None:
+        if self._reader is None or self.stopped is not None:
+            return
+        data = self._reader.feed(body)
+        if data:
+            self._push(data)
+        if self._delivered.output_tokens != self._told:
+            if self._first_at is None:
+                self._begin()
+            self._told = self._delivered.output_tokens
+            reason = self._counted()
+            if reason is not None:
+                self._stop(reason)
+
+    def _begin(self) -> None:
+        """The attempt's first token came: what does that say of its replica?"""
+        attempt, replica, told = self._attempt, self._replica, self._delivered
+        if attempt is None or replica is None:
+            return
+        self._first_at = attempt.last
+        sent, picked = self._journey.trace.tries[-1].sent, self._journey.picked
+        if sent is None or picked is None or self._before:
+            return
+        picked.answered(told.prompt_tokens, told.cached_tokens)
+        uncached = told.prompt_tokens - told.cached_tokens or picked.uncached
+        replica.first_token(attempt.last - sent, uncached, attempt.last)
+
+    def _measure(self) -> None:
+        """The attempt is over: so many tokens came in so long."""
+        attempt, replica, first = self._attempt, self._replica, self._first_at
+        if attempt is None or replica is None or first is None or self._journey.ask.choices > 1:
+            return
+        replica.streamed(self._told - self._before - 1, attempt.last - first)
+
+    def _stop(self, reason: str) -> None:
+        """A limit ends the answer here, unless its replica just has."""
+        journey, attempt, replica = self._journey, self._attempt, self._replica
+        assert attempt is not None  # noqa: S101 - it gave what passed the limit
+        assert replica is not None  # noqa: S101 - it gave what passed the limit
+        if len(self._delivered.finished) == journey.ask.choices:
+            return
+        self.stopped = reason
+        name, _, created = journey.identity.decode().partition(" ")
+        ours = Identity(name, int(created), replica.model)
+        identity = self._carrier.identity or ours
+        self._push(closing(journey, identity, reason))
+        attempt.abandon("a limit has ended the answer")
+
     def _push(self, data: bytes) -> None:
-        if data and not self.gone:  # an empty chunk would end the stream
-            self._exchange.push(data)
+        if data and not self.gone:
+            self._out.push(data)
 
     # --- what the client's connection calls --------------------------------------------------------
 
@@ -115,6 +207,7 @@ class ClientStream:
     def on_room(self) -> None:
         """It has caught up."""
         self._full = False
+        self._full_since = None
         if self._attempt is not None:
             self._attempt.resume()
 

@@ -2,9 +2,23 @@
 
 from argosy.policy.affinity import BLOCK_BYTES, BLOCK_TOKENS, PrefixIndex, chain
 from argosy.policy.breaker import Breaker, BreakerLimits, Outcome, classify, usable
+from argosy.policy.estimates import OutputEstimates
 from argosy.policy.fairness import INPUT_PRICE, OUTPUT_PRICE, Account, TenantShares
-from argosy.policy.limits import Concurrency, Refusal, Reservation, Scope, Window, reserve
+from argosy.policy.leases import Ask, Grant, Lease, Shared, SlotLease
+from argosy.policy.limits import (
+    Hold,
+    Meter,
+    Refusal,
+    Reservation,
+    Use,
+    never,
+    reserve,
+    running,
+    worst,
+)
+from argosy.policy.measured import Line, PeakEwma, Rate
 from argosy.policy.order import PROMOTED_EACH, QUANTUM, DispatchQueue, Waiting
+from argosy.policy.prices import NO_CHARGE, Priced, PriceList, Rates
 from argosy.policy.retries import RetryBudget, backoff_s
 from argosy.policy.routing import (
     CHOOSERS,
@@ -19,42 +33,67 @@ from argosy.policy.routing import (
     RouteRequest,
     cost,
 )
+from argosy.policy.shedding import admits, saturation
+from argosy.policy.windows import Concurrency, Counter, Period, Window, period
 
 __all__ = [
     "BLOCK_BYTES",
     "BLOCK_TOKENS",
     "CHOOSERS",
     "INPUT_PRICE",
+    "NO_CHARGE",
     "OUTPUT_PRICE",
     "PROMOTED_EACH",
     "QUANTUM",
     "Account",
+    "Ask",
     "BoundedHash",
     "Breaker",
     "BreakerLimits",
     "Chooser",
     "Concurrency",
     "Cost",
+    "Counter",
     "DispatchQueue",
+    "Grant",
+    "Hold",
     "LatencyAware",
+    "Lease",
     "LeastCost",
+    "Line",
+    "Meter",
     "Outcome",
+    "OutputEstimates",
+    "PeakEwma",
+    "Period",
     "PowerOfTwo",
     "PrefixIndex",
+    "PriceList",
+    "Priced",
+    "Rate",
+    "Rates",
     "Refusal",
     "ReplicaLoad",
     "Reservation",
     "RetryBudget",
     "RoundRobin",
     "RouteRequest",
-    "Scope",
+    "Shared",
+    "SlotLease",
     "TenantShares",
+    "Use",
     "Waiting",
     "Window",
+    "admits",
     "backoff_s",
     "chain",
     "classify",
     "cost",
+    "never",
+    "period",
     "reserve",
+    "running",
+    "saturation",
     "usable",
+    "worst",
 ]

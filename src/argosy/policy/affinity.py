@@ -1,20 +1,25 @@
-"""Which replica probably has how much of a prompt cached: a hash chain over blocks, least recent forgotten.
+"""How much of a prompt a replica probably has cached: a hash chain over blocks, the least recent forgotten.
 
 Keys are chained, so the key of a block stands for everything before it. The salt comes from the authenticated
-tenant's domain, the model and its revision, so nothing is ever found across them. Memory is bounded by each
-replica's capacity in blocks, which is that of its real KV cache.
+tenant's domain, the model and its revision, so nothing is ever found across them. Memory is bounded by the
+replica's capacity in blocks, which is that of its real KV cache. Engines evict when they please and few tell, so
+what an answer says of its cached tokens corrects what was believed.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 BLOCK_TOKENS = 64
 """Tokens of a block, when the prompt is known as tokens."""
 BLOCK_BYTES = 256
 """Bytes of a block when it is known as text: about as many tokens."""
+CAPACITY = 8192
+"""Blocks of a replica that has not told the size of its cache."""
+MOST = 1 << 17
+"""Blocks that are remembered of any replica: 8 million tokens, some 25 MB."""
 
 
 def chain(salt: bytes, prompt: bytes, block: int) -> list[bytes]:
@@ -27,54 +32,56 @@ def chain(salt: bytes, prompt: bytes, block: int) -> list[bytes]:
 
 
 class PrefixIndex:
-    """Approximate, for engines that do not tell what they evict."""
+    """One replica's."""
 
-    def __init__(self, capacity: int = 8192) -> None:
-        self._default = capacity
-        self._held: dict[str, OrderedDict[bytes, None]] = {}
-        self._capacity: dict[str, int] = {}
-
-    def resize(self, replica: str, blocks: int) -> None:
-        """Its KV cache holds so many blocks."""
-        self._capacity[replica] = blocks
-        self._trim(replica)
-
-    def forget(self, replica: str) -> None:
-        """It is gone, or has lost its cache."""
-        self._held.pop(replica, None)
-        self._capacity.pop(replica, None)
-
-    def sent(self, replica: str, keys: Sequence[bytes]) -> None:
-        """A prompt with these blocks went there."""
-        held = self._held.setdefault(replica, OrderedDict())
-        for key in reversed(keys):  # the beginning is the most recent: ends are evicted first
-            held[key] = None
-            held.move_to_end(key)
-        self._trim(replica)
-
-    def dropped(self, replica: str, keys: Iterable[bytes]) -> None:
-        """It told that it has evicted these."""
-        held = self._held.get(replica, OrderedDict())
-        for key in keys:
-            held.pop(key, None)
-
-    def hits(self, keys: Sequence[bytes]) -> dict[str, int]:
-        """Replica -> how many blocks from the prompt's beginning it holds; those without any are left out."""
-        found = {}
-        for replica, held in self._held.items():
-            count = 0
-            for key in keys:
-                if key not in held:
-                    break
-                count += 1
-            if count:
-                found[replica] = count
-        return found
+    def __init__(self, capacity: int = CAPACITY) -> None:
+        self._capacity = capacity
+        self._held: OrderedDict[bytes, int] = OrderedDict()
+        """Key -> number of the prompt that had it last, the least recent first."""
+        self._prompts = 0
 
     def __len__(self) -> int:
-        return sum(len(held) for held in self._held.values())
+        return len(self._held)
 
-    def _trim(self, replica: str) -> None:
-        held = self._held.get(replica, OrderedDict())
-        while len(held) > self._capacity.get(replica, self._default):
-            held.popitem(last=False)
+    def resize(self, blocks: int) -> None:
+        """Its KV cache holds so many blocks."""
+        self._capacity = min(max(1, blocks), MOST)
+        self._trim()
+
+    def clear(self) -> None:
+        """It has lost its cache."""
+        self._held.clear()
+
+    def find(self, keys: Sequence[bytes]) -> list[int]:
+        """For each block from the prompt's beginning that is held: which prompt had it last."""
+        held, found = self._held, []
+        for key in keys:
+            prompt = held.get(key)
+            if prompt is None:
+                break
+            found.append(prompt)
+        return found
+
+    def sent(self, keys: Sequence[bytes]) -> None:
+        """A prompt with these blocks went there."""
+        held = self._held
+        self._prompts += 1
+        for key in reversed(keys):  # the beginning is the most recent: ends are evicted first
+            held[key] = self._prompts
+            held.move_to_end(key)
+        self._trim()
+
+    def correct(self, found: Sequence[int], blocks: int) -> None:
+        """Of a prompt for which `found` was found, only the first `blocks` were there.
+
+        What was used less recently than the first block that was missing has been evicted with it.
+        """
+        if blocks >= len(found):
+            return
+        gone = found[blocks]
+        while self._held and next(iter(self._held.values())) < gone:
+            self._held.popitem(last=False)
+
+    def _trim(self) -> None:
+        while len(self._held) > self._capacity:
+            self._held.popitem(last=False)

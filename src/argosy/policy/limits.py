@@ -1,117 +1,61 @@
-"""Limits over sliding windows: reserve before, charge while streaming, settle at the end.
-
-A window holds what was used in its last `seconds`, kept in `SLOTS` slots; a slot is forgotten only when all
-of it is past. So in no interval of that length is more used than the limit, and room that was used
-comes back at most `seconds / SLOTS` late.
-"""
+"""Limits on what an owner may use: hold before, hold more while streaming, settle at the end."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-SLOTS = 60
+from argosy.policy.windows import Counter
 
-
-class Window:
-    """At most `limit` units in any `seconds`. Units are requests, tokens or nano-dollars."""
-
-    __slots__ = ("_slots", "limit", "seconds", "used")
-
-    def __init__(self, limit: int, seconds: float) -> None:
-        self.limit = limit
-        self.seconds = seconds
-        self.used = 0
-        """Units that count now, as of the last call that told the time."""
-        self._slots: dict[int, int] = {}
-        """Slot number -> units, oldest first; at most SLOTS + 1."""
-
-    def room(self, now: float) -> int:
-        """Units that may be used now; negative when the limit was lowered below what is used."""
-        self._forget(now)
-        return self.limit - self.used
-
-    def add(self, units: int, now: float) -> int:
-        """Count `units` (whatever the room) and return the slot, for `correct`."""
-        self._forget(now)
-        slot = self._slot(now)
-        self._slots[slot] = self._slots.get(slot, 0) + units
-        self.used += units
-        return slot
-
-    def correct(self, slot: int, units: int, now: float) -> None:
-        """Change what was counted in `slot` by `units`; nothing happens when it no longer counts."""
-        self._forget(now)
-        if slot in self._slots:
-            self._slots[slot] += units
-            self.used += units
-
-    def wait_s(self, units: int, now: float) -> float:
-        """Seconds until there is room for `units`; infinite when they exceed the limit itself."""
-        short = units - self.room(now)
-        if short <= 0:
-            return 0.0
-        if units > self.limit:
-            return float("inf")
-        for slot, used in self._slots.items():
-            short -= used
-            if short <= 0:
-                return max(0.0, (slot + 1) * self._width + self.seconds - now)
-        return self.seconds
-
-    def reset_s(self, now: float) -> float:
-        """Seconds until all of the limit is free again, if nothing more is used."""
-        self._forget(now)
-        last = next(reversed(self._slots), None)
-        return 0.0 if last is None else max(0.0, (last + 1) * self._width + self.seconds - now)
-
-    @property
-    def _width(self) -> float:
-        return self.seconds / SLOTS
-
-    def _slot(self, now: float) -> int:
-        newest = next(reversed(self._slots), None)
-        slot = int(now // self._width)
-        return slot if newest is None else max(slot, newest)
-
-    def _forget(self, now: float) -> None:
-        """Drop the slots whose last instant is a whole window ago."""
-        oldest = int(now // self._width) - SLOTS
-        while self._slots:
-            slot = next(iter(self._slots))
-            if slot >= oldest:
-                return
-            self.used -= self._slots.pop(slot)
+PARTS = 8
+"""Of what a request was given in parts, the last few can be given back; it never holds much ahead."""
 
 
-class Concurrency:
-    """At most `limit` at a time."""
+class Use(NamedTuple):
+    """What a request uses, or may use, of each unit that there are limits on."""
 
-    __slots__ = ("limit", "used")
+    requests: int = 0
+    tokens: int = 0
+    """Input and output."""
+    input_tokens: int = 0
+    output_tokens: int = 0
+    nano_dollars: int = 0
+    concurrency: int = 0
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.used = 0
+
+def running(input_tokens: int, output_tokens: int, nano_dollars: int) -> Use:
+    """What a request uses that runs."""
+    tokens = input_tokens + output_tokens
+    return Use(1, tokens, input_tokens, output_tokens, nano_dollars, 1)
 
 
-@dataclass(slots=True)
-class Scope:
-    """The limits of one owner (an organisation, a project, a key), some of them for one model only."""
+@dataclass(frozen=True, slots=True)
+class Meter:
+    """One limit of one owner."""
 
-    name: str
-    requests: list[Window] = field(default_factory=list)
-    tokens: list[Window] = field(default_factory=list)
-    money: list[Window] = field(default_factory=list)
-    """Nano-dollars."""
-    concurrency: Concurrency | None = None
+    owner: str
+    """What kind of owner: "organisation", "project", "user" or "key"."""
+    unit: str
+    """A field of `Use`."""
+    window: str
+    """"second", "minute", "hour", "day" or "month"; empty for concurrency."""
+    model: str | None
+    """Of which model only."""
+    counter: Counter
+    index: int = field(init=False)
+    """Of the unit in `Use`."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "index", Use._fields.index(self.unit))
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
     """The limit that stands in the way."""
 
-    scope: str
-    kind: str
-    """"requests", "tokens", "money" or "concurrency"."""
+    meter: Meter
     limit: int
     used: int
     asked: int
@@ -120,96 +64,124 @@ class Refusal:
 
 
 @dataclass(slots=True)
-class _Hold:
-    """Units of one window that a reservation holds."""
+class Hold:
+    """What a request holds of one limit."""
 
-    kind: str
-    window: Window
-    slot: int
+    meter: Meter
+    before: int
+    """Units that were in use when it came."""
     units: int
+    parts: list[tuple[int, int]]
+    """The slots where they count, and how many in each; the latest last."""
+
+    def add(self, more: int, now: float) -> None:
+        """Hold `more` besides."""
+        self.units += more
+        slot = self.meter.counter.add(more, now)
+        if slot == self.parts[-1][0]:
+            self.parts[-1] = slot, self.parts[-1][1] + more
+        else:
+            self.parts.append((slot, more))
+            del self.parts[:-PARTS]
+
+    def give_back(self, units: int, now: float) -> None:
+        """Hold so many less: the ones that were added last."""
+        self.units -= units
+        while units > 0 and self.parts:
+            slot, there = self.parts.pop()
+            self.meter.counter.correct(slot, -min(units, there), now)
+            units -= there
 
 
 class Reservation:
-    """What one request holds of its scopes. `charge` as tokens come; `settle` or `abandon` ends it."""
+    """What one request holds of its limits. `extend` or `count` as more is used; `settle` ends it."""
 
-    __slots__ = ("_concurrent", "_holds", "_open")
+    __slots__ = ("_open", "holds")
 
-    def __init__(self) -> None:
-        self._holds: list[_Hold] = []
-        self._concurrent: list[Concurrency] = []
+    def __init__(self, holds: list[Hold]) -> None:
+        self.holds = holds
         self._open = True
 
-    def charge(self, tokens: int, money: int, now: float) -> Refusal | None:
-        """Count what was used so far in all (it may exceed the estimate), and tell which limit that passes.
+    def covers(self, use: Use) -> bool:
+        """Whether nothing more has to be held for this."""
+        return all(use[hold.meter.index] <= hold.units for hold in self.holds)
 
-        What is past a limit is counted all the same, since it was used: stop at the first refusal, and a
-        limit is exceeded by what came between two calls at most.
+    def extend(self, use: Use, now: float) -> Refusal | None:
+        """Hold as much as `use` says in all, or nothing more if one of the limits has no room for that."""
+        for meter, more in self.lacking(use):
+            if more > meter.counter.room(now):
+                return _refusal(meter, more, now)
+        self.count(use, now)
+        return None
+
+    def count(self, use: Use, now: float) -> None:
+        """Count what was used, whatever the room."""
+        for hold in self.holds:
+            more = use[hold.meter.index] - hold.units
+            if more > 0:
+                hold.add(more, now)
+
+    def lacking(self, use: Use) -> list[tuple[Meter, int]]:
+        """The limits of which `use` needs more than is held, and how much more."""
+        return [
+            (hold.meter, use[hold.meter.index] - hold.units)
+            for hold in self.holds
+            if use[hold.meter.index] > hold.units
+        ]
+
+    def settle(self, use: Use, now: float) -> None:
+        """Replace what is held by what was used; called again, nothing happens.
+
+        A request for which nothing was done has used nothing: not even itself.
         """
-        refusal = None
-        for hold, used in self._with(tokens, money):
-            more = used - hold.units
-            if more <= 0:
-                continue
-            if more > hold.window.room(now) and refusal is None:
-                refusal = _refusal("", hold.kind, hold.window, more, now)
-            hold.slot = hold.window.add(more, now)
-            hold.units = used
-        return refusal
-
-    def settle(self, tokens: int, money: int, now: float) -> None:
-        """Replace what is held by what was used; called again, nothing happens."""
         if not self._open:
             return
-        self.charge(tokens, money, now)
         self._open = False
-        for slots in self._concurrent:
-            slots.used -= 1
-        for hold, used in self._with(tokens, money):
-            hold.window.correct(hold.slot, used - hold.units, now)
-
-    def abandon(self, now: float) -> None:
-        """Nothing was done for it: give everything back, the request included."""
-        if not self._open:
-            return
-        for hold in self._holds:
-            if hold.kind == "requests":
-                hold.window.correct(hold.slot, -hold.units, now)
-        self.settle(0, 0, now)
-
-    def hold(self, kind: str, window: Window, units: int, now: float) -> None:
-        """Count `units` against `window`."""
-        self._holds.append(_Hold(kind, window, window.add(units, now), units))
-
-    def occupy(self, slots: Concurrency) -> None:
-        """Take one of `slots` until the end."""
-        slots.used += 1
-        self._concurrent.append(slots)
-
-    def _with(self, tokens: int, money: int) -> list[tuple[_Hold, int]]:
-        used = {"tokens": tokens, "money": money}
-        return [(hold, used[hold.kind]) for hold in self._holds if hold.kind in used]
+        use = use._replace(concurrency=0)
+        self.count(use, now)
+        for hold in self.holds:
+            spare = hold.units - use[hold.meter.index]
+            if spare > 0:
+                hold.give_back(spare, now)
 
 
-def reserve(scopes: list[Scope], tokens: int, money: int, now: float) -> Reservation | Refusal:
-    """Hold one request with an estimate of `tokens` and `money` in all scopes, or in none of them."""
-    asked = {"requests": 1, "tokens": tokens, "money": money}
-    for scope in scopes:
-        for kind, units in asked.items():
-            for window in getattr(scope, kind):
-                if units > window.room(now):
-                    return _refusal(scope.name, kind, window, units, now)
-        slots = scope.concurrency
-        if slots is not None and slots.used >= slots.limit:
-            return Refusal(scope.name, "concurrency", slots.limit, slots.used, 1, 0.0)
-    held = Reservation()
-    for scope in scopes:
-        for kind, units in asked.items():
-            for window in getattr(scope, kind):
-                held.hold(kind, window, units, now)
-        if scope.concurrency is not None:
-            held.occupy(scope.concurrency)
-    return held
+def reserve(
+    meters: Sequence[Meter], likely: Use, least: Use, now: float
+) -> Reservation | list[Refusal]:
+    """Hold what a request will likely use of all limits, or of none of them: then all that stand in the way.
+
+    A limit smaller than what is likely, but not than what is needed at least, is asked for as a whole.
+    """
+    refusals: list[Refusal] = []
+    asked = []
+    for meter in meters:
+        units, limit = likely[meter.index], meter.counter.limit
+        if units > limit:
+            units = max(limit, least[meter.index])
+        asked.append(units)
+        if units > meter.counter.room(now):
+            refusals.append(_refusal(meter, units, now))
+    if refusals:
+        return refusals
+    holds = []
+    for meter, units in zip(meters, asked, strict=True):
+        counter = meter.counter
+        before = counter.used
+        holds.append(Hold(meter, before, units, [(counter.add(units, now), units)]))
+    return Reservation(holds)
 
 
-def _refusal(scope: str, kind: str, window: Window, units: int, now: float) -> Refusal:
-    return Refusal(scope, kind, window.limit, window.used, units, window.wait_s(units, now))
+def worst(refusals: Sequence[Refusal]) -> Refusal:
+    """The one that lasts longest: there is no use in coming back before."""
+    return max(refusals, key=lambda refusal: refusal.wait_s)
+
+
+def never(refusal: Refusal) -> bool:
+    """Whether waiting does not help."""
+    return math.isinf(refusal.wait_s)
+
+
+def _refusal(meter: Meter, units: int, now: float) -> Refusal:
+    counter = meter.counter
+    wait_s = counter.wait_s(units, now)
+    return Refusal(meter, counter.limit, counter.used, units, wait_s)

@@ -180,5 +180,10 @@ class DispatchQueue(Generic[T]):
         """Requests of its own tier and above that wait too: at most so many go first."""
         return sum(tier.count for tier in self._tiers[: waiting.tier + 1]) - (not waiting.left)
 
+    def age(self, now: float) -> float:
+        """Seconds that the longest waiting request has waited; 0 when nobody waits."""
+        arrivals = (self._oldest(n) for n, tier in enumerate(self._tiers) if tier.count)
+        return now - min(arrivals, default=now)
+
     def _oldest(self, tier: int) -> float:
         return self._tiers[tier].arrivals[0][0]

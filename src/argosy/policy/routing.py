@@ -19,6 +19,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
+from argosy.policy.measured import PeakEwma
+
 BARRIER_S = 0.15
 """Cost of a half full KV cache: it grows without bound towards a full one."""
 FULLEST = 0.999
@@ -35,9 +39,9 @@ class ReplicaLoad:
     prefill_rate: float = 2000.0
     """Prompt tokens a second, measured."""
     decode_s: float = 0.02
-    """Seconds between a sequence's tokens at its present load."""
+    """Seconds between a sequence's tokens, were one more to run there."""
     queued_tokens: int = 0
-    """Uncached prompt tokens not computed yet, as reported."""
+    """Prompt tokens not computed yet, as reported."""
     running: int = 0
     waiting: int = 0
     kv_used: float = 0.0
@@ -49,8 +53,8 @@ class ReplicaLoad:
     """Requests dispatched by this gateway that have not ended."""
     capacity: int = 0
     """Sequences that it runs at once; 0: unknown."""
-    latency_s: float = 0.0
-    """Smoothed time to the first token, as this gateway saw it; 0: none yet."""
+    latency: PeakEwma = field(default_factory=PeakEwma)
+    """Time to the first token, as this gateway saw it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +70,7 @@ class RouteRequest:
     """Replica -> prompt tokens that it probably has cached."""
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
+class Cost(msgspec.Struct, frozen=True, gc=False):
     """The terms of one candidate, in seconds, for the explanation."""
 
     replica: str
@@ -157,16 +160,21 @@ class PowerOfTwo:
 
 
 class LatencyAware:
-    """The least smoothed time to the first token, times who is there already (as Finagle's peak EWMA)."""
+    """The least smoothed time to the first token, times who is there already (as Finagle's balancer)."""
 
     def choose(
         self, request: RouteRequest, candidates: Sequence[ReplicaLoad], draw: float, now: float
     ) -> ReplicaLoad:
-        """See `Chooser`."""
-        del request, draw, now
-        return min(
-            candidates, key=lambda load: (load.latency_s * (load.in_flight + 1), load.in_flight)
-        )
+        """See `Chooser`. Who is not known yet gets one request, then counts as the slowest."""
+        del request, draw
+        latencies = {load.name: load.latency.value(now) for load in candidates}
+        slowest = max(latencies.values()) or 1.0
+
+        def expected(load: ReplicaLoad) -> float:
+            latency = latencies[load.name] or (slowest if load.in_flight else 0.0)
+            return latency * (load.in_flight + 1)
+
+        return min(candidates, key=lambda load: (expected(load), load.in_flight))
 
 
 class BoundedHash:

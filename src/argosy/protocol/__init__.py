@@ -14,7 +14,7 @@ from argosy.protocol.openai import (
     StreamOptions,
     TokenizeRequest,
 )
-from argosy.protocol.parsing import parse
+from argosy.protocol.parsing import parse, parse_query
 from argosy.protocol.replies import (
     CachedTokens,
     ChatChoice,
@@ -90,4 +90,5 @@ __all__ = [
     "invalid",
     "parse",
     "parse_endpoint",
+    "parse_query",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import TypeVar
 
 import msgspec
@@ -34,6 +35,14 @@ def parse(body_type: type[T], body: bytes) -> T:
     except RecursionError as error:
         message = "The body is nested too deeply. Flatten it."
         raise invalid(message, code="invalid_json") from error
+
+
+def parse_query(query_type: type[T], parameters: Mapping[str, str]) -> T:
+    """The parameters of a URL as their type; numbers may be written as text. Raises ApiError (400) likewise."""
+    try:
+        return msgspec.convert(dict(parameters), type=query_type, strict=False)
+    except msgspec.ValidationError as error:
+        raise _refusal(str(error)) from error
 
 
 def _refusal(problem: str) -> ApiError:

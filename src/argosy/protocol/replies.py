@@ -190,7 +190,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     running: int
     waiting: int
     queued_tokens: int
-    """Prompt tokens waiting to be computed."""
+    """Prompt tokens waiting to be computed, those of running prefills too."""
     max_seqs: int
     max_model_len: int
     block_size: int
@@ -199,6 +199,10 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     kv_blocks_cached: int
     step: int
     step_s: float
+    prefill_tokens_per_s: float = 0.0
+    """Measured by the engine; 0: not yet."""
+    decode_s: float = 0.0
+    """Seconds between a sequence's tokens, were one more to run; measured, 0: not yet."""
 
 
 class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):

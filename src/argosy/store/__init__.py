@@ -1,27 +1,71 @@
 """Durable state (SQLite or PostgreSQL) and fast state that gateways share (memory or Redis)."""
 
+from argosy.store.accounts import Accounts
+from argosy.store.audit import Audit, AuditEntry, Verdict
+from argosy.store.errors import ConflictError, NotFoundError, StoreError
+from argosy.store.keys import digest
 from argosy.store.records import (
     Directory,
     Key,
     Limit,
     Organisation,
+    OwnerKind,
     Price,
     Project,
     Role,
+    Tier,
     Unit,
+    Unsure,
     UsageRow,
     User,
+    Window,
 )
+from argosy.store.shared import Clock, MemoryState, SharedState, Wants, open_shared, steady
+from argosy.store.slots import Slot
+from argosy.store.spool import Spool, SpoolError, SpoolFullError
+from argosy.store.store import Store, StoreConfig, default_url, open_store
+from argosy.store.usage import Group, ReportRow, UsageFilter, UsageLog, UsageSum
 
 __all__ = [
+    "Accounts",
+    "Audit",
+    "AuditEntry",
+    "Clock",
+    "ConflictError",
     "Directory",
+    "Group",
     "Key",
     "Limit",
+    "MemoryState",
+    "NotFoundError",
     "Organisation",
+    "OwnerKind",
     "Price",
     "Project",
+    "ReportRow",
     "Role",
+    "SharedState",
+    "Slot",
+    "Spool",
+    "SpoolError",
+    "SpoolFullError",
+    "Store",
+    "StoreConfig",
+    "StoreError",
+    "Tier",
     "Unit",
+    "Unsure",
+    "UsageFilter",
+    "UsageLog",
     "UsageRow",
+    "UsageSum",
     "User",
+    "Verdict",
+    "Wants",
+    "Window",
+    "default_url",
+    "digest",
+    "open_shared",
+    "open_store",
+    "steady",
 ]

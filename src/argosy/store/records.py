@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 Role = Literal["admin", "operator", "viewer", "caller"]
 """What a key or a token may do: everything; run the fleet; look; ask models. Each may do what the later ones may,
@@ -14,31 +15,46 @@ Tier = Literal["premium", "standard", "free"]
 
 Unit = Literal["requests", "tokens", "input_tokens", "output_tokens", "concurrency", "nano_dollars"]
 
+OwnerKind = Literal["organisation", "project", "user", "key"]
+
+Unsure = Literal["open", "closed"]
+
 Window = Literal["second", "minute", "hour", "day", "month"]
 """Day and month are the calendar's, in UTC; the others slide."""
 
+Name = Annotated[str, Meta(min_length=1, max_length=200)]
+Amount = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
-class Organisation(msgspec.Struct, frozen=True, kw_only=True):
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """What accounts are made of."""
+
+    id: str
+
+
+class Organisation(Record, frozen=True, kw_only=True):
     """Who pays. Owns projects and users."""
 
-    id: str
-    name: str
+    name: Name
+    """Unique among those that are not archived."""
     created_at: float
+    archived_at: float | None = None
+    """Then all of its projects are archived and its users disabled as well."""
 
 
-class Project(msgspec.Struct, frozen=True, kw_only=True):
+class Project(Record, frozen=True, kw_only=True):
     """A tenant: what fairness, limits and isolation are about."""
 
-    id: str
     organisation: str
     """Id of its organisation."""
-    name: str
+    name: Name
+    """Unique in its organisation, among those that are not archived."""
     tier: Tier = "standard"
-    weight: float = 1.0
+    weight: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
     """Its share, beside others of its tier."""
     share_cache: bool = False
     """Whether it shares cached prompts with its organisation's other projects that share."""
-    when_unsure: Literal["open", "closed"] = "open"
+    when_unsure: Unsure = "open"
     """What its limits do while the state that gateways share is down: go on locally, or refuse."""
     networks: tuple[str, ...] = ()
     """CIDR networks that its callers may come from; none: from anywhere."""
@@ -46,12 +62,12 @@ class Project(msgspec.Struct, frozen=True, kw_only=True):
     archived_at: float | None = None
 
 
-class User(msgspec.Struct, frozen=True, kw_only=True):
+class User(Record, frozen=True, kw_only=True):
     """A person, for sign-in by JWT and for usage by user."""
 
-    id: str
     organisation: str
-    email: str
+    email: Name
+    """In lower case; unique among all that are not disabled."""
     role: Role = "caller"
     project: str | None = None
     """The project that their requests count for when the token names none."""
@@ -59,13 +75,13 @@ class User(msgspec.Struct, frozen=True, kw_only=True):
     disabled_at: float | None = None
 
 
-class Key(msgspec.Struct, frozen=True, kw_only=True):
+class Key(Record, frozen=True, kw_only=True):
     """An API key. The key itself is shown once; only its digest is kept."""
 
-    id: str
     project: str
     user: str | None = None
-    name: str
+    name: Name
+    """Unique in its project, among the keys that still work and have not been rotated."""
     prefix: str
     """The beginning of the key, by which people know it; not secret."""
     digest: bytes
@@ -81,31 +97,33 @@ class Key(msgspec.Struct, frozen=True, kw_only=True):
     """Id of the key that it was rotated into; both work until it expires."""
 
 
-class Limit(msgspec.Struct, frozen=True, kw_only=True):
+class Limit(Record, frozen=True, kw_only=True):
     """At most `amount` units of `unit` in each window (or at a time) for one owner."""
 
-    id: str
-    owner_kind: Literal["organisation", "project", "user", "key"]
+    owner_kind: OwnerKind
     owner: str
     """Id of the owner."""
     unit: Unit
-    amount: int
+    amount: Amount
     window: Window | None = None
     """None: concurrency has no window."""
     model: str | None = None
     """Public model name; None: all models together."""
 
 
-class Price(msgspec.Struct, frozen=True, kw_only=True):
+class Price(Record, frozen=True, kw_only=True):
     """What a model's tokens cost from a moment on."""
 
-    model: str
+    id: str = ""
+    """Given by the store."""
+    model: Name
+    """Public name."""
     tier: Tier | None = None
     """None: for every tier that has no price of its own."""
-    input: int
+    input: Amount
     """Nano-dollars for each token that was not cached."""
-    cached_input: int
-    output: int
+    cached_input: Amount
+    output: Amount
     since: float = 0.0
 
 
@@ -113,7 +131,7 @@ class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
     """One row of the ledger: how one admitted request ended, and what it used. Written once."""
 
     request: str
-    """The request id."""
+    """By which it counts once. Never an id that the client chose: two requests with one id would count as one."""
     organisation: str = ""
     project: str = ""
     key: str = ""
@@ -135,7 +153,11 @@ class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Directory(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a gateway must know to let requests in, as of one version. Small enough to be held in memory."""
+    """All that a gateway must know to let requests in, as of one version. Small enough to be held in memory.
+
+    Revoked keys have left it. What is archived, disabled, or has expired in the last 30 days is there and marked,
+    so that whoever comes with it can be told why they are refused.
+    """
 
     version: int = 0
     organisations: tuple[Organisation, ...] = ()

@@ -1,13 +1,23 @@
 """The instruments: metrics and logs."""
 
+from argosy.telemetry.gateway_metrics import (
+    GatewayMetrics,
+    GatewayReading,
+    ReplicaReading,
+    ReplicaState,
+)
 from argosy.telemetry.logs import LogFormat, configure_logs, get_log, request_context
 from argosy.telemetry.metrics import CONTENT_TYPE, EngineStats, Metrics, SequenceTimes
 
 __all__ = [
     "CONTENT_TYPE",
     "EngineStats",
+    "GatewayMetrics",
+    "GatewayReading",
     "LogFormat",
     "Metrics",
+    "ReplicaReading",
+    "ReplicaState",
     "SequenceTimes",
     "configure_logs",
     "get_log",

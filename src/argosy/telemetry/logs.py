@@ -52,7 +52,8 @@ def configure_logs(log_format: LogFormat, level: str = "info") -> None:
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(level.upper())
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    for talkative in ("alembic", "uvicorn"):
+        logging.getLogger(talkative).setLevel(logging.WARNING)
 
 
 def get_log(name: str) -> structlog.typing.FilteringBoundLogger:

@@ -1,6 +1,8 @@
 """Serving HTTP/1.1: hardened connections, requests and answers under limits, listening sockets."""
 
 from argosy.web.exchange import (
+    EXCHANGE,
+    JSON,
     App,
     DisconnectedError,
     Exchange,
@@ -15,7 +17,9 @@ from argosy.web.listen import GOODBYE_S, Listener, bind, bind_unix, url_of
 from argosy.web.tls import Certificates, TlsConfig
 
 __all__ = [
+    "EXCHANGE",
     "GOODBYE_S",
+    "JSON",
     "App",
     "Certificates",
     "DisconnectedError",

@@ -50,6 +50,8 @@ class RequestWire:
     def watch(self, watcher: Watcher | None) -> None:
         """See `Wire`."""
         self._connection.watcher = watcher
+        if watcher is not None and self._connection.transport.is_closing():
+            watcher.on_gone()
 
 
 class Connection(HttpToolsProtocol):

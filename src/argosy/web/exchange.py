@@ -20,6 +20,8 @@ Headers = Iterable[tuple[bytes, bytes]]
 JSON = b"application/json"
 WIRE = "argosy.wire"
 """Key of the scope's state: the connection that the request came by, a `Wire`."""
+EXCHANGE = "argosy.exchange"
+"""Key of the scope's state: the `Exchange`, for an application that it was handed to."""
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -81,6 +83,7 @@ class Exchange:
     """One request and its answer. Every answer carries `x-request-id` and `openai-processing-ms`."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, limits: ExchangeLimits) -> None:
+        self._scope = scope
         self._receive = receive
         self._send = send
         self._limits = limits
@@ -89,8 +92,14 @@ class Exchange:
         self.arrived = time.monotonic()
         self.method: str = scope["method"]
         self.path: str = scope["path"]
+        self.query: bytes = scope["query_string"]
+        """What came after the path's `?`."""
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.peer = _peer(scope)
+        """Address of the other end; "unix" over a Unix socket; empty when nobody can tell any more."""
         self.request_id = self._find_request_id()
+        self.extra: list[tuple[bytes, bytes]] = []
+        """Headers of the answer, whatever it will be."""
         self.status: int | None = None
         """The status that was sent, once it was."""
         self.complete = False
@@ -175,10 +184,12 @@ class Exchange:
             headers += [(b"retry-after", seconds), (b"retry-after-ms", milliseconds)]
         await self.answer(error.status, error.body(self.request_id), JSON, headers)
 
-    async def start_stream(self, extra: Headers = ()) -> None:
-        """Begin an event stream."""
+    async def start_stream(
+        self, extra: Headers = (), content_type: bytes = SSE_CONTENT_TYPE
+    ) -> None:
+        """Begin a stream, by default one of events."""
         headers = [
-            (b"content-type", SSE_CONTENT_TYPE),
+            (b"content-type", content_type),
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),
             *extra,
@@ -204,10 +215,19 @@ class Exchange:
         await self._write({"type": "http.response.body", "body": b""})
         self.complete = True
 
-    async def drop(self) -> None:
-        """Cut the connection at once, whatever waits to be sent."""
+    def cut(self) -> None:
+        """Cut the connection at once, whatever waits to be sent; whoever watches learns of it."""
         self._wire.cut()
+
+    async def drop(self) -> None:
+        """The same, for whoever answers."""
+        self.cut()
         await asyncio.sleep(0)  # the server learns of it before we return
+
+    async def hand_to(self, app: App) -> None:
+        """Let `app` answer: it finds this exchange in its scope's state, under `EXCHANGE`."""
+        self._scope["state"][EXCHANGE] = self
+        await app(self._scope, self._receive, self._send)
 
     def age_ms(self) -> float:
         """Milliseconds since the request came."""
@@ -216,6 +236,7 @@ class Exchange:
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         spent_ms = str(round((time.monotonic() - self.arrived) * 1000)).encode()
         headers += [
+            *self.extra,
             (b"x-request-id", self.request_id.encode("latin-1")),
             (b"openai-processing-ms", spent_ms),
         ]
@@ -230,6 +251,13 @@ class Exchange:
         except TimeoutError as error:
             await self.drop()
             raise SlowReaderError from error
+
+
+def _peer(scope: Scope) -> str:
+    client, server = scope.get("client"), scope.get("server")
+    if client is not None:
+        return str(client[0])
+    return "unix" if server is not None and server[1] is None else ""
 
 
 def _too_large(limit: int) -> ApiError:

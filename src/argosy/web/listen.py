@@ -33,6 +33,7 @@ class Listener(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                proxy_headers=False,  # whom to believe is a setting of ours
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=GOODBYE_S,
                 ssl_context_factory=None if shown is None else lambda *_: shown,

@@ -85,7 +85,7 @@ async def test_what_it_is_and_its_load_are_found_by_asking(family: Family) -> No
         load = replica.load
         told = (replica.kind, load.running, load.waiting, load.kv_used, load.capacity)
         assert told == (kind, 3, waiting, kv_used, capacity)
-        assert replica.max_model_len == (64 if family is Vllm else 0)
+        assert replica.max_model_len == (64 if family is Vllm else None)
 
 
 async def test_a_server_that_is_not_up_yet_is_found_when_it_is() -> None:

@@ -74,7 +74,7 @@ def carry(
 ) -> tuple[bytes, Delivered]:
     """All that the client gets over servers that die after so many bytes each, but for the last."""
     dialect, ask, delivered, passed = dialect_of(kind), ask_for(path, **changes), Delivered(), b""
-    carrier = Carrier(ask, path.encode(), delivered, b"id 1")
+    carrier = Carrier(ask, path.encode(), delivered)
     for death in (*deaths, None):
         leg = carrier.leg(dialect, "cat", 64)
         assert leg is not None
@@ -170,7 +170,7 @@ json_values: st.SearchStrategy[Any] = st.recursive(
     n=st.sampled_from([1, 2]),
 )
 def test_no_stream_whatsoever_breaks_its_reader(events: list[bytes], n: int) -> None:
-    carrier = Carrier(ask_for(CHAT, n=n), CHAT.encode(), Delivered(), b"id 1")
+    carrier = Carrier(ask_for(CHAT, n=n), CHAT.encode(), Delivered())
     leg = carrier.leg(dialect_of("vllm"), "cat")
     assert leg is not None
     leg.reader.feed(b"".join(event + b"\n\n" for event in events))
@@ -193,7 +193,7 @@ def test_no_stream_whatsoever_breaks_its_reader(events: list[bytes], n: int) -> 
 def test_only_plain_text_is_asked_for_in_a_way_that_can_be_carried_on(
     changes: dict[str, object], plain: bool
 ) -> None:
-    leg = Carrier(ask_for(CHAT, **changes), CHAT.encode(), Delivered(), b"").leg(
+    leg = Carrier(ask_for(CHAT, **changes), CHAT.encode(), Delivered()).leg(
         dialect_of("vllm"), "cat"
     )
     assert leg is not None
@@ -203,7 +203,7 @@ def test_only_plain_text_is_asked_for_in_a_way_that_can_be_carried_on(
 def test_a_conversation_that_ends_with_the_assistant_goes_on_in_its_message() -> None:
     messages = [{"role": "user", "content": "Go on"}, {"role": "assistant", "content": "Well,"}]
     ask = ask_for(CHAT, messages=messages, continue_final_message=True)
-    carrier = Carrier(ask, CHAT.encode(), Delivered(), b"")
+    carrier = Carrier(ask, CHAT.encode(), Delivered())
     dialect: Dialect = dialect_of("sglang")
     first = carrier.leg(dialect, "cat")
     assert first is not None

@@ -118,20 +118,84 @@ def test_chains_agree_exactly_as_far_as_the_prompts_do(a: bytes, b: bytes, salt:
 
 def test_hits_count_from_the_beginning_and_the_least_recent_end_goes_first() -> None:
     index = PrefixIndex(capacity=4)
-    first = chain(b"", b"a" * 48, 16)
-    index.sent("r", first)
-    assert index.hits(first) == {"r": 3}
-    index.sent("r", chain(b"", b"b" * 32, 16))
-    assert index.hits(first) == {"r": 2}
-    index.dropped("r", first[:1])
-    assert index.hits(first) == {}
-    index.forget("r")
-    assert len(index) == 0
+    first, second = chain(b"", b"a" * 48, 16), chain(b"", b"b" * 32, 16)
+    index.sent(first)
+    assert len(index.find(first)) == 3
+    index.sent(second)
+    assert len(index.find(first)) == len(index.find(second)) == 2
+    index.resize(3)
+    assert len(index.find(first)) == 1
+    index.clear()
+    assert index.find(first) == index.find(second) == []
 
 
 @given(st.lists(st.binary(min_size=16, max_size=64), max_size=100))
 def test_memory_is_bounded(prompts: list[bytes]) -> None:
     index = PrefixIndex(capacity=7)
     for prompt in prompts:
-        index.sent("r", chain(b"", prompt, 16))
+        index.sent(chain(b"", prompt, 16))
         assert len(index) <= 7
+
+
+class Cache:
+    """A replica's real cache, smaller than it is believed to be."""
+
+    def __init__(self, blocks: int) -> None:
+        self._held: list[bytes] = []
+        self._blocks = blocks
+
+    def use(self, keys: list[bytes]) -> int:
+        """How many blocks of a prompt it had; now it has all."""
+        had = next((n for n, key in enumerate(keys) if key not in self._held), len(keys))
+        for key in reversed(keys):
+            if key in self._held:
+                self._held.remove(key)
+            self._held.append(key)
+        del self._held[: -self._blocks]
+        return had
+
+
+@given(
+    st.lists(st.integers(0, 12), min_size=60, max_size=200),
+    st.integers(1, 4),
+    st.integers(2, 12),
+)
+def test_a_cache_smaller_than_believed_is_found_out_from_what_answers_say(
+    asked: list[int], length: int, blocks: int
+) -> None:
+    told, silent, cache = PrefixIndex(), PrefixIndex(), Cache(blocks)
+    wrong = {"told": 0, "silent": 0}
+    for number in asked:
+        keys = chain(b"%d" % number, b"x" * 16 * length, 16)
+        found, had = told.find(keys), cache.use(keys)
+        wrong["told"] += max(0, len(found) - had)
+        wrong["silent"] += max(0, len(silent.find(keys)) - had)
+        for index in (told, silent):
+            index.sent(keys)
+        told.correct(found, had)
+    assert wrong["told"] <= wrong["silent"]
+    assert len(told) <= len(silent)
+
+
+def test_one_cold_answer_tells_of_all_that_is_older() -> None:
+    index, chains = PrefixIndex(), [chain(b"%d" % n, b"x" * 64, 16) for n in range(10)]
+    for keys in chains:
+        index.sent(keys)
+    found = index.find(chains[6])
+    index.sent(chains[6])
+    index.correct(found, blocks=0)
+    held = [number for number, keys in enumerate(chains) if index.find(keys)]
+    assert held == [6, 7, 8, 9]
+
+
+def test_who_was_never_tried_is_tried_once_and_who_was_slow_is_tried_again() -> None:
+    rule = CHOOSERS["latency"]()
+    known, new, slow = load("known"), load("new"), load("slow")
+    known.latency.add(0.2, 0.0)
+    slow.latency.add(2.0, 0.0)
+    assert rule.choose(ASK, [slow, known, new], 0.0, 0.0) is new
+    new.in_flight = 1
+    assert rule.choose(ASK, [slow, known, new], 0.0, 0.0) is known
+    for second in range(60):
+        known.latency.add(0.2, float(second))
+    assert rule.choose(ASK, [slow, known, new], 0.0, 60.0) is slow

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from typing import Annotated
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +16,7 @@ from argosy.protocol import (
     CompletionRequest,
     GenerationRequest,
     parse,
+    parse_query,
 )
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
@@ -101,3 +104,22 @@ def test_any_value_of_any_field_is_a_body_or_names_the_field(field: str, value: 
         named = field
     assert named is not None
     assert named.startswith(field)
+
+
+class Query(msgspec.Struct, forbid_unknown_fields=True):
+    name: str = ""
+    limit: Annotated[int, msgspec.Meta(ge=1)] = 10
+    since: float | None = None
+
+
+def test_parameters_of_a_url_are_read_from_text() -> None:
+    read = parse_query(Query, {"limit": "5", "since": "1.5", "name": "7"})
+    assert (read.name, read.limit, read.since) == ("7", 5, 1.5)
+    assert parse_query(Query, {}) == Query()
+
+
+@pytest.mark.parametrize("query", [{"limit": "0"}, {"limit": "x"}, {"since": ""}, {"page": "1"}])
+def test_a_wrong_parameter_of_a_url_is_named(query: dict[str, str]) -> None:
+    with pytest.raises(ApiError) as caught:
+        parse_query(Query, query)
+    assert (caught.value.status, caught.value.param) == (400, next(iter(query)))

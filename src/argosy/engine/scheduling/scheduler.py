@@ -143,6 +143,12 @@ class Scheduler:
         """Requests that have not ended and do not run."""
         return len(self.requests) - len(self.running)
 
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens that are still to be computed: of those who queue, and of running prefills."""
+        left = (seq.length - seq.computed for seq in self.running)
+        return sum(seq.length for seq in self.queue) + sum(count for count in left if count > 1)
+
     # -- the step ---------------------------------------------------------------------------
 
     def schedule(self, now: float) -> Plan:

@@ -80,7 +80,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     blocks_used: int = 0
     blocks_cached: int = 0
     queued_tokens: int = 0
-    """Prompt tokens waiting to be computed."""
+    """Prompt tokens waiting to be computed, those of running prefills too."""
     step_tokens: int = 0
     step_s: float = 0.0
     schedule_s: float = 0.0
@@ -93,6 +93,10 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     corrupt_blocks_total: int = 0
     phase_s_total: dict[str, float] = {}
     """Seconds by phase of the step: plan, launch, compute, sample, commit."""
+    prefill_tokens_per_s: float = 0.0
+    """Measured; 0: not yet."""
+    decode_s: float = 0.0
+    """Seconds between a sequence's tokens, were one more to run; measured, 0: not yet."""
 
 
 class Loading(msgspec.Struct, frozen=True, array_like=True, tag="loading"):

@@ -4,7 +4,7 @@ from argosy.gateway.dialects.catalog import DIALECTS, dialect_of
 from argosy.gateway.dialects.continuation import Carrier, Leg, Outgoing, whole_request
 from argosy.gateway.dialects.dialect import Carry, Dialect, Kind, LoadSource, Reading
 from argosy.gateway.dialects.finding import Found, find
-from argosy.gateway.dialects.passing import StreamReader
+from argosy.gateway.dialects.passing import Identity, StreamReader, Usage, usage_of
 
 __all__ = [
     "DIALECTS",
@@ -12,13 +12,16 @@ __all__ = [
     "Carry",
     "Dialect",
     "Found",
+    "Identity",
     "Kind",
     "Leg",
     "LoadSource",
     "Outgoing",
     "Reading",
     "StreamReader",
+    "Usage",
     "dialect_of",
     "find",
+    "usage_of",
     "whole_request",
 ]

@@ -96,9 +96,13 @@ def shows_ids(ask: Ask) -> bool:
     return bytes(ask.fields.get("return_token_ids", Raw(b"null"))) == b"true"
 
 
-def journaled(ask: Ask, model: str, ids: list[list[int]] | None = None) -> bytes:
+def journaled(
+    ask: Ask, model: str, ids: list[list[int]] | None = None, *, streams: bool = False
+) -> bytes:
     """The request for a replica of ours, which goes on after `ids`: those of each choice."""
     changes: dict[str, Any] = {"model": model}
+    if streams and not ask.stream:
+        changes["stream"] = True
     if ids is not None:
         changes["resume"] = {"token_ids": ids[0] if len(ids) == 1 else ids}
     return _changed(ask.fields, changes)

@@ -62,7 +62,8 @@ class ChunkReader:
         passed = b"".join(self._event(event) for event in whole.split(END)[:-1])
         told, delivered = self._told, self._delivered
         delivered.output_tokens = told.tokens
-        delivered.prompt_tokens, delivered.cached_tokens = told.prompt_tokens, told.cached_tokens
+        delivered.prompt_tokens = told.prompt_tokens or delivered.prompt_tokens
+        delivered.cached_tokens = told.cached_tokens
         return passed
 
     def take_held(self) -> bytes:

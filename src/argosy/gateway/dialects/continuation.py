@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
+
 from argosy.gateway.ask import Ask
 from argosy.gateway.dialects.asking import (
     asked,
@@ -25,13 +27,10 @@ from argosy.gateway.dialects.asking import (
 )
 from argosy.gateway.dialects.chunks import ChunkReader, View
 from argosy.gateway.dialects.dialect import COMPLETION_PATH, Dialect
-from argosy.gateway.dialects.passing import PassReader, StreamReader
+from argosy.gateway.dialects.passing import Identity, PassReader, StreamReader
 from argosy.gateway.dialects.told import Told
 from argosy.gateway.journal import Delivered, JournalReader
 from argosy.protocol import SSE_DONE
-
-Headers = list[tuple[bytes, bytes]]
-_HEADERS: Headers = [(b"content-type", b"application/json"), (b"accept-encoding", b"identity")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +39,6 @@ class Outgoing:
 
     path: bytes
     body: bytes
-    headers: Headers
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,22 +49,20 @@ class Leg:
     reader: StreamReader
 
 
-def whole_request(ask: Ask, path: bytes, dialect: Dialect, model: str, identity: bytes) -> Outgoing:
-    """The request for an answer in one piece. `identity`: the id and the time that our replicas give it."""
+def whole_request(ask: Ask, path: bytes, dialect: Dialect, model: str) -> Outgoing:
+    """The request for an answer in one piece."""
     if dialect.journal:
-        headers = [*_HEADERS, (b"x-argosy-answer", identity)]
-        return Outgoing(path, journaled(ask, model), headers)
-    return Outgoing(path, asked(ask, path, dialect, model, carriable=False), _HEADERS)
+        return Outgoing(path, journaled(ask, model))
+    return Outgoing(path, asked(ask, path, dialect, model, carriable=False))
 
 
 class Carrier:
     """One streamed answer on its way over the servers that give it, one after the other."""
 
-    def __init__(self, ask: Ask, path: bytes, delivered: Delivered, identity: bytes) -> None:
+    def __init__(self, ask: Ask, path: bytes, delivered: Delivered) -> None:
         self._ask = ask
         self._path = path
         self._delivered = delivered
-        self._identity = identity
         self._told = Told(path)
         self._passing: PassReader | None = None
         self._limit: int | None = None
@@ -84,6 +80,13 @@ class Carrier:
         if self._told.first is None:
             return self._first(dialect, model)
         return self._next(dialect, model, room)
+
+    @property
+    def identity(self) -> Identity | None:
+        """What its events say of the answer, where a server that is not ours named it."""
+        if self._passing is not None:
+            return self._passing.identity
+        return None if self._told.first is None else msgspec.convert(self._told.head(), Identity)
 
     @property
     def can_go_on(self) -> bool:
@@ -117,15 +120,15 @@ class Carrier:
     def _journaled(self, model: str) -> Leg:
         ask, delivered = self._ask, self._delivered
         ids = [delivered.ids(choice) for choice in range(ask.choices)]
-        body = journaled(ask, model, ids if delivered.tokens else None)
-        marks = [(b"x-argosy-answer", self._identity), (b"x-argosy-journal", b"1")]
-        return Leg(Outgoing(self._path, body, [*_HEADERS, *marks]), JournalReader(delivered))
+        body = journaled(ask, model, ids if delivered.tokens else None, streams=True)
+        return Leg(Outgoing(self._path, body), JournalReader(delivered))
 
     def _first(self, dialect: Dialect, model: str) -> Leg:
         ask, path = self._ask, self._path
+        self._delivered.prompt_tokens = ask.prompt_tokens  # about so many, until the server tells
         carriable = path in dialect.ids | dialect.prefill and is_plain_text(ask, path)
         body = asked(ask, path, dialect, model, carriable=carriable)
-        outgoing = Outgoing(path, body, _HEADERS)
+        outgoing = Outgoing(path, body)
         if carriable:
             return Leg(outgoing, self._reader(dialect))
         self._passing = PassReader(self._delivered, shows_usage=shows_usage(ask))
@@ -140,14 +143,14 @@ class Carrier:
         if not text:
             told.begin_again()
             body = asked(ask, path, dialect, model, carriable=True)
-            return Leg(Outgoing(path, body, _HEADERS), self._reader(dialect))
+            return Leg(Outgoing(path, body), self._reader(dialect))
         if path in dialect.ids and told.has_ids and told.prompt_ids and not has_stop_strings(ask):
             ids = [*told.prompt_ids, *told.ids]
             count = len(told.ids)
             from_ids = with_ids(ask, path, dialect, model, ids, told=count, room=room)
             if from_ids is not None:
                 reader = self._reader(dialect, completion=path != COMPLETION_PATH)
-                return Leg(Outgoing(COMPLETION_PATH, from_ids, _HEADERS), reader)
+                return Leg(Outgoing(COMPLETION_PATH, from_ids), reader)
         if path not in dialect.prefill:
             return None
         # A text that ends in white space is hard to go on from, and some templates drop it anyway.
@@ -157,7 +160,7 @@ class Carrier:
             return None
         told.has_ids = False  # its tokens are not those that the new server sees
         reader = self._reader(dialect, seam=text[len(stem) :])
-        return Leg(Outgoing(path, from_text, _HEADERS), reader)
+        return Leg(Outgoing(path, from_text), reader)
 
     def _reader(self, dialect: Dialect, *, completion: bool = False, seam: str = "") -> ChunkReader:
         ask = self._ask

@@ -38,9 +38,8 @@ class Found:
     """What a server told of itself."""
 
     kind: Kind
-    models: tuple[str, ...] = ()
-    room: int = 0
-    """Tokens of context; 0: it does not say."""
+    models: dict[str, int | None]
+    """Its models, and the tokens of each one's context where it says."""
 
 
 async def find(ask: Ask) -> Found | None:
@@ -49,17 +48,16 @@ async def find(ask: Ask) -> Found | None:
     if status == 429 or status >= 500:
         return None
     cards = _read(body) if status == 200 else []
-    models = tuple(card.id for card in cards)
-    room = max((card.max_model_len or 0 for card in cards), default=0)
+    models = {card.id: card.max_model_len for card in cards}
     owners = {card.owned_by for card in cards}
     for owner, kind in _OWNERS.items():
         if owner in owners:
-            return Found(kind, models, room)
+            return Found(kind, models)
     if "argosy" in owners and (await ask(b"/load"))[0] != 404:  # else it is another gateway
-        return Found("argosy", models, room)
+        return Found("argosy", models)
     if await _is_tgi(ask):
-        return Found("tgi", models, room)
-    return Found("openai", models, room)
+        return Found("tgi", models)
+    return Found("openai", models)
 
 
 def _read(body: bytes) -> list[_Card]:

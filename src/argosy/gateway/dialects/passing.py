@@ -47,10 +47,36 @@ class Usage(msgspec.Struct):
         """0 where it does not say."""
         return self.completion_tokens or 0
 
+    def into(self, delivered: Delivered) -> None:
+        """Take it for what was delivered."""
+        delivered.prompt_tokens = self.prompt_tokens
+        delivered.cached_tokens = self.cached_tokens
+        delivered.output_tokens = self.output_tokens
+
     @property
     def cached_tokens(self) -> int:
         """0 where it does not say."""
         return (self.prompt_tokens_details and self.prompt_tokens_details.cached_tokens) or 0
+
+
+class Identity(msgspec.Struct):
+    """What all events of a stream say of the answer."""
+
+    id: str = ""
+    created: int = 0
+    model: str = ""
+
+
+class _Whole(msgspec.Struct):
+    usage: Usage | None = None
+
+
+def usage_of(content: bytes) -> Usage | None:
+    """The usage of a whole answer; None when it tells none, or is no such answer."""
+    try:
+        return msgspec.json.decode(content, type=_Whole).usage
+    except msgspec.DecodeError:
+        return None
 
 
 class _Delta(msgspec.Struct):
@@ -92,10 +118,19 @@ class PassReader:
         self._shows_usage = shows_usage
         self._decode = msgspec.json.Decoder(_Chunk).decode
         self._rest = b""
+        self._first = b""
         self.done = False
         self.failure = ""
         self.passed = False
         """Something was passed on: nobody else can give this answer any more."""
+
+    @property
+    def identity(self) -> Identity | None:
+        """What its events say of the answer."""
+        try:
+            return msgspec.json.decode(self._first, type=Identity)
+        except msgspec.DecodeError:
+            return None
 
     def feed(self, body: bytes) -> bytes:
         """See `StreamReader`."""
@@ -128,6 +163,7 @@ class PassReader:
         if chunk.error is not None or chunk.object == "error":
             self.failure = error_of(msgspec.json.decode(data))
             return False
+        self._first = self._first or data
         self._count(chunk)
         return bool(chunk.choices) or chunk.usage is None or self._shows_usage
 
@@ -139,6 +175,4 @@ class PassReader:
             if choice.finish_reason:
                 delivered.finished[choice.index] = choice.finish_reason
         if usage is not None:
-            delivered.prompt_tokens = usage.prompt_tokens
-            delivered.cached_tokens = usage.cached_tokens
-            delivered.output_tokens = usage.output_tokens
+            usage.into(delivered)

@@ -21,6 +21,7 @@ from argosy.engine.scheduling import Limits, Plan, Scheduler
 from argosy.engine.scheduling.admission import Batching, Continuous, Dynamic, Static
 from argosy.engine.serving.core.deltas import Deltas
 from argosy.engine.serving.core.phases import PhaseSeconds
+from argosy.engine.serving.core.speed import Speed
 from argosy.engine.serving.wire import (
     Delta,
     EngineRequest,
@@ -98,6 +99,7 @@ class EngineCore:
         """Steps under way, the oldest first."""
         self._failures = 0
         self._spent = PhaseSeconds()
+        self._speed = Speed()
         self._queued_tokens = 0
         self._queued_at = float("-inf")
 
@@ -185,6 +187,7 @@ class EngineCore:
             if delta is not None:
                 deltas.append(delta)
         self._spent.add(result.durations, self._clock() - landed)
+        self._speed.add(plan, result.durations)
         return deltas
 
     def _recover(self, error: Exception) -> list[Delta]:
@@ -205,7 +208,7 @@ class EngineCore:
         now = self._clock()
         if now - self._queued_at >= QUEUE_REPORT_S:
             self._queued_at = now
-            self._queued_tokens = sum(seq.length for seq in scheduler.queue)
+            self._queued_tokens = scheduler.queued_tokens
         return Stats(
             step=plan.step,
             running=len(scheduler.running),
@@ -225,6 +228,8 @@ class EngineCore:
             preemptions_total=scheduler.preemptions,
             corrupt_blocks_total=memory.corrupt_blocks,
             phase_s_total=self._spent.totals(),
+            prefill_tokens_per_s=self._speed.prefill_tokens_per_s,
+            decode_s=self._speed.decode_s(len(scheduler.running) + 1),
         )
 
 

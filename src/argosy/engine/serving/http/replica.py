@@ -190,4 +190,6 @@ class Replica:
             kv_blocks_cached=stats.blocks_cached,
             step=stats.step,
             step_s=stats.step_s,
+            prefill_tokens_per_s=stats.prefill_tokens_per_s,
+            decode_s=stats.decode_s,
         )

@@ -1,0 +1,133 @@
+"""What the commands on accounts share: the store they open, who acts, and records found by what people call them."""
+
+from __future__ import annotations
+
+import getpass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+
+import typer
+
+from argosy.cli.failure import fail
+
+if TYPE_CHECKING:
+    from argosy.store import Key, Organisation, Project, Store, User
+
+T = TypeVar("T")
+
+StoreUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--store",
+        envvar="ARGOSY_STORE",
+        metavar="URL",
+        help="sqlite:///PATH or postgresql://...; by default the one of `argosy serve`.",
+    ),
+]
+ProjectName = Annotated[
+    str | None, typer.Option("--project", "-p", help="Id or name (ORGANISATION/NAME too).")
+]
+RoleName = Literal["caller", "viewer", "operator", "admin"]
+TierName = Literal["premium", "standard", "free"]
+Networks = Annotated[
+    list[str] | None,
+    typer.Option("--network", help="One to be used from, like 10.0.0.0/8. May be repeated."),
+]
+DEFAULT = "default"
+
+
+@contextmanager
+def opened(url: str | None) -> Iterator[Store]:
+    """The store, its tables up to date. Whatever it refuses ends the command with a sentence."""
+    from argosy.store import default_url, open_store
+
+    try:
+        store = open_store(url or default_url())
+        try:
+            store.migrate()
+            yield store
+        finally:
+            store.close()
+    except ValueError as error:
+        fail(str(error))
+
+
+def actor() -> str:
+    """Who runs the command, for the audit log."""
+    try:
+        return f"cli:{getpass.getuser()}"
+    except (KeyError, OSError):  # a user without a name, as in some containers
+        return "cli"
+
+
+def find_organisation(store: Store, wanted: str) -> Organisation:
+    """By id or name. Raises ValueError; so do the others."""
+    living = [item for item in store.accounts.list_organisations() if item.archived_at is None]
+    found = [item for item in living if wanted in {item.id, item.name}]
+    return _one(found, f"organisation {wanted!r}", "argosy tenants organisations")
+
+
+def find_project(store: Store, wanted: str) -> Project:
+    """By id, by name, or by organisation and name with a slash between."""
+    names = {item.id: item.name for item in store.accounts.list_organisations()}
+    living = [item for item in store.accounts.list_projects() if item.archived_at is None]
+    found = [
+        item
+        for item in living
+        if wanted in {item.id, item.name, f"{names[item.organisation]}/{item.name}"}
+    ]
+    return _one(found, f"project {wanted!r}", "argosy tenants")
+
+
+def find_user(store: Store, wanted: str) -> User:
+    """By id or email."""
+    living = [item for item in store.accounts.list_users() if item.disabled_at is None]
+    found = [item for item in living if wanted in {item.id, item.email}]
+    return _one(found, f"user {wanted!r}", "argosy tenants users")
+
+
+def find_key(store: Store, wanted: str) -> Key:
+    """By id, by name, or by its beginning; the whole key will do."""
+    living = [item for item in store.accounts.list_keys() if item.revoked_at is None]
+    found = [
+        item
+        for item in living
+        if wanted in {item.id, item.prefix} or wanted.startswith(f"{item.prefix}-")
+    ]
+    if not found:  # a key that was rotated has the name of the one in its place
+        found = [item for item in living if wanted == item.name and item.replaced_by is None]
+    return _one(found, f"key {wanted[:20]!r}", "argosy keys list")
+
+
+def home_organisation(store: Store, wanted: str) -> Organisation:
+    """The organisation that is meant; the default one is made when there is none at all."""
+    if wanted == DEFAULT and not store.accounts.list_organisations():
+        return store.accounts.create_organisation(DEFAULT, actor=actor())
+    return find_organisation(store, wanted)
+
+
+def home_project(store: Store, wanted: str | None) -> Project:
+    """The project that is meant; the default one is made when there is none at all."""
+    if wanted is not None or store.accounts.list_projects():
+        return find_project(store, wanted or DEFAULT)
+    organisation = home_organisation(store, DEFAULT)
+    return store.accounts.create_project(organisation.id, DEFAULT, actor=actor())
+
+
+def names(store: Store) -> dict[str, str]:
+    """What people call the ids of accounts."""
+    accounts = store.accounts
+    return (
+        {item.id: item.name for item in accounts.list_organisations()}
+        | {item.id: item.name for item in accounts.list_projects()}
+        | {item.id: item.email for item in accounts.list_users()}
+        | {item.id: f"{item.name} ({item.prefix}-...)" for item in accounts.list_keys()}
+    )
+
+
+def _one(found: Sequence[T], what: str, where: str) -> T:
+    if len(found) == 1:
+        return found[0]
+    many = "there is no" if not found else "there is more than one"
+    raise ValueError(f"{many} {what}; see `{where}` for their ids")

@@ -1,0 +1,81 @@
+"""`argosy audit`: who changed what, and whether the log is whole."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from argosy.cli.accounts import StoreUrl, opened
+from argosy.cli.failure import BROKEN, fail
+from argosy.cli.moments import show_moment
+from argosy.cli.tables import AsJson, show, show_json
+
+if TYPE_CHECKING:
+    from argosy.store import AuditEntry, Verdict
+
+
+def audit(
+    what: Annotated[
+        Literal["list", "verify"],
+        typer.Argument(help="List the newest changes, or check that none was altered."),
+    ] = "list",
+    *,
+    subject: Annotated[str | None, typer.Option(help="Id of what was changed.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Most entries to list.")] = 50,
+    store: StoreUrl = None,
+    json: AsJson = False,
+) -> None:
+    """Show who changed accounts, or `verify` the log: it exits with 1 if an entry was altered."""
+    with opened(store) as opened_store:
+        if what == "verify":
+            verdict = opened_store.audit.verify()
+        else:
+            entries = opened_store.audit.entries(subject=subject, limit=limit)
+    if what == "verify":
+        _tell(verdict, json=json)
+    elif json:
+        show_json(entries)
+    else:
+        _list(entries)
+
+
+def _list(entries: list[AuditEntry]) -> None:
+    show(
+        ("Entry", "When (UTC)", "Who", "What", "Of", "Details"),
+        (
+            (
+                entry.entry,
+                show_moment(entry.at),
+                entry.actor,
+                entry.action,
+                entry.subject,
+                _details(entry),
+            )
+            for entry in entries
+        ),
+        "Nothing was changed yet.",
+    )
+
+
+def _details(entry: AuditEntry) -> str:
+    """Of something new what was given, of a change each field's old and new value."""
+    if entry.action.endswith((".create", ".delete")):
+        told = {name: value for name, value in entry.details.items() if value not in (None, [], "")}
+        return ", ".join(f"{name} {_text(value)}" for name, value in told.items())
+    changes = entry.details.items()
+    return ", ".join(f"{name} {_text(old)} -> {_text(new)}" for name, (old, new) in changes)
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else jsonlib.dumps(value, ensure_ascii=False)
+
+
+def _tell(verdict: Verdict, *, json: bool) -> None:
+    if json:
+        show_json(verdict)
+    if verdict.broken is not None:
+        fail(f"entry {verdict.broken} of the audit log: {verdict.problem}", BROKEN)
+    if not json:
+        typer.echo(f"All {verdict.entries} entries are as they were written.")

@@ -1,0 +1,197 @@
+"""`argosy explain`: where the time of one request went, and why each decision was taken."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from argosy.cli.failure import BROKEN, fail
+from argosy.cli.server import connect, reason
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+WIDTH = 40
+"""Characters of the bars."""
+TERMS = ("queue_s", "prefill_s", "decode_s", "memory_s", "stale_s", "total_s")
+SHOWN = frozenset(
+    {
+        *("object", "id", "request_id", "status", "error", "model", "path", "stream", "caller"),
+        *("started_at", "ms", "queue", "rule", "attempts", "tokens", "finish_reasons"),
+    }
+)
+"""What the sections show; everything else was added by stages, and is shown under its key."""
+
+
+def explain(
+    request: Annotated[str, typer.Argument(help="Id of the answer, or of the request.")],
+    *,
+    url: Annotated[
+        str, typer.Option(help="Gateway, or unix:PATH.", envvar="ARGOSY_URL")
+    ] = "http://127.0.0.1:8000",
+    api_key: Annotated[
+        str | None,
+        typer.Option("--api-key", "--key", help="A key of its tenant.", envvar="ARGOSY_API_KEY"),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what the gateway says.")] = False,
+) -> None:
+    """Explain a request: its queue, the replicas that it went to and why, its limits, cost and times."""
+    import httpx2
+    from rich.console import Console
+
+    with connect(url, api_key) as client:
+        try:
+            answer = client.get(f"/admin/requests/{request}")
+        except httpx2.ConnectError:
+            fail(f"no gateway answers at {url}; give its --url")
+        except httpx2.HTTPError as error:
+            fail(f"the connection to {url} broke ({error}); see the gateway's log", BROKEN)
+    if answer.status_code != 200:
+        fail(reason(answer.content))
+    told = answer.json()
+    if as_json:
+        typer.echo(json.dumps(told, indent=2))
+    else:
+        show(Console(), told)
+
+
+def show(console: Console, told: dict[str, Any]) -> None:
+    """Print an explanation for people."""
+    console.print(_headline(told))
+    console.print(_waterfall(told))
+    for number, attempt in enumerate(told["attempts"], 1):
+        if attempt["candidates"]:
+            console.print(_candidates(number, attempt, told["rule"]))
+    for name, added in told.items():
+        if name not in SHOWN:
+            console.print(_added(name, added))
+
+
+def _headline(told: dict[str, Any]) -> str:
+    from rich.markup import escape
+
+    tokens, caller = told["tokens"], told["caller"]
+    colour = {"completed": "green", "running": "blue", "stopped": "yellow"}.get(
+        told["status"], "red"
+    )
+    why = f" ({escape(told['error'])})" if told["error"] else ""
+    finish = ", ".join(sorted(set(told["finish_reasons"].values())))
+    lines = [
+        f"[bold]{escape(told['id'])}[/]  [{colour}]{told['status']}[/]{why}",
+        f"{told['path']} to [bold]{escape(told['model'])}[/], "
+        + ("streamed" if told["stream"] else "sent whole"),
+        f"{tokens['prompt']} prompt tokens ({tokens['cached']} cached), {tokens['output']} output"
+        + (f", finished by {escape(finish)}" if finish else ""),
+    ]
+    if caller["project"]:
+        key = f", key {escape(caller['key'])}" if caller["key"] else ""
+        lines.append(f"tenant {escape(caller['project'])}{key}, tier {caller['tier']}")
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One bar of the waterfall, in milliseconds since the request came."""
+
+    name: str
+    begin: float
+    end: float
+    style: str
+
+
+def steps(told: dict[str, Any]) -> Iterator[Step]:
+    """What took the time, in order."""
+    ms = told["ms"]
+    last = max(value for value in _all_times(told) if value is not None)
+    yield Step("read the request", 0.0, ms["read"], "cyan")
+    if ms["admitted"] is not None:
+        yield Step("let in", ms["read"], ms["admitted"], "cyan")
+    if ms["queued"] is not None:
+        placed = told["attempts"][0]["chosen_ms"] if told["attempts"] else ms["ended"]
+        ahead = told["queue"]["ahead"]
+        yield Step(f"queue, {ahead} ahead", ms["queued"], _or(placed, last), "yellow")
+    for attempt in told["attempts"]:
+        begin = _or(attempt["sent_ms"], attempt["chosen_ms"])
+        end = _or(attempt["ended_ms"], last)
+        first = _or(attempt["first_token_ms"], end)
+        carried = f", on after {attempt['carried_on_at']}" if attempt["carried_on_at"] else ""
+        yield Step(f"{attempt['replica']}{carried}: first token", begin, first, "magenta")
+        if attempt["first_token_ms"] is not None:
+            yield Step(f"{attempt['replica']}: {_outcome(attempt)}", first, end, "green")
+        elif attempt["outcome"] != "success":
+            yield Step(f"{attempt['replica']}: {_outcome(attempt)}", end, end, "red")
+
+
+def _all_times(told: dict[str, Any]) -> Iterator[float | None]:
+    yield from told["ms"].values()
+    for attempt in told["attempts"]:
+        yield from (attempt["chosen_ms"], attempt["ended_ms"], attempt["first_token_ms"])
+
+
+def _outcome(attempt: dict[str, Any]) -> str:
+    why = f" ({attempt['reason']})" if attempt["reason"] else ""
+    return f"{attempt['outcome']}{why}"
+
+
+def _or(value: float | None, other: float) -> float:
+    return other if value is None else value
+
+
+def _waterfall(told: dict[str, Any]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("step", box=None, header_style="bold", padding=(0, 1))
+    table.add_column("from ms", justify="right")
+    table.add_column("took ms", justify="right")
+    table.add_column("")
+    shown = list(steps(told))
+    whole = max(step.end for step in shown) or 1.0
+    for step in shown:
+        left = round(step.begin / whole * WIDTH)
+        long = max(1, round((step.end - step.begin) / whole * WIDTH))
+        bar = Text(" " * min(left, WIDTH - 1) + "━" * min(long, WIDTH), style=step.style)
+        table.add_row(Text(step.name), f"{step.begin:.1f}", f"{step.end - step.begin:.1f}", bar)
+    return table
+
+
+def _candidates(number: int, attempt: dict[str, Any], rule: str) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    title = f"Attempt {number}: chosen by {rule}; costs in seconds"
+    table = Table(
+        "replica", title=title, title_justify="left", box=None, header_style="bold", padding=(0, 1)
+    )
+    for term in TERMS:
+        table.add_column(term.removesuffix("_s"), justify="right")
+    for candidate in attempt["candidates"]:
+        chosen = candidate["replica"] == attempt["replica"]
+        cells = [f"{candidate[term]:.4f}" for term in TERMS]
+        name = Text(candidate["replica"])
+        table.add_row(name, *cells, style="bold" if chosen else "dim")
+    return table
+
+
+def _added(name: str, added: Any) -> Table:  # noqa: ANN401 - what a stage said, in JSON's types
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=name, title_justify="left", box=None, padding=(0, 1))
+    rows = added if isinstance(added, list) else [added]
+    names = list(dict.fromkeys(key for row in rows if isinstance(row, dict) for key in row))
+    for heading in names or [""]:
+        table.add_column(heading)
+    for row in rows:
+        values = [row.get(key, "") for key in names] if isinstance(row, dict) else [row]
+        table.add_row(*(Text(_plain(value)) for value in values))
+    return table
+
+
+def _plain(value: Any) -> str:  # noqa: ANN401 - JSON's types
+    return value if isinstance(value, str) else json.dumps(value)

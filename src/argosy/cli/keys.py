@@ -1,0 +1,156 @@
+"""`argosy keys`: make, list, rotate and revoke API keys."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from argosy.cli.accounts import (
+    Networks,
+    ProjectName,
+    RoleName,
+    StoreUrl,
+    actor,
+    find_key,
+    find_project,
+    find_user,
+    home_project,
+    opened,
+)
+from argosy.cli.moments import parse_duration, parse_future, show_moment
+from argosy.cli.tables import AsJson, show, show_json
+
+app = typer.Typer(help="API keys: make, list, rotate, revoke.", no_args_is_help=True)
+
+if TYPE_CHECKING:
+    from argosy.store import Store
+
+DAY_S = 86400.0
+
+KeyName = Annotated[str, typer.Argument(metavar="KEY", help="Its id, name or beginning.")]
+
+
+@app.command("create")
+def create(
+    name: Annotated[str | None, typer.Argument(help="What it is for.")] = None,
+    *,
+    project: ProjectName = None,
+    role: Annotated[
+        RoleName, typer.Option(help="caller asks models; viewer, operator and admin run the fleet.")
+    ] = "caller",
+    user: Annotated[str | None, typer.Option(help="Id or email of its owner.")] = None,
+    model: Annotated[
+        list[str] | None, typer.Option(help="A model it may use; by default all. May be repeated.")
+    ] = None,
+    network: Networks = None,
+    expires: Annotated[
+        float | None,
+        typer.Option(parser=parse_future, metavar="WHEN", help="A date, or a duration like 90d."),
+    ] = None,
+    store: StoreUrl = None,
+    json: AsJson = False,
+) -> None:
+    """Make a key. It is shown this once; without --project it is the default project's."""
+    with opened(store) as opened_store:
+        home = home_project(opened_store, project)
+        made, plain = opened_store.accounts.create_key(
+            home.id,
+            name or _free_name(opened_store, home.id),
+            user=None if user is None else find_user(opened_store, user).id,
+            role=role,
+            models=model or (),
+            networks=network or (),
+            expires_at=expires,
+            actor=actor(),
+        )
+    if json:
+        show_json(made, key=plain)
+        return
+    typer.echo(f"A key of the project {home.name!r}; it is not shown again:", err=True)
+    typer.echo(plain)
+
+
+@app.command("list")
+def list_(
+    *,
+    project: ProjectName = None,
+    all_: Annotated[bool, typer.Option("--all", help="Revoked ones too.")] = False,
+    store: StoreUrl = None,
+    json: AsJson = False,
+) -> None:
+    """List keys by their beginnings."""
+    with opened(store) as opened_store:
+        of = None if project is None else find_project(opened_store, project).id
+        keys = [
+            key for key in opened_store.accounts.list_keys(of) if all_ or key.revoked_at is None
+        ]
+        projects = {item.id: item.name for item in opened_store.accounts.list_projects()}
+    if json:
+        show_json(keys)
+        return
+    show(
+        ("Key", "Name", "Project", "Role", "Models", "Made", "Expires", "Revoked", "Id"),
+        (
+            (
+                f"{key.prefix}-...",
+                key.name,
+                projects[key.project],
+                key.role,
+                ", ".join(key.models) or "all",
+                show_moment(key.created_at),
+                show_moment(key.expires_at),
+                show_moment(key.revoked_at),
+                key.id,
+            )
+            for key in keys
+        ),
+        "There are no keys. Make one: argosy keys create",
+    )
+
+
+@app.command("rotate")
+def rotate(
+    key: KeyName,
+    *,
+    overlap: Annotated[
+        float | None,
+        typer.Option(
+            parser=parse_duration,
+            metavar="DURATION",
+            help="How long the old one still works; by default a day.",
+        ),
+    ] = None,
+    store: StoreUrl = None,
+    json: AsJson = False,
+) -> None:
+    """Make a key in the place of another, which works on for a while."""
+    with opened(store) as opened_store:
+        old = find_key(opened_store, key)
+        made, plain = opened_store.accounts.rotate_key(
+            old.id, DAY_S if overlap is None else overlap, actor=actor()
+        )
+        ends = opened_store.accounts.get_key(old.id).expires_at
+    if json:
+        show_json(made, key=plain)
+        return
+    typer.echo(f"{old.prefix}-... works until {show_moment(ends)} UTC. The new key:", err=True)
+    typer.echo(plain)
+
+
+@app.command("revoke")
+def revoke(key: KeyName, *, store: StoreUrl = None, json: AsJson = False) -> None:
+    """End a key at once."""
+    with opened(store) as opened_store:
+        ended = opened_store.accounts.revoke_key(find_key(opened_store, key).id, actor=actor())
+    if json:
+        show_json(ended)
+        return
+    typer.echo(f"{ended.prefix}-... ({ended.name}) is revoked.")
+
+
+def _free_name(store: Store, project: str) -> str:
+    """A name that no key of the project has had."""
+    taken = {key.name for key in store.accounts.list_keys(project)}
+    return next(name for n in count(1) if (name := f"key-{n}") not in taken)

@@ -1,0 +1,69 @@
+"""`argosy tenants organisations`: who pays."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from argosy.cli.accounts import StoreUrl, actor, find_organisation, opened
+from argosy.cli.moments import show_moment
+from argosy.cli.tables import AsJson, show, show_json
+
+app = typer.Typer(help="Organisations, which own projects and users.", no_args_is_help=True)
+
+Organisation = Annotated[str, typer.Argument(metavar="ORGANISATION", help="Its id or name.")]
+
+
+@app.command("list")
+def list_(*, store: StoreUrl = None, json: AsJson = False) -> None:
+    """List organisations."""
+    with opened(store) as opened_store:
+        found = opened_store.accounts.list_organisations()
+    if json:
+        show_json(found)
+        return
+    show(
+        ("Organisation", "Made", "Archived", "Id"),
+        (
+            (item.name, show_moment(item.created_at), show_moment(item.archived_at), item.id)
+            for item in found
+        ),
+        "There are no organisations.",
+    )
+
+
+@app.command("create")
+def create(
+    name: Annotated[str, typer.Argument()], *, store: StoreUrl = None, json: AsJson = False
+) -> None:
+    """Make an organisation."""
+    with opened(store) as opened_store:
+        made = opened_store.accounts.create_organisation(name, actor=actor())
+    if json:
+        show_json(made)
+        return
+    typer.echo(f"{made.name} is made ({made.id}).")
+
+
+@app.command("rename")
+def rename(
+    organisation: Organisation,
+    name: Annotated[str, typer.Argument(help="The new one.")],
+    *,
+    store: StoreUrl = None,
+) -> None:
+    """Give an organisation another name."""
+    with opened(store) as opened_store:
+        found = find_organisation(opened_store, organisation)
+        opened_store.accounts.change_organisation(found.id, name=name, actor=actor())
+    typer.echo(f"{found.name} is {name} now.")
+
+
+@app.command("archive")
+def archive(organisation: Organisation, *, store: StoreUrl = None) -> None:
+    """End an organisation, with its projects and users."""
+    with opened(store) as opened_store:
+        found = find_organisation(opened_store, organisation)
+        opened_store.accounts.archive_organisation(found.id, actor=actor())
+    typer.echo(f"{found.name} is archived.")

@@ -1,0 +1,41 @@
+"""A client of a running server, as the commands that talk to one use it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from argosy.cli.failure import fail
+
+if TYPE_CHECKING:
+    import httpx2
+
+CONNECT_S = 5.0
+
+
+def connect(url: str, api_key: str | None) -> httpx2.Client:
+    """A client of the server at `url`, which may be `unix:PATH`; ends the command when that is no URL."""
+    import httpx2
+
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    transport = None
+    if url.startswith("unix:"):
+        transport = httpx2.HTTPTransport(uds=url.removeprefix("unix:"))
+        url = "http://localhost"
+    base = url.rstrip("/").removesuffix("/v1")
+    timeout = httpx2.Timeout(CONNECT_S, read=None)
+    try:
+        return httpx2.Client(
+            base_url=base, headers=headers, timeout=timeout, transport=transport, trust_env=False
+        )
+    except (httpx2.InvalidURL, ValueError) as error:
+        fail(f"{url!r} is not a URL ({error}); write it like http://127.0.0.1:8000")
+
+
+def reason(body: bytes) -> str:
+    """What an OpenAI-shaped error body says."""
+    import msgspec
+
+    try:
+        return str(msgspec.json.decode(body)["error"]["message"])
+    except (msgspec.DecodeError, LookupError, TypeError):
+        return f"the server answered: {body[:200].decode(errors='replace')}"

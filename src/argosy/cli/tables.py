@@ -1,0 +1,39 @@
+"""How commands show records: a table for people, or JSON for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any
+
+import typer
+
+AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
+
+WIDE = 200
+"""Columns of a table that goes into a file or a pipe, where nothing should be cut."""
+
+
+def show(columns: Sequence[str], rows: Iterable[Sequence[object]], none: str) -> None:
+    """Print a table; the sentence `none` when it has no rows."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*columns)
+    for row in rows:
+        table.add_row(*("" if cell is None else str(cell) for cell in row))
+    if not table.row_count:
+        typer.echo(none)
+        return
+    console = Console()
+    Console(width=console.width if console.is_terminal else WIDE, markup=False).print(table)
+
+
+def show_json(value: Any, **more: str) -> None:  # noqa: ANN401 - a record or a list of them
+    """Print records as JSON, without the digests of keys; one record with `more` beside its fields."""
+    import msgspec
+
+    plain = msgspec.to_builtins(value)
+    for record in plain if isinstance(plain, list) else [plain]:
+        record.pop("digest", None)
+    shown = plain | more if more else plain
+    typer.echo(msgspec.json.format(msgspec.json.encode(shown)).decode())

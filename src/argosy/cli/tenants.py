@@ -1,0 +1,148 @@
+"""`argosy tenants`: projects, and what belongs to them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import typer
+from msgspec import UNSET
+
+from argosy.cli import limits, organisations, users
+from argosy.cli.accounts import (
+    DEFAULT,
+    Networks,
+    StoreUrl,
+    TierName,
+    actor,
+    find_project,
+    home_organisation,
+    opened,
+)
+from argosy.cli.moments import show_moment
+from argosy.cli.tables import AsJson, show, show_json
+
+app = typer.Typer(
+    help="Tenants: organisations, projects, users, limits, prices.", no_args_is_help=True
+)
+app.add_typer(organisations.app, name="organisations")
+app.add_typer(users.app, name="users")
+app.add_typer(limits.limits, name="limits")
+app.add_typer(limits.prices, name="prices")
+
+Project = Annotated[str, typer.Argument(metavar="PROJECT", help="Id or name.")]
+Weight = Annotated[float | None, typer.Option(help="Its share, beside others of its tier.")]
+Tier = Annotated[TierName | None, typer.Option(help="Premium before standard before free.")]
+ShareCache = Annotated[
+    bool | None,
+    typer.Option(
+        "--share-cache/--own-cache",
+        help="Whether it shares cached prompts with its organisation's others that do.",
+    ),
+]
+WhenUnsure = Annotated[
+    Literal["open", "closed"] | None,
+    typer.Option(help="What its limits do while gateways cannot share their state."),
+]
+
+
+@app.command("list")
+def list_(*, store: StoreUrl = None, json: AsJson = False) -> None:
+    """List projects."""
+    with opened(store) as opened_store:
+        projects = opened_store.accounts.list_projects()
+        owners = {item.id: item.name for item in opened_store.accounts.list_organisations()}
+        keys = [key for key in opened_store.accounts.list_keys() if key.revoked_at is None]
+    if json:
+        show_json(projects)
+        return
+    show(
+        ("Organisation", "Project", "Tier", "Weight", "Keys", "Made", "Archived", "Id"),
+        (
+            (
+                owners[project.organisation],
+                project.name,
+                project.tier,
+                f"{project.weight:g}",
+                sum(key.project == project.id for key in keys),
+                show_moment(project.created_at),
+                show_moment(project.archived_at),
+                project.id,
+            )
+            for project in projects
+        ),
+        "There are no tenants. Make a key, and its project: argosy keys create",
+    )
+
+
+@app.command("create")
+def create(
+    name: Annotated[str, typer.Argument()],
+    *,
+    organisation: Annotated[
+        str, typer.Option("--organisation", "-o", help="Id or name.")
+    ] = DEFAULT,
+    tier: Tier = None,
+    weight: Weight = None,
+    share_cache: ShareCache = None,
+    when_unsure: WhenUnsure = None,
+    network: Networks = None,
+    store: StoreUrl = None,
+    json: AsJson = False,
+) -> None:
+    """Make a project; the default organisation too, when it is meant and there is none."""
+    with opened(store) as opened_store:
+        made = opened_store.accounts.create_project(
+            home_organisation(opened_store, organisation).id,
+            name,
+            tier=tier or "standard",
+            weight=1.0 if weight is None else weight,
+            share_cache=bool(share_cache),
+            when_unsure=when_unsure or "open",
+            networks=network or (),
+            actor=actor(),
+        )
+    if json:
+        show_json(made)
+        return
+    typer.echo(f"{made.name} is made ({made.id}). Make a key: argosy keys create -p {made.name}")
+
+
+@app.command("change")
+def change(
+    project: Project,
+    *,
+    name: Annotated[str | None, typer.Option(help="Another one.")] = None,
+    tier: Tier = None,
+    weight: Weight = None,
+    share_cache: ShareCache = None,
+    when_unsure: WhenUnsure = None,
+    network: Networks = None,
+    anywhere: Annotated[bool, typer.Option("--anywhere", help="Forget its networks.")] = False,
+    store: StoreUrl = None,
+    json: AsJson = False,
+) -> None:
+    """Change what is given."""
+    with opened(store) as opened_store:
+        changed = opened_store.accounts.change_project(
+            find_project(opened_store, project).id,
+            name=name or UNSET,
+            tier=tier or UNSET,
+            weight=UNSET if weight is None else weight,
+            share_cache=UNSET if share_cache is None else share_cache,
+            when_unsure=when_unsure or UNSET,
+            networks=() if anywhere else network or UNSET,
+            actor=actor(),
+        )
+    if json:
+        show_json(changed)
+        return
+    typer.echo(f"{changed.name} is changed.")
+
+
+@app.command("archive")
+def archive(project: Project, *, store: StoreUrl = None) -> None:
+    """End a project: its keys are refused from now on."""
+    with opened(store) as opened_store:
+        found = find_project(opened_store, project)
+        opened_store.accounts.archive_project(found.id, actor=actor())
+    typer.echo(f"{found.name} is archived.")

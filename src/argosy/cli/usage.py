@@ -1,0 +1,110 @@
+"""`argosy usage`: what was used and what it cost, summed or row by row."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+
+from argosy.cli.accounts import (
+    ProjectName,
+    StoreUrl,
+    find_key,
+    find_project,
+    find_user,
+    names,
+    opened,
+)
+from argosy.cli.failure import fail
+from argosy.cli.moments import parse_past
+from argosy.cli.money import show_dollars
+from argosy.cli.tables import AsJson, show, show_json
+
+if TYPE_CHECKING:
+    from argosy.store import Group, ReportRow
+
+Past = Annotated[
+    float | None,
+    typer.Option(parser=parse_past, metavar="WHEN", help="A date, or a duration like 30d."),
+]
+
+
+def usage(
+    *,
+    by: Annotated[
+        str,
+        typer.Option(help="Of day, organisation, project, key, user, model, route; with commas."),
+    ] = "project,model",
+    since: Past = None,
+    until: Past = None,
+    project: ProjectName = None,
+    key: Annotated[str | None, typer.Option(help="Id, name or beginning.")] = None,
+    user: Annotated[str | None, typer.Option(help="Id or email.")] = None,
+    model: Annotated[str | None, typer.Option(help="Public name.")] = None,
+    csv: Annotated[
+        Path | None, typer.Option(help="Write every row of the ledger here; - is the terminal.")
+    ] = None,
+    store: StoreUrl = None,
+    json: AsJson = False,
+) -> None:
+    """Say what was used and what it cost."""
+    from argosy.store import UsageFilter
+
+    with opened(store) as opened_store:
+        where = UsageFilter(
+            since=since,
+            until=until,
+            project=None if project is None else find_project(opened_store, project).id,
+            key=None if key is None else find_key(opened_store, key).id,
+            user=None if user is None else find_user(opened_store, user).id,
+            model=model,
+        )
+        if csv is not None:
+            _write(opened_store.usage.csv(where), csv)
+            return
+        groups = cast("list[Group]", [name.strip() for name in by.split(",") if name.strip()])
+        rows = opened_store.usage.report(groups, where)
+        known = names(opened_store)
+    if json:
+        show_json(rows)
+        return
+    _show(rows, groups, known)
+
+
+def _show(rows: list[ReportRow], groups: list[Group], known: dict[str, str]) -> None:
+    show(
+        (
+            *(group.capitalize() for group in groups),
+            *("Requests", "Input", "Cached", "Output", "Cost"),
+        ),
+        (
+            (
+                *(_named(getattr(row, group), known) for group in groups),
+                f"{row.requests:,}",
+                f"{row.input_tokens:,}",
+                f"{row.cached_tokens:,}",
+                f"{row.output_tokens:,}",
+                show_dollars(row.nano_dollars),
+            )
+            for row in rows
+        ),
+        "Nothing was used.",
+    )
+
+
+def _named(value: str | None, known: dict[str, str]) -> str:
+    return known.get(value or "", value or "(none)")
+
+
+def _write(pieces: Iterable[str], path: Path) -> None:
+    if str(path) == "-":
+        sys.stdout.writelines(pieces)
+        return
+    try:
+        with path.open("w", encoding="utf-8", newline="") as file:
+            file.writelines(pieces)
+    except OSError as error:
+        fail(f"cannot write {path}: {error.strerror}")

@@ -1,0 +1,115 @@
+"""`argosy tenants users`: the people who sign in with tokens, or own keys."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from msgspec import UNSET
+
+from argosy.cli.accounts import (
+    DEFAULT,
+    ProjectName,
+    RoleName,
+    StoreUrl,
+    actor,
+    find_organisation,
+    find_project,
+    find_user,
+    opened,
+)
+from argosy.cli.moments import show_moment
+from argosy.cli.tables import AsJson, show, show_json
+
+app = typer.Typer(help="Users, who sign in with tokens.", no_args_is_help=True)
+
+User = Annotated[str, typer.Argument(metavar="USER", help="Id or email.")]
+
+
+@app.command("list")
+def list_(*, store: StoreUrl = None, json: AsJson = False) -> None:
+    """List users."""
+    with opened(store) as opened_store:
+        users = opened_store.accounts.list_users()
+        projects = {item.id: item.name for item in opened_store.accounts.list_projects()}
+        owners = {item.id: item.name for item in opened_store.accounts.list_organisations()}
+    if json:
+        show_json(users)
+        return
+    show(
+        ("Email", "Organisation", "Project", "Role", "Made", "Disabled", "Id"),
+        (
+            (
+                user.email,
+                owners[user.organisation],
+                projects.get(user.project or ""),
+                user.role,
+                show_moment(user.created_at),
+                show_moment(user.disabled_at),
+                user.id,
+            )
+            for user in users
+        ),
+        "There are no users.",
+    )
+
+
+@app.command("create")
+def create(
+    email: Annotated[str, typer.Argument()],
+    *,
+    organisation: Annotated[
+        str, typer.Option("--organisation", "-o", help="Id or name.")
+    ] = DEFAULT,
+    project: ProjectName = None,
+    role: Annotated[RoleName, typer.Option(help="What they may do.")] = "caller",
+    store: StoreUrl = None,
+    json: AsJson = False,
+) -> None:
+    """Make a user. Their requests count for --project when their token names none."""
+    with opened(store) as opened_store:
+        made = opened_store.accounts.create_user(
+            find_organisation(opened_store, organisation).id,
+            email,
+            role=role,
+            project=None if project is None else find_project(opened_store, project).id,
+            actor=actor(),
+        )
+    if json:
+        show_json(made)
+        return
+    typer.echo(f"{made.email} is made ({made.id}).")
+
+
+@app.command("change")
+def change(
+    user: User,
+    *,
+    email: Annotated[str | None, typer.Option(help="Another one.")] = None,
+    project: ProjectName = None,
+    role: Annotated[RoleName | None, typer.Option(help="What they may do.")] = None,
+    store: StoreUrl = None,
+    json: AsJson = False,
+) -> None:
+    """Change what is given."""
+    with opened(store) as opened_store:
+        changed = opened_store.accounts.change_user(
+            find_user(opened_store, user).id,
+            email=email or UNSET,
+            role=role or UNSET,
+            project=UNSET if project is None else find_project(opened_store, project).id,
+            actor=actor(),
+        )
+    if json:
+        show_json(changed)
+        return
+    typer.echo(f"{changed.email} is changed.")
+
+
+@app.command("disable")
+def disable(user: User, *, store: StoreUrl = None) -> None:
+    """End a user: their tokens and keys are refused from now on."""
+    with opened(store) as opened_store:
+        found = find_user(opened_store, user)
+        opened_store.accounts.disable_user(found.id, actor=actor())
+    typer.echo(f"{found.email} is disabled.")

@@ -1,0 +1,56 @@
+"""Operations on API keys. Nobody can make, rotate or revoke a key that may do more than they may themselves."""
+
+from __future__ import annotations
+
+from argosy.gateway.admin.operation import Call, Desk, Operations
+from argosy.gateway.admin.shapes import (
+    KeyView,
+    NewKey,
+    NewKeyView,
+    OfProject,
+    Page,
+    Rotation,
+    given,
+    page,
+    view,
+)
+from argosy.gateway.identity import check_role
+
+api = Operations()
+
+KEYS = "/admin/keys"
+
+
+@api.add("GET", KEYS, "viewer", query=OfProject)
+def list_keys(desk: Desk, call: Call) -> Page[KeyView]:
+    """Keys, revoked ones too, oldest first."""
+    return page(desk.accounts.list_keys(call.query.project), KeyView, call.query)
+
+
+@api.add("POST", KEYS, "operator", body=NewKey)
+def create_key(desk: Desk, call: Call) -> NewKeyView:
+    """Make a key. The key itself is in this answer, and never again."""
+    check_role(call.caller, call.body.role)
+    made, plain = desk.accounts.create_key(**given(call.body), actor=call.actor)
+    return view(made, NewKeyView, key=plain)
+
+
+@api.add("GET", KEYS + "/{id}", "viewer")
+def get_key(desk: Desk, call: Call) -> KeyView:
+    """A key."""
+    return view(desk.accounts.get_key(call.id), KeyView)
+
+
+@api.add("POST", KEYS + "/{id}/rotate", "operator", body=Rotation)
+def rotate_key(desk: Desk, call: Call) -> NewKeyView:
+    """Make a key in place of another, which works on for a while. The new key itself is in this answer only."""
+    check_role(call.caller, desk.accounts.get_key(call.id).role)
+    made, plain = desk.accounts.rotate_key(call.id, call.body.overlap_s, actor=call.actor)
+    return view(made, NewKeyView, key=plain)
+
+
+@api.add("POST", KEYS + "/{id}/revoke", "operator")
+def revoke_key(desk: Desk, call: Call) -> KeyView:
+    """End a key at once."""
+    check_role(call.caller, desk.accounts.get_key(call.id).role)
+    return view(desk.accounts.revoke_key(call.id, actor=call.actor), KeyView)

@@ -1,0 +1,61 @@
+"""Operations on limits and prices."""
+
+from __future__ import annotations
+
+import time
+
+from argosy.gateway.admin.operation import Call, Desk, Operations
+from argosy.gateway.admin.shapes import (
+    Deleted,
+    LimitView,
+    NewLimit,
+    NewPrice,
+    OfModel,
+    OfOwner,
+    Page,
+    PriceView,
+    given,
+    page,
+    view,
+)
+from argosy.store import Price
+
+api = Operations()
+
+LIMITS = "/admin/limits"
+PRICES = "/admin/prices"
+
+
+@api.add("GET", LIMITS, "viewer", query=OfOwner)
+def list_limits(desk: Desk, call: Call) -> Page[LimitView]:
+    """Limits."""
+    query = call.query
+    return page(desk.accounts.list_limits(query.owner_kind, query.owner), LimitView, query)
+
+
+@api.add("POST", LIMITS, "operator", body=NewLimit)
+def set_limit(desk: Desk, call: Call) -> LimitView:
+    """Set a limit, in place of the one that its owner has for the same unit, window and model."""
+    return view(desk.accounts.set_limit(**given(call.body), actor=call.actor), LimitView)
+
+
+@api.add("DELETE", LIMITS + "/{id}", "operator")
+def delete_limit(desk: Desk, call: Call) -> Deleted:
+    """Lift a limit."""
+    desk.accounts.delete_limit(call.id, actor=call.actor)
+    return Deleted(id=call.id)
+
+
+@api.add("GET", PRICES, "viewer", query=OfModel)
+def list_prices(desk: Desk, call: Call) -> Page[PriceView]:
+    """Prices, those of the past too."""
+    return page(desk.accounts.list_prices(call.query.model), PriceView, call.query)
+
+
+@api.add("POST", PRICES, "admin", body=NewPrice)
+def set_price(desk: Desk, call: Call) -> PriceView:
+    """Set what a model's tokens cost from a moment on."""
+    fields = given(call.body) | {
+        "since": time.time() if call.body.since is None else call.body.since
+    }
+    return view(desk.accounts.set_price(Price(**fields), actor=call.actor), PriceView)

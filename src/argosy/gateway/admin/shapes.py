@@ -1,0 +1,304 @@
+"""JSON of the admin API: what is answered, and what is sent to it. Times are seconds since the epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Generic, Literal, TypeVar
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from argosy.store import (
+    AuditEntry,
+    Key,
+    Limit,
+    Organisation,
+    OwnerKind,
+    Price,
+    Project,
+    ReportRow,
+    Role,
+    Tier,
+    Unit,
+    Unsure,
+    UsageFilter,
+    User,
+    Verdict,
+    Window,
+)
+
+Name = Annotated[str, Meta(min_length=1, max_length=200)]
+Moment = Annotated[float, Meta(ge=0, le=253_402_300_799)]
+"""Seconds since the epoch, until the year 9999."""
+Amount = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+
+
+T = TypeVar("T")
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+class OrganisationView(
+    Organisation, frozen=True, kw_only=True, tag_field="object", tag="organisation"
+):
+    """An organisation: who pays."""
+
+
+class ProjectView(Project, frozen=True, kw_only=True, tag_field="object", tag="project"):
+    """A project: a tenant."""
+
+
+class UserView(User, frozen=True, kw_only=True, tag_field="object", tag="user"):
+    """A person."""
+
+
+class LimitView(Limit, frozen=True, kw_only=True, tag_field="object", tag="limit"):
+    """A limit of one owner."""
+
+
+class PriceView(Price, frozen=True, kw_only=True, tag_field="object", tag="price"):
+    """What a model's tokens cost from a moment on."""
+
+
+class KeyView(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="key"):
+    """An API key, by its beginning."""
+
+    id: str
+    project: str
+    user: str | None
+    name: str
+    prefix: str
+    role: Role
+    models: tuple[str, ...]
+    networks: tuple[str, ...]
+    created_at: float
+    expires_at: float | None
+    revoked_at: float | None
+    replaced_by: str | None
+
+
+class NewKeyView(KeyView, frozen=True, kw_only=True, tag_field="object", tag="key"):
+    """A key that was just made."""
+
+    key: str
+    """The key itself: it is told this once."""
+
+
+Record = Organisation | Project | User | Key | Limit | Price
+V = TypeVar("V", OrganisationView, ProjectView, UserView, KeyView, LimitView, PriceView)
+
+
+class AuditView(AuditEntry, frozen=True, kw_only=True, tag_field="object", tag="audit.entry"):
+    """One change, sealed by a hash over all before it."""
+
+
+class VerdictView(Verdict, frozen=True, kw_only=True, tag_field="object", tag="audit.verdict"):
+    """Whether the audit log is whole."""
+
+
+class UsageView(ReportRow, frozen=True, kw_only=True, tag_field="object", tag="usage"):
+    """What one group of requests used."""
+
+
+class CallerView(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="caller"):
+    """Whoever asks; null where it is nobody in particular."""
+
+    organisation: str | None
+    project: str | None
+    key: str | None
+    user: str | None
+    role: Role
+    models: list[str] | None
+    """Those it may use; null: all."""
+
+
+class Deleted(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="deleted"):
+    """What is no longer there."""
+
+    id: str
+
+
+class Page(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
+    """A part of a list."""
+
+    object: Literal["list"] = "list"
+    data: list[T]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+    """For `after`, to get the next part."""
+
+
+def view(record: msgspec.Struct, kind: type[S], **more: object) -> S:
+    """The record as it is shown: those of its fields that the view has, and `more`."""
+    fields = msgspec.structs.asdict(record) | more
+    return kind(**{name: fields[name] for name in kind.__struct_fields__})
+
+
+def given(body: msgspec.Struct) -> dict[str, Any]:
+    """The fields of a body, without those that were left out of a change."""
+    fields = msgspec.structs.asdict(body)
+    return {name: value for name, value in fields.items() if value is not UNSET}
+
+
+def page(records: Sequence[Record], kind: type[V], query: Paging) -> Page[V]:
+    """The part of the list that the query asks for. Raises ValueError when `after` is no id in it."""
+    start = 0
+    if query.after is not None:
+        ids = [record.id for record in records]
+        if query.after not in ids:
+            raise ValueError(f"There is no {query.after!r} in this list: take 'last_id' of a part.")
+        start = ids.index(query.after) + 1
+    part = [view(record, kind) for record in records[start : start + query.limit]]
+    return Page(
+        data=part,
+        has_more=start + query.limit < len(records),
+        first_id=part[0].id if part else None,
+        last_id=part[-1].id if part else None,
+    )
+
+
+# --- parameters in the URL -----------------------------------------------------------------------
+
+
+class Paging(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which part of a list."""
+
+    after: str | None = None
+    limit: Annotated[int, Meta(ge=1, le=1000)] = 100
+
+
+class OfOrganisation(Paging, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A list of what one organisation has; by default of what all have."""
+
+    organisation: str | None = None
+
+
+class OfProject(Paging, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A list of what one project has; by default of what all have."""
+
+    project: str | None = None
+
+
+class OfOwner(Paging, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The limits of one owner, or of one kind of owners; by default all."""
+
+    owner_kind: OwnerKind | None = None
+    owner: str | None = None
+
+
+class OfModel(Paging, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The prices of one model; by default all."""
+
+    model: str | None = None
+
+
+class ReportQuery(UsageFilter, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which rows of the ledger are summed, and by what."""
+
+    since: Moment | None = None
+    """Ended at this moment or later."""
+    until: Moment | None = None
+    """Ended before."""
+    group_by: str = ""
+    """Of day, organisation, project, key, user, model and route, with commas between."""
+
+
+class AuditQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which entries of the audit log."""
+
+    subject: str | None = None
+    """Id of what was changed."""
+    before: Annotated[int, Meta(ge=1, le=2**63 - 1)] | None = None
+    """Only entries with lower numbers: `last_id` of a part gives the next one."""
+    limit: Annotated[int, Meta(ge=1, le=1000)] = 100
+
+
+# --- bodies --------------------------------------------------------------------------------------
+
+
+class OrganisationBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An organisation."""
+
+    name: Name
+
+
+class NewProject(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A project to make."""
+
+    organisation: str
+    name: Name
+    tier: Tier = "standard"
+    weight: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
+    share_cache: bool = False
+    when_unsure: Unsure = "open"
+    networks: tuple[str, ...] = ()
+
+
+class ProjectChange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What to change of a project; what is left out stays."""
+
+    name: Name | UnsetType = UNSET
+    tier: Tier | UnsetType = UNSET
+    weight: Annotated[float, Meta(gt=0, le=1e6)] | UnsetType = UNSET
+    share_cache: bool | UnsetType = UNSET
+    when_unsure: Unsure | UnsetType = UNSET
+    networks: tuple[str, ...] | UnsetType = UNSET
+
+
+class NewUser(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A user to make."""
+
+    organisation: str
+    email: Name
+    role: Role = "caller"
+    project: str | None = None
+
+
+class UserChange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What to change of a user; what is left out stays."""
+
+    email: Name | UnsetType = UNSET
+    role: Role | UnsetType = UNSET
+    project: str | UnsetType | None = UNSET
+
+
+class NewKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A key to make."""
+
+    project: str
+    name: Name
+    user: str | None = None
+    role: Role = "caller"
+    models: tuple[str, ...] = ()
+    networks: tuple[str, ...] = ()
+    expires_at: Moment | None = None
+
+
+class Rotation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How to rotate a key."""
+
+    overlap_s: Annotated[float, Meta(ge=0, le=366 * 86400)] = 86400.0
+    """How long the old one still works."""
+
+
+class NewLimit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A limit to set, in place of the one that the owner has for the same unit, window and model."""
+
+    owner_kind: OwnerKind
+    owner: str
+    unit: Unit
+    amount: Amount
+    window: Window | None = None
+    model: str | None = None
+
+
+class NewPrice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A price to set, in nano-dollars for each token."""
+
+    model: Name
+    tier: Tier | None = None
+    input: Amount
+    cached_input: Amount
+    output: Amount
+    since: Moment | None = None
+    """By default from now on."""

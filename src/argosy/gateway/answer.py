@@ -1,0 +1,182 @@
+"""How an answer reaches the client: streamed as it comes, or gathered from the stream of a replica and sent whole.
+
+An answer that is gathered survives its replica as a stream does, and can be ended by a limit like one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+
+from argosy.gateway.journal import Delivered
+from argosy.gateway.journey import CHAT, Journey
+from argosy.protocol import CachedTokens, EventParser, Usage, comment
+from argosy.web import Exchange
+
+KEEP_ALIVE = comment(b"keep-alive")
+_DONE = b"[DONE]"
+_encode = msgspec.json.Encoder().encode
+
+
+def usage(delivered: Delivered) -> Usage:
+    """What was delivered, as an answer tells it."""
+    return Usage(
+        prompt_tokens=delivered.prompt_tokens,
+        completion_tokens=delivered.output_tokens,
+        total_tokens=delivered.prompt_tokens + delivered.output_tokens,
+        prompt_tokens_details=CachedTokens(cached_tokens=delivered.cached_tokens),
+    )
+
+
+class Out(Protocol):
+    """Takes the events of an answer."""
+
+    async def begin(self) -> None:
+        """They begin, or go on."""
+
+    def push(self, data: bytes) -> None:
+        """Whole events."""
+
+    def keep_alive(self) -> None:
+        """Show the client that somebody is there, if that can be shown."""
+
+    def retract(self) -> bool:
+        """Forget them, so that the answer can start over. False: the client has them already."""
+
+    async def end(self) -> None:
+        """That was all."""
+
+
+class Streamed:
+    """An `Out` that passes them on."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._told = False
+
+    async def begin(self) -> None:
+        """See `Out`."""
+        if self._exchange.status is None:
+            await self._exchange.start_stream()
+
+    def push(self, data: bytes) -> None:
+        """See `Out`."""
+        self._told = True
+        self._exchange.push(data)
+
+    def keep_alive(self) -> None:
+        """See `Out`."""
+        if self._exchange.status is not None:
+            self._exchange.push(KEEP_ALIVE)
+
+    def retract(self) -> bool:
+        """See `Out`."""
+        return not self._told
+
+    async def end(self) -> None:
+        """See `Out`."""
+        await self._exchange.end_stream()
+
+
+@dataclass(slots=True)
+class _Choice:
+    """One choice, as far as its chunks have told it."""
+
+    text: list[str] = field(default_factory=list)
+    logprobs: dict[str, Any] | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    finish: str | None = None
+    stop: int | str | None = None
+
+    def add(self, chunk: dict[str, Any]) -> None:
+        """Take what a chunk says of it."""
+        self.text.append(chunk.get("delta", chunk).get("content") or chunk.get("text") or "")
+        if chunk.get("logprobs") is not None:
+            self._add_logprobs(chunk["logprobs"])
+        if "token_ids" in chunk:
+            self.token_ids = (self.token_ids or []) + chunk["token_ids"]
+        self.prompt_token_ids = chunk.get("prompt_token_ids", self.prompt_token_ids)
+        if chunk["finish_reason"] is not None:
+            self.finish, self.stop = chunk["finish_reason"], chunk["stop_reason"]
+
+    def _add_logprobs(self, told: dict[str, Any]) -> None:
+        known = self.logprobs or {}
+        self.logprobs = {
+            name: known.get(name, []) + values if isinstance(values, list) else values
+            for name, values in told.items()
+        }
+
+
+class Gathered:
+    """An `Out` that puts them together, as our replicas' own whole answers are."""
+
+    def __init__(self, journey: Journey) -> None:
+        self._journey = journey
+        self._events = EventParser()
+        self._choices = [_Choice() for _ in range(journey.ask.choices)]
+        self._identity: dict[str, Any] = {}
+        self._prompt_ids: list[int] | None = None
+        """A chat's, which has one prompt."""
+
+    async def begin(self) -> None:
+        """See `Out`."""
+
+    def push(self, data: bytes) -> None:
+        """See `Out`."""
+        for told in self._events.feed(data):
+            if told == _DONE:
+                continue
+            chunk = msgspec.json.decode(told)
+            self._identity = chunk
+            self._prompt_ids = chunk.get("prompt_token_ids", self._prompt_ids)
+            for choice in chunk["choices"]:
+                self._choices[choice["index"]].add(choice)
+
+    def keep_alive(self) -> None:
+        """See `Out`: an answer that is sent whole has not begun."""
+
+    def retract(self) -> bool:
+        """See `Out`."""
+        self._choices = [_Choice() for _ in self._choices]
+        return True
+
+    async def end(self) -> None:
+        """See `Out`."""
+        chat = self._journey.api is CHAT
+        write = _chat_choice if chat else _completion_choice
+        identity = self._identity
+        whole = {
+            "id": identity["id"],
+            "object": self._journey.api.whole,
+            "created": identity["created"],
+            "model": identity["model"],
+            "choices": [write(index, choice) for index, choice in enumerate(self._choices)],
+            "usage": usage(self._journey.delivered),
+        }
+        if self._prompt_ids is not None:
+            whole["prompt_token_ids"] = self._prompt_ids
+        await self._journey.exchange.answer(200, _encode(whole))
+
+
+def _chat_choice(index: int, choice: _Choice) -> dict[str, Any]:
+    message = {"role": "assistant", "content": "".join(choice.text), "refusal": None}
+    return {"index": index, "message": message, **_ending(choice)}
+
+
+def _completion_choice(index: int, choice: _Choice) -> dict[str, Any]:
+    written = {"index": index, "text": "".join(choice.text), **_ending(choice)}
+    if choice.token_ids is not None:
+        written["prompt_token_ids"] = choice.prompt_token_ids
+    return written
+
+
+def _ending(choice: _Choice) -> dict[str, Any]:
+    ending = {
+        "logprobs": choice.logprobs,
+        "finish_reason": choice.finish,
+        "stop_reason": choice.stop,
+    }
+    return ending if choice.token_ids is None else {**ending, "token_ids": choice.token_ids}

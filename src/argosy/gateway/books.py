@@ -1,0 +1,119 @@
+"""The durable side of a gateway: its store, accounts that are never older than a second or so, usage settled."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import structlog
+
+from argosy.gateway.ledger import settle_forever
+from argosy.store import (
+    Directory,
+    Spool,
+    Store,
+    StoreConfig,
+    StoreError,
+    default_url,
+    open_store,
+)
+
+log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
+
+FRESH_EACH_S = 1.0
+FORGET_EACH_S = 3600.0
+DAY_S = 86_400.0
+
+
+class Books:
+    """Opened before the gateway listens, and closed after its last answer. Belongs to one event loop."""
+
+    def __init__(self, store: Store, spool: Spool, config: StoreConfig) -> None:
+        self.store = store
+        self.spool = spool
+        self.directory = Directory()
+        self._config = config
+        self._changed = asyncio.Event()
+        self._ending = asyncio.Event()
+        self._settling: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def open(cls, config: StoreConfig) -> Books:
+        """With the tables up to date, and usage that a dead gateway left recovered. Raises StoreError, SpoolError."""
+        url = config.url or default_url()
+        store = await asyncio.to_thread(_open, url)
+        books = cls(store, await asyncio.to_thread(Spool, usage_folder(url)), config)
+        await asyncio.to_thread(books.spool.recover)
+        books.directory = await asyncio.to_thread(store.directory)
+        settling = settle_forever(books.spool, store.usage.add, books._ending)
+        books._settling = asyncio.create_task(settling)
+        return books
+
+    def changed(self) -> None:
+        """Accounts were changed here: do not wait to read them."""
+        self._changed.set()
+
+    async def keep_fresh(self, update: Callable[[Directory], Awaitable[None]]) -> None:
+        """Tell `update` of all accounts each second, for as long as the gateway runs."""
+        failing = False
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(FRESH_EACH_S):
+                    await self._changed.wait()
+            self._changed.clear()
+            try:
+                self.directory = await asyncio.to_thread(self._read)
+                await update(self.directory)
+            except StoreError as error:
+                if not failing:
+                    log.warning("accounts_not_fresh", reason=str(error))
+                failing = True
+            else:
+                failing = False
+
+    async def forget(self) -> None:
+        """Sum up old usage, if it is not to be kept, for as long as the gateway runs."""
+        days = self._config.keep_usage_days
+        while days is not None:
+            try:
+                await asyncio.to_thread(self.store.usage.forget, time.time() - days * DAY_S)
+            except StoreError as error:
+                log.warning("usage_not_forgotten", reason=str(error))
+            await asyncio.sleep(FORGET_EACH_S)
+
+    async def close(self) -> None:
+        """Bring what has ended to the store; what it does not take is kept for the next start."""
+        self._ending.set()
+        if self._settling is not None:
+            await self._settling
+        await asyncio.to_thread(self.spool.close)
+        await asyncio.to_thread(self.store.close)
+
+    def _read(self) -> Directory:
+        """The accounts: the same object for as long as they have not changed. Raises StoreError."""
+        if self.store.version() == self.directory.version:
+            return self.directory
+        return self.store.directory()
+
+
+def _open(url: str) -> Store:
+    store = open_store(url)
+    store.migrate()
+    return store
+
+
+def usage_folder(url: str) -> Path:
+    """Where usage waits for the store: beside its file, or in the user's state folder, one folder for each database."""
+    parts = urlsplit(url)
+    if parts.scheme.startswith("sqlite"):
+        return Path(parts.path.removeprefix("/") + ".usage")
+    place = f"{parts.scheme}://{parts.hostname}:{parts.port}{parts.path}"
+    name = hashlib.sha256(place.encode()).hexdigest()[:16]
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state) / "argosy" / "usage" / name

@@ -1,0 +1,196 @@
+"""What a request went through, step by step: written as it happens, told when somebody asks.
+
+Times are those of the gateway's monotonic clock while they are written, and milliseconds since the
+request came when they are told.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import msgspec
+
+from argosy.policy import Cost
+
+MOST_CANDIDATES = 16
+"""So many of the candidates are told, the cheapest first."""
+
+
+class ExplainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How many requests can be explained afterwards, and for how long."""
+
+    requests: int = 10_000
+    seconds: float = 3600.0
+
+
+class Try(msgspec.Struct, gc=False):
+    """One attempt at one replica."""
+
+    replica: str
+    at: float
+    """When the replica was chosen."""
+    told: int = 0
+    """Output tokens that the client had by then: where a stream was carried on."""
+    costs: tuple[Cost, ...] = ()
+    """Of every replica that could have been chosen."""
+    sent: float | None = None
+    first: float | None = None
+    """When the first of its tokens was passed on."""
+    ended: float | None = None
+    outcome: str = "running"
+    reason: str = ""
+
+
+class Trace(msgspec.Struct, gc=False):
+    """One request. Every step writes its own part."""
+
+    id: str = ""
+    request: str = ""
+    """The request id, which the client may have chosen."""
+    model: str = ""
+    path: str = ""
+    stream: bool = False
+    organisation: str = ""
+    project: str = ""
+    key: str = ""
+    user: str = ""
+    tier: int = 1
+    started_at: float = 0.0
+    """Seconds since the epoch."""
+    arrived: float = 0.0
+    read: float = 0.0
+    """The body was complete and understood."""
+    admitted: float | None = None
+    """All stages let it in."""
+    queued: float | None = None
+    ahead: int = 0
+    """How many waited before it when it was queued."""
+    first: float | None = None
+    last: float | None = None
+    """The first and the latest of its tokens were passed on."""
+    ended: float | None = None
+    tries: list[Try] = msgspec.field(default_factory=list)
+    rule: str = ""
+    """How the pool chooses."""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    finished: dict[int, str] = msgspec.field(default_factory=dict)
+    """Choice -> finish reason."""
+    status: str = "running"
+    error: str = ""
+    card: dict[str, Any] = msgspec.field(default_factory=dict)
+    """What each stage adds, under a key of its own, in JSON's types."""
+
+    def tell(self) -> dict[str, Any]:
+        """The explanation, in JSON's types."""
+        return {
+            "object": "request.explanation",
+            "id": self.id,
+            "request_id": self.request,
+            "status": self.status,
+            "error": self.error or None,
+            "model": self.model,
+            "path": self.path,
+            "stream": self.stream,
+            "caller": {
+                "organisation": self.organisation,
+                "project": self.project,
+                "key": self.key,
+                "user": self.user,
+                "tier": self.tier,
+            },
+            "started_at": self.started_at,
+            "ms": {
+                "read": self._ms(self.read),
+                "admitted": self._ms(self.admitted),
+                "queued": self._ms(self.queued),
+                "first_token": self._ms(self.first),
+                "last_token": self._ms(self.last),
+                "ended": self._ms(self.ended),
+            },
+            "queue": None if self.queued is None else {"ahead": self.ahead},
+            "rule": self.rule,
+            "attempts": [self._attempt(tried) for tried in self.tries],
+            "tokens": {
+                "prompt": self.prompt_tokens,
+                "cached": self.cached_tokens,
+                "output": self.output_tokens,
+            },
+            "finish_reasons": {str(choice): reason for choice, reason in self.finished.items()},
+            **self.card,
+        }
+
+    def _attempt(self, tried: Try) -> dict[str, Any]:
+        cheapest = sorted(tried.costs, key=lambda cost: cost.total_s)[:MOST_CANDIDATES]
+        return {
+            "replica": tried.replica,
+            "chosen_ms": self._ms(tried.at),
+            "sent_ms": self._ms(tried.sent),
+            "first_token_ms": self._ms(tried.first),
+            "ended_ms": self._ms(tried.ended),
+            "carried_on_at": tried.told,
+            "outcome": tried.outcome,
+            "reason": tried.reason or None,
+            "candidates": [_candidate(cost) for cost in cheapest],
+        }
+
+    def _ms(self, at: float | None) -> float | None:
+        return None if at is None else round((at - self.arrived) * 1000, 2)
+
+
+def _candidate(cost: Cost) -> dict[str, Any]:
+    terms = {name: round(getattr(cost, name), 6) for name in cost.__struct_fields__[1:]}
+    return {"replica": cost.replica, **terms, "total_s": round(cost.total_s, 6)}
+
+
+_pack = msgspec.msgpack.Encoder(enc_hook=str).encode
+
+
+class _Kept(NamedTuple):
+    ended: float
+    request: str
+    trace: bytes
+    """Packed: nothing of thousands of requests is left for the garbage collector to walk."""
+
+
+class Traces:
+    """The requests that run, and the latest that have ended: bounded in number and age."""
+
+    def __init__(self, config: ExplainConfig) -> None:
+        self._config = config
+        self._running: dict[str, Trace] = {}
+        self._kept: OrderedDict[str, _Kept] = OrderedDict()
+        self._by_request: dict[str, str] = {}
+        """Request id -> the id of the latest request that had it."""
+
+    def __len__(self) -> int:
+        return len(self._running) + len(self._kept)
+
+    def begin(self, trace: Trace) -> None:
+        """A request begins."""
+        self._running[trace.id] = trace
+        self._by_request[trace.request] = trace.id
+
+    def end(self, trace: Trace, now: float) -> None:
+        """It has ended: from now on its trace does not change."""
+        self._running.pop(trace.id, None)
+        self._kept[trace.id] = _Kept(now, trace.request, _pack(trace))
+        oldest = now - self._config.seconds
+        while self._kept:
+            name, kept = next(iter(self._kept.items()))
+            if kept.ended >= oldest and len(self._kept) <= self._config.requests:
+                return
+            del self._kept[name]
+            if self._by_request.get(kept.request) == name:
+                del self._by_request[kept.request]
+
+    def find(self, name: str) -> Trace | None:
+        """The trace of an answer's id, or of a request id."""
+        found = self._by_request.get(name, name)
+        running = self._running.get(found)
+        if running is not None:
+            return running
+        kept = self._kept.get(found)
+        return None if kept is None else msgspec.msgpack.decode(kept.trace, type=Trace)

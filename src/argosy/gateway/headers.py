@@ -1,0 +1,41 @@
+"""What a replica is told beside the body: whose request it is, and for ours the answer's identity and the order."""
+
+from __future__ import annotations
+
+from urllib.parse import quote
+
+from argosy.gateway.journey import Journey
+from argosy.gateway.replicas import Replica
+
+_FIXED = [(b"content-type", b"application/json"), (b"accept-encoding", b"identity")]
+_SAFE = "".join(map(chr, range(0x21, 0x7F))).replace("%", "")
+
+
+def request_headers(
+    journey: Journey, replica: Replica, *, journaled: bool
+) -> list[tuple[bytes, bytes]]:
+    """The headers of a request; `journaled`: a replica of ours is to tell where it can be carried on."""
+    exchange, caller = journey.exchange, journey.caller
+    headers = [*_FIXED, (b"x-request-id", exchange.request_id.encode())]
+    trace = exchange.headers.get(b"traceparent")
+    if trace is not None:
+        headers.append((b"traceparent", trace))
+    if replica.kind != "argosy":
+        return headers
+    headers += [
+        (b"x-argosy-answer", journey.identity),
+        (b"x-argosy-tier", b"%d" % caller.tier),
+        (b"x-argosy-weight", b"%g" % caller.weight),
+    ]
+    if caller.project:
+        headers.append((b"x-argosy-tenant", _value(caller.project)))
+    if caller.domain:
+        headers.append((b"x-argosy-domain", _value(caller.domain)))
+    if journaled:
+        headers.append((b"x-argosy-journal", b"1"))
+    return headers
+
+
+def _value(text: str) -> bytes:
+    """As a header can carry it, different texts staying different."""
+    return quote(text, safe=_SAFE).encode()

@@ -1,0 +1,17 @@
+"""Who asks: from a request's headers and address to a caller, or to a refusal."""
+
+from argosy.gateway.identity.callers import Asking, Identity, check_exposure
+from argosy.gateway.identity.config import AuthConfig, JwtConfig
+from argosy.gateway.identity.roles import allows, check_model, check_role, may_use
+
+__all__ = [
+    "Asking",
+    "AuthConfig",
+    "Identity",
+    "JwtConfig",
+    "allows",
+    "check_exposure",
+    "check_model",
+    "check_role",
+    "may_use",
+]

@@ -1,0 +1,158 @@
+"""A directory of the store, indexed for finding callers: by a key's digest, or by what a token says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from argosy.gateway.caller import TIERS, Caller
+from argosy.gateway.identity.addresses import Network, parse_networks
+from argosy.protocol import ApiError
+from argosy.store import Directory, Key, Organisation, Project, Role, User
+
+if TYPE_CHECKING:
+    from argosy.gateway.identity.tokens import Claims
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A caller, and what must hold for it to be let in."""
+
+    caller: Caller
+    networks: tuple[tuple[Network, ...], ...] = ()
+    """The address must lie in each of these allow-lists."""
+    expires_at: float | None = None
+    name: str = ""
+    """What to call it in a refusal; not secret."""
+
+
+class Book:
+    """Cheap to make: what is asked for is worked out then, and kept."""
+
+    def __init__(self, directory: Directory) -> None:
+        self.empty = not directory.keys
+        """Nobody has a key."""
+        self._keys = {key.digest: key for key in directory.keys}
+        self._projects = {project.id: project for project in directory.projects}
+        self._named: dict[str, list[Project]] = {}
+        for project in directory.projects:
+            self._named.setdefault(project.name, []).append(project)
+        self._organisations = {item.name: item for item in directory.organisations} | {
+            item.id: item for item in directory.organisations
+        }
+        self._users = {user.id: user for user in directory.users}
+        # A new user may have the email of a disabled one.
+        users = sorted(directory.users, key=lambda user: user.disabled_at is None)
+        self._emails = {user.email.lower(): user for user in users}
+        self._entries: dict[bytes, Entry] = {}
+
+    def by_digest(self, digest: bytes) -> Entry | None:
+        """The entry of a key; None when there is no such key. Raises ApiError when it is locked out."""
+        entry = self._entries.get(digest)
+        if entry is None:
+            key = self._keys.get(digest)
+            if key is None:
+                return None
+            entry = self._entries[digest] = self._by_key(key)
+        return entry
+
+    def by_claims(self, claims: Claims) -> Entry:
+        """The entry of a token's bearer. Raises ApiError when there is no place for them here."""
+        organisation = self._organisations.get(claims.organisation)
+        user = self._user(claims, organisation)
+        if user is not None:
+            _check_user(user)
+            home, role, own = user.organisation, user.role, user.project
+        elif organisation is None and claims.organisation:
+            message = f"The token's organisation {claims.organisation[:100]!r} is not known here."
+            raise ApiError(403, "unknown_organisation", message)
+        else:
+            home, role, own = organisation.id if organisation else "", claims.role, None
+        project = self._project(claims.project or own, home, role)
+        caller = _caller(
+            home or (project.organisation if project else ""),
+            project,
+            user=user.id if user else claims.email or claims.subject,
+            role=role,
+        )
+        return Entry(caller, _allow_lists(project.networks) if project else ())
+
+    def _by_key(self, key: Key) -> Entry:
+        if key.user is not None:
+            _check_user(self._users[key.user])
+        project = _checked(self._projects[key.project])
+        caller = _caller(
+            project.organisation,
+            project,
+            key=key.id,
+            user=key.user or "",
+            role=key.role,
+            models=frozenset(key.models) or None,
+        )
+        networks = _allow_lists(key.networks, project.networks)
+        return Entry(caller, networks, key.expires_at, f"The key {key.prefix}...")
+
+    def _user(self, claims: Claims, organisation: Organisation | None) -> User | None:
+        """The user with the subject's id or email, in the organisation that the token names, if any."""
+        user = self._users.get(claims.subject) or self._emails.get(claims.email)
+        if user is None or organisation is None or user.organisation == organisation.id:
+            return user
+        return None
+
+    def _project(self, wanted: str | None, home: str, role: Role) -> Project | None:
+        """The project with this id or name. Raises ApiError 403 when there is none to count requests for."""
+        if not wanted:
+            if role == "caller":
+                message = "The token names no project. Ask for one to be set for you."
+                raise ApiError(403, "no_project", message)
+            return None
+        one = self._projects.get(wanted)
+        named = self._named.get(wanted, []) if one is None else [one]
+        found = [project for project in named if not home or project.organisation == home]
+        if len(found) > 1:  # a new project may have the name of an archived one
+            found = [project for project in found if project.archived_at is None]
+        if len(found) != 1:
+            message = f"The token's project {wanted[:100]!r} is not known here."
+            raise ApiError(403, "unknown_project", message)
+        return _checked(found[0])
+
+
+def _caller(
+    organisation: str,
+    project: Project | None,
+    *,
+    role: Role,
+    user: str,
+    key: str = "",
+    models: frozenset[str] | None = None,
+) -> Caller:
+    if project is None:
+        return Caller(organisation=organisation, user=user, role=role)
+    return Caller(
+        organisation=organisation,
+        project=project.id,
+        key=key,
+        user=user,
+        role=role,
+        tier=TIERS.index(project.tier),
+        weight=project.weight,
+        domain=project.organisation if project.share_cache else project.id,
+        models=models,
+    )
+
+
+def _allow_lists(*lists: tuple[str, ...]) -> tuple[tuple[Network, ...], ...]:
+    return tuple(parse_networks(networks) for networks in lists if networks)
+
+
+def _checked(project: Project) -> Project:
+    if project.archived_at is not None:
+        message = f"The project {project.name!r} is archived. Use a key of another project."
+        raise ApiError(401, "project_archived", message)
+    return project
+
+
+def _check_user(user: User) -> None:
+    if user.disabled_at is not None:
+        message = "This user is disabled. Ask an administrator."
+        raise ApiError(401, "user_disabled", message)

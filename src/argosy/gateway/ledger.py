@@ -1,0 +1,118 @@
+"""Usage of every request that was let in: a row in the local journal from its beginning, in the store after its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+
+import structlog
+
+from argosy.gateway.caller import TIERS
+from argosy.gateway.journey import Journey
+from argosy.policy import PriceList, Rates
+from argosy.protocol import ApiError
+from argosy.store import Directory, Slot, Spool, SpoolFullError, UsageRow
+
+log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
+
+SETTLE_EACH_S = 0.5
+SETTLE_AT_LEAST_EACH_S = 15.0
+"""While the store takes nothing, it is tried ever more rarely, down to this."""
+RETRY_AFTER_S = 5.0
+
+Store = Callable[[list[UsageRow]], object]
+"""Keeps rows; one that it has already, by its request, it passes over. Runs in a worker thread."""
+
+
+class Ledger:
+    """The stage that counts what was delivered, and what it costs."""
+
+    def __init__(self, spool: Spool, clock: Callable[[], float] = time.time) -> None:
+        """`clock` tells seconds since the epoch."""
+        self._spool = spool
+        self._clock = clock
+        self._prices = PriceList()
+        self._open: dict[int, tuple[Slot, Rates]] = {}
+        """By the journey's identity as an object."""
+
+    def update(self, directory: Directory) -> None:
+        """Take over prices; requests that run keep those that they began with."""
+        self._prices = PriceList(directory.prices)
+
+    async def enter(self, journey: Journey) -> None:
+        """Begin its row. Raises ApiError 503 when there is no room for one more."""
+        caller, model = journey.caller, journey.pool.model
+        rates = self._prices.rates(model, TIERS[caller.tier], self._clock())
+        row = UsageRow(
+            request=journey.id,
+            organisation=caller.organisation,
+            project=caller.project,
+            key=caller.key,
+            user=caller.user,
+            model=model,
+            started_at=journey.started_at,
+            ended_at=journey.started_at,
+            status="interrupted",
+        )
+        try:
+            slot = self._spool.begin(row, rates)
+        except SpoolFullError:
+            message = (
+                "Usage cannot be recorded at the moment, so nothing is answered. Try again later."
+            )
+            raise ApiError(503, "ledger_full", message, retry_after_s=RETRY_AFTER_S) from None
+        self._open[id(journey)] = slot, rates
+
+    def counted(self, journey: Journey) -> str | None:
+        """Count what was delivered so far."""
+        told = journey.delivered
+        self._open[id(journey)][0].count(told.prompt_tokens, told.cached_tokens, told.output_tokens)
+        return None
+
+    def leave(self, journey: Journey) -> None:
+        """End its row."""
+        slot, rates = self._open.pop(id(journey))
+        told = journey.delivered
+        counts = told.prompt_tokens, told.cached_tokens, told.output_tokens
+        slot.count(*counts)
+        slot.end(journey.status, journey.route, self._clock())
+        journey.nano_dollars = rates.cost(*counts)
+        journey.card["ledger"] = {
+            "input_tokens": counts[0],
+            "cached_tokens": counts[1],
+            "output_tokens": counts[2],
+            "nano_dollars": journey.nano_dollars,
+            "rates": {
+                "input": rates.input,
+                "cached_input": rates.cached_input,
+                "output": rates.output,
+            },
+        }
+
+
+async def settle_forever(spool: Spool, store: Store, leaving: asyncio.Event) -> None:
+    """Bring what has ended to the store, each half second until `leaving` is set, and once more after that."""
+    pause, failing, last = SETTLE_EACH_S, False, False
+    while not last:
+        last = leaving.is_set()
+        try:
+            await asyncio.to_thread(_settle, spool, store)
+        except Exception as error:  # noqa: BLE001 - whatever the store has, the rows are kept
+            if not failing:
+                log.warning("usage_not_settled", waiting=spool.waiting, reason=str(error))
+            failing, pause = True, min(pause * 2, SETTLE_AT_LEAST_EACH_S)
+        else:
+            if failing:
+                log.info("usage_settled_again")
+            failing, pause = False, SETTLE_EACH_S
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0 if last else pause):
+                await leaving.wait()
+
+
+def _settle(spool: Spool, store: Store) -> None:
+    """Everything that has ended, and what other gateways of the folder left when they died."""
+    spool.recover()
+    spool.drain(store)

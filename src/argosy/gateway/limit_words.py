@@ -1,0 +1,124 @@
+"""What callers are told of their limits: refusals, rate-limit headers, and the arithmetic for explanations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from argosy.policy import Meter, Refusal, Reservation, never, worst
+from argosy.protocol import ApiError
+
+SOON_S = 1.0
+"""When to come back where nobody knows."""
+NANO = 1_000_000_000
+
+_TOKENS = {"tokens", "input_tokens", "output_tokens"}
+_HEADERS = {
+    kind: tuple(f"x-ratelimit-{what}-{kind}".encode() for what in ("limit", "remaining", "reset"))
+    for kind in ("requests", "tokens")
+}
+
+
+def refused(refusals: Sequence[Refusal]) -> ApiError:
+    """The answer to a request that does not fit into these limits."""
+    refusal = worst(refusals)
+    limit, unit = _limit(refusal.meter, refusal.limit), refusal.meter.unit
+    asked, used = _amount(unit, refusal.asked), _amount(unit, refusal.used)
+    if never(refusal):
+        message = (
+            f"This request needs {asked}, and never fits into {limit}. "
+            "Send a shorter prompt, or have the limit raised."
+        )
+        return ApiError(413, "request_too_large", message)
+    wait_s = refusal.wait_s or SOON_S
+    if unit == "nano_dollars":
+        message = (
+            f"There is no room in {limit}: {used} is used, and this request may cost {asked}. "
+            f"Try again in {duration(wait_s)}, or have the budget raised."
+        )
+        return ApiError(429, "insufficient_quota", message, retry_after_s=wait_s)
+    if unit == "concurrency":
+        message = f"There is no room in {limit}: {used} run. Try again when one of them has ended."
+    else:
+        message = (
+            f"There is no room in {limit}: {used} are used, and this request asks for {asked}. "
+            f"Try again in {duration(wait_s)}."
+        )
+    return ApiError(429, "rate_limit_exceeded", message, retry_after_s=wait_s)
+
+
+def unavailable() -> ApiError:
+    """The answer where limits must not be passed, and nobody can say how much is used."""
+    message = (
+        "How much of the limits is used cannot be told at the moment, and this project is set to refuse then. "
+        "Try again shortly."
+    )
+    return ApiError(503, "limits_unavailable", message, retry_after_s=SOON_S)
+
+
+def headers(meters: Sequence[Meter], now: float) -> list[tuple[bytes, bytes]]:
+    """`x-ratelimit-*` of the limits on requests and on tokens that have the least left."""
+    tightest: dict[str, tuple[int, Meter]] = {}
+    for meter in meters:
+        kind = "tokens" if meter.unit in _TOKENS else meter.unit
+        if kind in _HEADERS:
+            left = meter.counter.limit - meter.counter.used
+            if kind not in tightest or left < tightest[kind][0]:
+                tightest[kind] = left, meter
+    told = []
+    for kind, (left, meter) in tightest.items():
+        values = (str(meter.counter.limit), str(max(0, left)), duration(meter.counter.reset_s(now)))
+        told += [(name, value.encode()) for name, value in zip(_HEADERS[kind], values, strict=True)]
+    return told
+
+
+def let_in(reservation: Reservation) -> list[dict[str, Any]]:
+    """The arithmetic of a request that fits."""
+    return [
+        _line(hold.meter, hold.meter.counter.limit, hold.before, hold.units, 0.0)
+        for hold in reservation.holds
+    ]
+
+
+def kept_out(refusals: Sequence[Refusal]) -> list[dict[str, Any]]:
+    """The arithmetic of one that does not: the limits that stand in its way."""
+    return [_line(r.meter, r.limit, r.used, r.asked, r.wait_s) for r in refusals]
+
+
+def _line(meter: Meter, limit: int, used: int, asked: int, wait_s: float) -> dict[str, Any]:
+    return {
+        "owner": meter.owner,
+        "unit": meter.unit,
+        "window": meter.window,
+        "model": meter.model,
+        "limit": limit,
+        "used": used,
+        "asked": asked,
+        "wait_s": None if math.isinf(wait_s) else wait_s,
+    }
+
+
+def duration(seconds: float) -> str:
+    """As OpenAI writes it: 60ms, 1.2s, 1m30s, 2h5m0s. Never less than it is."""
+    if seconds < 1.0:
+        return f"{math.ceil(seconds * 1000)}ms"
+    if seconds < 60.0:
+        return f"{math.ceil(seconds * 10) / 10:g}s"
+    minutes, rest = divmod(math.ceil(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes}m{rest}s" if hours else f"{minutes}m{rest}s"
+
+
+def _limit(meter: Meter, limit: int) -> str:
+    what = "budget" if meter.unit == "nano_dollars" else "limit"
+    span = f" per {meter.window}" if meter.window else " at a time"
+    model = f" for {meter.model!r}" if meter.model else ""
+    return f"the {meter.owner}'s {what} of {_amount(meter.unit, limit)}{span}{model}"
+
+
+def _amount(unit: str, units: int) -> str:
+    if unit == "nano_dollars":
+        return f"${units / NANO:.6g}"
+    noun = "requests" if unit == "concurrency" else unit.replace("_", " ")
+    return f"{units} {noun[:-1] if units == 1 else noun}"

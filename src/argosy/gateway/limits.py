@@ -1,0 +1,310 @@
+"""Limits and budgets in force: held before a request is sent, held further while it streams, settled at its end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import msgspec
+import structlog
+
+from argosy.gateway.ask import DEFAULT_OUTPUT
+from argosy.gateway.caller import TIERS
+from argosy.gateway.journey import Journey
+from argosy.gateway.limit_words import headers, kept_out, let_in, refused, unavailable
+from argosy.policy import (
+    Meter,
+    OutputEstimates,
+    PriceList,
+    Rates,
+    Refusal,
+    Reservation,
+    Use,
+    reserve,
+    running,
+)
+from argosy.store import (
+    Clock,
+    Directory,
+    Limit,
+    OwnerKind,
+    SharedState,
+    UsageSum,
+    Wants,
+    open_shared,
+    steady,
+)
+
+log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
+
+STEP = 32
+"""Output tokens that a stream holds ahead once it has passed what was expected."""
+ROUNDS = 2
+"""How often more room is asked for: others may take it first."""
+MOST_PARTIES = 10_000
+"""Callers whose limits are remembered, by model; they are found again at once."""
+
+
+class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where several gateways share how much of their limits is used."""
+
+    redis: str | None = None
+    """URL of a Redis or Valkey (`redis://`, `rediss://`, `unix://`); by default this gateway is alone."""
+    password_env: str | None = None
+    """Environment variable that holds its password."""
+
+
+def shared_state(config: LimitsConfig) -> SharedState:
+    """The state that the settings ask for. Raises ValueError, saying what to change."""
+    if config.password_env is None:
+        return open_shared(config.redis)
+    password = os.environ.get(config.password_env)
+    if not password:
+        raise ValueError(f"limits: set the environment variable {config.password_env}")
+    return open_shared(config.redis, password)
+
+
+Spent = Callable[[OwnerKind, str, float, str | None], UsageSum]
+"""What an owner used since a moment, of one model or of all: `store.usage.spent`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Party:
+    """All limits that a caller's requests for a model come under."""
+
+    meters: tuple[Meter, ...]
+    trusted: bool
+    """It goes on while nobody can say how much is used."""
+    asker: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class _Held:
+    """What a request holds: enough for so many tokens."""
+
+    party: _Party
+    reservation: Reservation
+    rates: Rates
+    prompt: int
+    output: int
+
+
+class Limits:
+    """The stage that lets in what the caller's limits have room for, and ends what they have no more room for.
+
+    In one gateway a limit is passed by at most the last piece of each stream that it ends. For several gateways,
+    see `argosy.policy.leases`: besides, by what streams get while Redis is asked for more.
+    """
+
+    def __init__(self, state: SharedState, clock: Clock = steady) -> None:
+        """`clock` tells seconds since the epoch, and must be the state's."""
+        self._state = state
+        self._clock = clock
+        self._prices = PriceList()
+        self._estimates = OutputEstimates()
+        self._meters: dict[str, tuple[Limit, Meter]] = {}
+        self._owners: dict[tuple[str, str], list[Meter]] = {}
+        self._closed: frozenset[str] = frozenset()
+        """Projects that refuse while nobody can say how much is used."""
+        self._parties: dict[tuple[str, ...], _Party] = {}
+        self._held: dict[int, _Held] = {}
+        """By the journey's identity as an object."""
+
+    def update(self, directory: Directory) -> None:
+        """Take over limits and prices. What is in use stays in use; requests that run keep theirs."""
+        meters: dict[str, tuple[Limit, Meter]] = {}
+        owners: defaultdict[tuple[str, str], list[Meter]] = defaultdict(list)
+        for limit in directory.limits:
+            try:
+                meter = self._meter(limit)
+            except ValueError as error:
+                log.error("limit_not_in_force", limit=limit.id, reason=str(error))  # noqa: TRY400 - no bug of ours
+                continue
+            meters[limit.id] = limit, meter
+            owners[limit.owner_kind, limit.owner].append(meter)
+        self._meters, self._owners = meters, owners
+        self._prices = PriceList(directory.prices)
+        self._closed = frozenset(p.id for p in directory.projects if p.when_unsure == "closed")
+        self._parties.clear()
+
+    async def seed(self, spent: Spent) -> None:
+        """Count what the ledger has of limits that do not know it yet: call it after each `update`, and each second.
+
+        `spent` runs in a worker thread; what it raises is raised, and the next call asks again. Rows that end while
+        it is asked count twice, those not yet in the ledger not at all.
+        """
+        now = self._clock()
+        new = [
+            (limit, meter, meter.counter.since(now))
+            for limit, meter in self._meters.values()
+            if meter.counter.unknown
+        ]
+        if new:
+            told = await asyncio.to_thread(lambda: [_used(spent, *one, now) for one in new])
+            for (_, meter, _), used in zip(new, told, strict=True):
+                meter.counter.recall(used)
+
+    async def start(self) -> None:
+        """Be ready to share; within seconds, whether or not the shared state can be reached."""
+        await self._state.start()
+
+    async def close(self) -> None:
+        """Give back what is held for later."""
+        await self._state.close()
+
+    # --- the stage -------------------------------------------------------------------------------
+
+    async def enter(self, journey: Journey) -> None:
+        """Hold what the request will likely use. Raises ApiError 413, 429 or 503 when that cannot be."""
+        party = self._party(journey)
+        if not party.meters:
+            return
+        ask, now = journey.ask, self._clock()
+        rates = self._prices.rates(journey.pool.model, TIERS[journey.caller.tier], now)
+        prompt = ask.prompt_tokens
+        expected = self._estimates.expected(party.asker, ask.max_output, DEFAULT_OUTPUT)
+        output = expected * ask.choices
+        likely, least = _use(rates, prompt, 0, output), _use(rates, prompt, 0, 1)
+        found = reserve(party.meters, likely, least, now)
+        answered = True
+        if isinstance(found, list):
+            found, answered = await self._reserve(party, likely, least, found)
+        journey.headers += headers(party.meters, now)
+        if isinstance(found, list):
+            journey.card["limits"] = kept_out(found)
+            raise refused(found) if answered or party.trusted else unavailable()
+        journey.card["limits"] = let_in(found)
+        enough = output if found.covers(likely) else 0
+        self._held[id(journey)] = _Held(party, found, rates, prompt, enough)
+
+    def counted(self, journey: Journey) -> str | None:
+        """Hold more when what was delivered passes what is held."""
+        held = self._held.get(id(journey))
+        told = journey.delivered
+        if held is None or (
+            told.output_tokens <= held.output and told.prompt_tokens <= held.prompt
+        ):
+            return None
+        return self._extend(held, told.prompt_tokens, told.cached_tokens, told.output_tokens)
+
+    def leave(self, journey: Journey) -> None:
+        """Give back what was not used; of a request that got nothing because of us, all."""
+        held = self._held.pop(id(journey), None)
+        if held is None:
+            return
+        told, now = journey.delivered, self._clock()
+        if not told.output_tokens and journey.status == "failed":
+            held.reservation.settle(Use(), now)
+            return
+        prompt = told.prompt_tokens
+        if not prompt and told.output_tokens:
+            prompt = held.prompt  # nobody said
+        use = _use(held.rates, prompt, told.cached_tokens, told.output_tokens)
+        held.reservation.settle(use, now)
+        if journey.status == "completed":
+            length = told.output_tokens // journey.ask.choices
+            self._estimates.learn(held.party.asker, length, DEFAULT_OUTPUT)
+
+    # --- in parts --------------------------------------------------------------------------------
+
+    async def _reserve(
+        self, party: _Party, likely: Use, least: Use, refusals: list[Refusal]
+    ) -> tuple[Reservation | list[Refusal], bool]:
+        """Ask for more room and try again; whether anybody could say how much there is."""
+        for _ in range(ROUNDS):
+            answered = await self._state.obtain(_wants((r.meter, r.asked) for r in refusals))
+            now = self._clock()
+            found = reserve(party.meters, likely, least, now)
+            if not isinstance(found, list):
+                return found, True
+            refusals = found
+            if not answered:
+                break
+        else:
+            return refusals, True
+        wants = _wants((r.meter, r.asked) for r in refusals)
+        if party.trusted and self._state.trust(wants, now):
+            return reserve(party.meters, likely, least, now), False
+        return refusals, False
+
+    def _extend(self, held: _Held, prompt: int, cached: int, output: int) -> str | None:
+        now = self._clock()
+        prompt = prompt or held.prompt
+        for enough in (output + STEP, output):
+            use = _use(held.rates, prompt, cached, enough)
+            if held.reservation.extend(use, now) is None:
+                held.prompt, held.output = prompt, enough
+                return None
+        wants = _wants(held.reservation.lacking(use))
+        if not self._state.lend(wants, now) and held.party.trusted:
+            self._state.trust(wants, now)
+        refusal = held.reservation.extend(use, now)
+        if refusal is None:
+            held.prompt, held.output = prompt, output
+            return None
+        held.reservation.count(use, now)
+        return "budget" if refusal.meter.unit == "nano_dollars" else "limit"
+
+    def _meter(self, limit: Limit) -> Meter:
+        """The limit's meter: the one that it has, unless something else is to be counted."""
+        known, meter = self._meters.get(limit.id, (None, None))
+        if (
+            known is None
+            or meter is None
+            or msgspec.structs.replace(known, amount=0)
+            != (msgspec.structs.replace(limit, amount=0))
+        ):
+            counter = self._state.counter(limit)
+            return Meter(limit.owner_kind, limit.unit, limit.window or "", limit.model, counter)
+        meter.counter.limit = limit.amount
+        return meter
+
+    def _party(self, journey: Journey) -> _Party:
+        caller, model, asked = journey.caller, journey.pool.model, journey.ask.model
+        name = (caller.key, caller.user, caller.project, caller.organisation, model, asked)
+        party = self._parties.get(name)
+        if party is None:
+            if len(self._parties) >= MOST_PARTIES:
+                self._parties.clear()
+            owners = (
+                ("key", caller.key),
+                ("user", caller.user),
+                ("project", caller.project),
+                ("organisation", caller.organisation),
+            )
+            meters = tuple(
+                meter
+                for owner in owners
+                for meter in self._owners.get(owner, ())
+                if meter.model in {None, model, asked}
+            )
+            asker = (caller.key or caller.user or caller.project, model)
+            party = _Party(meters, caller.project not in self._closed, asker)
+            self._parties[name] = party
+        return party
+
+
+def _use(rates: Rates, prompt: int, cached: int, output: int) -> Use:
+    return running(prompt, output, rates.cost(prompt, cached, output))
+
+
+def _wants(lacking: Iterable[tuple[Meter, int]]) -> Wants:
+    return [(meter.counter, units) for meter, units in lacking]
+
+
+def _used(
+    spent: Spent, limit: Limit, meter: Meter, since: Sequence[float], now: float
+) -> list[tuple[float, int]]:
+    """What was used between each of the moments and the next, as of the next."""
+    sums = []
+    for moment in since:
+        told = spent(limit.owner_kind, limit.owner, moment, limit.model)
+        tokens = told.input_tokens + told.output_tokens
+        use = Use(told.requests, tokens, told.input_tokens, told.output_tokens, told.nano_dollars)
+        sums.append(use[meter.index])
+    parts = [max(0, more - less) for more, less in pairwise([*sums, 0])]
+    return list(zip([*since[1:], now], parts, strict=True))

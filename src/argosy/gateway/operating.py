@@ -1,0 +1,70 @@
+"""What those who run a gateway ask it: its metrics, and whether it can answer for every model."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from argosy.gateway.caller import Caller
+from argosy.gateway.identity import check_role
+from argosy.gateway.models import Models
+from argosy.gateway.replicas import Pool, Replica
+from argosy.protocol import ApiError, Status
+from argosy.telemetry import (
+    CONTENT_TYPE,
+    GatewayMetrics,
+    GatewayReading,
+    ReplicaReading,
+    ReplicaState,
+)
+from argosy.web import Exchange
+
+RETRY_AFTER_S = 1.0
+_encode = msgspec.json.Encoder().encode
+
+
+class Operating:
+    """The handlers. `read` tells what is counted elsewhere: requests that run, that wait, and rows to settle."""
+
+    def __init__(
+        self, models: Models, metrics: GatewayMetrics, read: Callable[[], GatewayReading]
+    ) -> None:
+        self._models = models
+        self._metrics = metrics
+        self._read = read
+
+    async def metrics(self, exchange: Exchange, caller: Caller) -> None:
+        """`GET /metrics`: they name tenants, so those who only ask models do not get them."""
+        check_role(caller, "viewer")
+        shown = await asyncio.to_thread(self._metrics.exposition, self._read())
+        await exchange.answer(200, shown, CONTENT_TYPE)
+
+    async def ready(self, exchange: Exchange, caller: Caller) -> None:
+        """`GET /ready`: 503 while there is a model that no replica can answer for."""
+        del caller
+        lacking = [pool.model for pool in self._models.pools if not pool.alive()]
+        if lacking:
+            message = f"No replica takes requests for {', '.join(lacking)}. Start one, or wait."
+            raise ApiError(503, "no_replica", message, retry_after_s=RETRY_AFTER_S)
+        await exchange.answer(200, _encode(Status(status="ready")))
+
+
+def read_replicas(pools: list[Pool]) -> list[ReplicaReading]:
+    """All replicas as they are now."""
+    now = time.monotonic()
+    return [
+        ReplicaReading(pool.model, replica.name, _state(replica, now), replica.load.in_flight)
+        for pool in pools
+        for replica in pool.replicas.values()
+    ]
+
+
+def _state(replica: Replica, now: float) -> ReplicaState:
+    if not replica.breaker.closed:
+        return "open"
+    if not replica.taking:
+        return "away"
+    return "cooling" if replica.breaker.cooling(now) else "ready"

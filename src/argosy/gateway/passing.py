@@ -1,0 +1,80 @@
+"""Requests that generate nothing: passed to a replica that can answer, as they came but for the model's name."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable
+
+import msgspec
+from msgspec import Raw
+
+from argosy.gateway.attempt import Attempt
+from argosy.gateway.caller import Caller
+from argosy.gateway.dispatch import unavailable
+from argosy.gateway.models import Models
+from argosy.gateway.replicas import Pool, Replica
+from argosy.gateway.upstream import UpstreamError
+from argosy.policy import Outcome, classify
+from argosy.protocol import parse
+from argosy.web import JSON, Exchange
+
+TIMEOUT_S = 30.0
+
+
+class Passing:
+    """The handlers of what a replica's own HTTP server answers without its engine."""
+
+    def __init__(self, models: Models) -> None:
+        self._models = models
+
+    async def text(self, exchange: Exchange, caller: Caller) -> None:
+        """`POST /tokenize` and `POST /detokenize`."""
+        fields = parse(dict[str, Raw], await exchange.body())
+        named = fields.get("model", Raw(b"null"))
+        name = msgspec.json.decode(named)
+        models = self._models
+        pool = models.pool(name, caller) if isinstance(name, str) else models.only(caller)
+        for replica in _by_load(pool):
+            told = fields | {"model": Raw(msgspec.json.encode(replica.model))}
+            if await _passed(exchange, replica, msgspec.json.encode(told)):
+                return
+        raise unavailable(pool)
+
+    async def document(self, exchange: Exchange, caller: Caller) -> None:
+        """`GET /openapi.json`: that of a replica of ours, whose API is the gateway's."""
+        del caller
+        for pool in self._models.pools:
+            for replica in _by_load(pool):
+                if replica.kind == "argosy" and await _passed(exchange, replica, b""):
+                    return
+        raise unavailable(self._models.pools[0])
+
+
+def _by_load(pool: Pool) -> Iterable[Replica]:
+    """The replicas that may be used, the least busy first."""
+    alive = [pool.replicas[name] for name in pool.alive()]
+    return sorted(alive, key=lambda replica: replica.load.in_flight)
+
+
+async def _passed(exchange: Exchange, replica: Replica, body: bytes) -> bool:
+    """Whether the replica had an answer, which has then been passed on."""
+    headers = [(b"content-type", JSON), (b"x-request-id", exchange.request_id.encode())]
+    upstream, attempt = replica.upstream, Attempt(time.monotonic)
+    request = upstream.request(exchange.method.encode(), exchange.path.encode(), body, headers)
+    outcome = Outcome.FAILURE
+    replica.sent(0)
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            await attempt.send(upstream, request)
+            status, content = await attempt.head, await attempt.whole()
+        outcome = classify(status)
+    except (UpstreamError, TimeoutError):
+        return False
+    finally:
+        attempt.abandon("nobody waits for it")
+        replica.ended(outcome, time.monotonic())
+    if outcome is not Outcome.SUCCESS:
+        return False
+    await exchange.answer(status, content, attempt.headers.get(b"content-type", JSON))
+    return True

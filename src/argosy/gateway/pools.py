@@ -1,0 +1,47 @@
+"""From the configuration to the models that are served: their pools, their replicas, the connections to those."""
+
+from __future__ import annotations
+
+from argosy.gateway.config import GatewayConfig, ModelConfig, Timeouts, headers_of
+from argosy.gateway.models import Models
+from argosy.gateway.replicas import Pool, Replica
+from argosy.gateway.upstream import Upstream
+from argosy.gateway.upstream_tls import client_context
+from argosy.policy import CHOOSERS
+from argosy.protocol import parse_endpoint
+
+
+def build_models(config: GatewayConfig) -> Models:
+    """All models, by all their names. Raises ValueError, saying what to change."""
+    pools = [_pool(model, config.timeouts) for model in config.models]
+    return Models(
+        {
+            name: pool
+            for model, pool in zip(config.models, pools, strict=True)
+            for name in (model.name, *model.aliases)
+        }
+    )
+
+
+def _pool(model: ModelConfig, timeouts: Timeouts) -> Pool:
+    replicas = []
+    for wanted in model.replicas:
+        endpoint = parse_endpoint(wanted.url)
+        upstream = Upstream(
+            endpoint,
+            headers=headers_of(wanted),
+            connect_timeout_s=timeouts.connect_s,
+            tls=client_context(wanted.tls) if endpoint.tls else None,
+            server_name=wanted.tls.server_name,
+        )
+        replica = Replica(
+            wanted.url,
+            wanted.kind,
+            wanted.model or model.name,
+            upstream,
+            most=wanted.max_requests,
+            carry=wanted.carry,
+            stream_usage=wanted.stream_usage,
+        )
+        replicas.append(replica)
+    return Pool(model.name, replicas, CHOOSERS[model.routing](), model.routing)

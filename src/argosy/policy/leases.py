@@ -1,0 +1,426 @@
+"""A gateway's part of a limit that many gateways share: what it was granted for a while, and what it owes.
+
+The authority (Redis) counts what it grants. A grant may be used for `lease_s`, so the authority counts it for the
+window and that time besides: in no interval of the window's length is more used than the limit. What
+was not used is given back. A gateway counts its grants from when it asked, by its own clock; nobody compares
+clocks. Of what a gateway says, all is said once: whoever carries an `Ask` repeats it until it is answered.
+
+What is used without a grant (a stream goes on while more is asked for; the authority is down and the caller's project
+goes on) is lent: counted here, and told as owed with the next ask. While the authority is down, a gateway lends until
+what it used itself is the limit divided by the gateways that were seen last, rounded up. So whatever happens, no window
+holds more than twice the limit (and those fractions), and one in which the authority was down throughout not more than
+the limit once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from argosy.policy.windows import SHORT_S, SLOTS, Concurrency, Counter, Period, Window, period
+
+LEASE_S = 2.0
+"""Most that a grant is good for; of a window, a tenth of it at most."""
+DRY_S = 0.05
+"""How long nothing is asked for after the authority had too little."""
+LARGEST = 2**53 - 1
+"""The authority counts in floating point."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What a gateway tells of one limit, and asks of it."""
+
+    kind: Literal["window", "period", "slots"]
+    limit: int
+    seconds: float
+    """A window's length."""
+    lease_s: float
+    keep_s: float
+    """How long what is told now may matter."""
+    slot: int
+    """When a period began."""
+    need: int
+    ahead: int
+    """More that would be good to have, where there is plenty."""
+    used: int
+    """Without a grant; of slots, those that are kept."""
+    back: tuple[tuple[int, int], ...]
+    """Slot and units that were granted there, and not used."""
+    seeds: tuple[tuple[float, int], ...] | None
+    """Used before anybody counted: how long ago, in seconds, and units. None: nobody has looked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What the authority says to an ask."""
+
+    granted: int
+    slot: int
+    used: int
+    """By all gateways, all grants included."""
+    wait_s: float
+    """Until what was needed and not granted may be there; 0: nobody knows."""
+    reset_s: float
+    known: bool
+    """Whether what was used before has been told, by whomever."""
+
+
+@dataclass(slots=True)
+class _Granted:
+    slot: int
+    left: int
+    until: float
+
+
+class Shared(Counter, Protocol):
+    """A counter whose room comes from an authority, or is lent."""
+
+    dry_until: float
+    """Nothing is worth asking for before."""
+
+    @property
+    def name(self) -> str:
+        """Of what is counted, at the authority."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether the authority need not hear of it again, as of the last ask."""
+
+    def due(self, now: float) -> bool:
+        """Whether it is time to ask, though nobody waits."""
+
+    def want(self, units: int) -> None:
+        """Somebody needs so much."""
+
+    def lend(self, units: int, now: float) -> None:
+        """Have room for `units` at this very moment, granted or not."""
+
+    def affords(self, units: int, gateways: int, now: float) -> bool:
+        """Whether `units` are within an even share of the limit."""
+
+    def ask(self, now: float) -> Ask:
+        """What to tell and to ask; it will be repeated until `answer` is called."""
+
+    def answer(self, ask: Ask, grant: Grant, asked_at: float, now: float) -> None:
+        """What the authority said to what was asked first at `asked_at`."""
+
+
+class Lease:
+    """Of a limit over a window or a period of the calendar."""
+
+    def __init__(self, name: str, own: Window | Period) -> None:
+        self._name = name
+        self._own = own
+        self.unknown = own.unknown
+        self.dry_until = -math.inf
+        self._seconds = own.seconds if isinstance(own, Window) else 0.0
+        self._lease_s = min(LEASE_S, self._seconds / 10 or LEASE_S)
+        self._grants: deque[_Granted] = deque()
+        self._left = 0
+        self._starts, self._ends = 0.0, (math.inf if self._seconds else -math.inf)
+        self._credit, self._credit_at = 0, -math.inf
+        self._need = self._spent = self._pace = 0
+        self._owed: dict[int, int] = {}
+        """Own slot -> units used without a grant."""
+        self._origins: dict[int, int] = {}
+        """Own slot -> the earliest slot of grants that were used in it."""
+        self._back: dict[int, int] = {}
+        self._seeds: list[tuple[float, int]] | None = None
+        self._renew_at = math.inf
+        self._told = Grant(0, 0, 0, 0.0, 0.0, known=True)
+        self._told_at = -math.inf
+
+    @property
+    def name(self) -> str:
+        """See `Shared`."""
+        return self._name if self._seconds else f"{self._name}:{self._starts:.0f}"
+
+    @property
+    def limit(self) -> int:
+        """See `Counter`."""
+        return self._own.limit
+
+    @limit.setter
+    def limit(self, limit: int) -> None:
+        self._own.limit = limit
+
+    @property
+    def used(self) -> int:
+        """See `Counter`: by all gateways, as far as is known."""
+        return max(self._told.used - self._left, self._own.used)
+
+    @property
+    def idle(self) -> bool:
+        """See `Shared`."""
+        return not (self._grants or self._back or self._owed or self._need or self._spent)
+
+    def room(self, now: float) -> int:
+        """See `Counter`."""
+        self._expire(now)
+        return self._left + self._credit if now == self._credit_at else self._left
+
+    def add(self, units: int, now: float) -> int:
+        """See `Counter`; the slot is our own."""
+        self._expire(now)
+        own = self._own.add(units, now)
+        rest, slot = units, None
+        for grant in self._grants:
+            taken = min(grant.left, rest)
+            if taken:
+                grant.left -= taken
+                rest -= taken
+                slot = grant.slot if slot is None else slot
+        self._left -= units - rest
+        self._spent += units
+        if rest:
+            self._owed[own] = self._owed.get(own, 0) + rest
+            self._credit = max(0, self._credit - rest)
+        if slot is not None:
+            self._origins.setdefault(own, slot)
+        return own
+
+    def correct(self, slot: int, units: int, now: float) -> bool:
+        """See `Counter`. The authority is told the slot where it counts, or an earlier one: never a later one."""
+        self._expire(now)
+        if not self._own.correct(slot, units, now):
+            return False
+        owed = self._owed.get(slot, 0)
+        if owed and slot not in self._origins:
+            self._owed[slot] = max(0, owed + units)
+        elif slot in self._origins:
+            origin = self._origins[slot]
+            self._back[origin] = self._back.get(origin, 0) - units
+            self.dry_until = -math.inf  # there is this again
+        return True
+
+    def wait_s(self, units: int, now: float) -> float:
+        """See `Counter`."""
+        if units <= self.room(now):
+            return 0.0
+        if units > self.limit:
+            return math.inf
+        if not self._seconds:
+            return self._ends - now
+        return max(0.0, self._told.wait_s - (now - self._told_at))
+
+    def reset_s(self, now: float) -> float:
+        """See `Counter`."""
+        self._expire(now)
+        if not self._seconds:
+            return self._ends - now if self.used else 0.0
+        return max(0.0, self._told.reset_s - (now - self._told_at), self._own.reset_s(now))
+
+    def since(self, now: float) -> tuple[float, ...]:
+        """See `Counter`."""
+        return self._own.since(now)
+
+    def recall(self, used: Iterable[tuple[float, int]]) -> None:
+        """See `Counter`: the authority is told with the next ask; it listens to the first that tells."""
+        self.unknown = False
+        self._seeds = list(used)
+
+    def due(self, now: float) -> bool:
+        """See `Shared`."""
+        self._expire(now)
+        return now >= self._renew_at or bool(self._back or self._owed)
+
+    def want(self, units: int) -> None:
+        """See `Shared`."""
+        self._need += units
+
+    def lend(self, units: int, now: float) -> None:
+        """See `Shared`."""
+        self._credit, self._credit_at = units, now
+
+    def affords(self, units: int, gateways: int, now: float) -> bool:
+        """See `Shared`."""
+        self._own.room(now)
+        return self._own.used + units <= -(-self.limit // gateways)
+
+    def ask(self, now: float) -> Ask:
+        """See `Shared`."""
+        self._expire(now)
+        need = self._need
+        self._pace = max(self._spent, self._pace // 2)
+        ahead = max(0, max(self._pace, need) - self._left)
+        if not self._spent and not need:
+            ahead = 0
+            while self._grants:
+                self._return(self._grants.popleft())
+        seeds = self._seeds
+        width = self._seconds / SLOTS
+        ask = Ask(
+            kind="window" if self._seconds else "period",
+            limit=min(self.limit, LARGEST),
+            seconds=self._seconds,
+            lease_s=self._lease_s,
+            keep_s=(self._seconds or self._ends - now) + self._lease_s + width + 1.0,
+            slot=int(self._starts),
+            need=need,
+            ahead=ahead,
+            used=sum(self._owed.values()),
+            back=tuple(self._back.items()),
+            seeds=None if seeds is None else tuple((now - at, units) for at, units in seeds),
+        )
+        self._need = self._spent = 0
+        self._owed, self._back, self._seeds = {}, {}, None
+        self._renew_at = now + self._lease_s / 2 if self._grants else math.inf
+        if self._seconds:
+            oldest = int(now // width) - SLOTS
+            self._origins = {own: at for own, at in self._origins.items() if own >= oldest}
+        return ask
+
+    def answer(self, ask: Ask, grant: Grant, asked_at: float, now: float) -> None:
+        """See `Shared`."""
+        self._expire(now)
+        if ask.slot != int(self._starts):
+            return  # of a period that is over
+        if grant.granted:
+            until = min(asked_at + self._lease_s, self._ends)
+            self._grants.append(_Granted(grant.slot, grant.granted, until))
+            self._left += grant.granted
+            self._renew_at = min(self._renew_at, asked_at + self._lease_s / 2)
+        self._told, self._told_at = grant, now
+        if grant.granted < ask.need:
+            self.dry_until = now + DRY_S
+        if not grant.known and self._seeds is None:
+            self.unknown = self._seconds == 0.0 or self._seconds > SHORT_S
+
+    def _expire(self, now: float) -> None:
+        if now >= self._ends:
+            self._turn(now)
+        while self._grants and now >= self._grants[0].until:
+            self._return(self._grants.popleft())
+
+    def _return(self, grant: _Granted) -> None:
+        if grant.left:
+            self._back[grant.slot] = self._back.get(grant.slot, 0) + grant.left
+            self._left -= grant.left
+
+    def _turn(self, now: float) -> None:
+        """A new period: nothing of the old one matters."""
+        if isinstance(self._own, Period):
+            self._starts, self._ends = period(self._own.calendar, now)
+        self._grants.clear()
+        self._left = self._spent = self._pace = 0
+        self._owed, self._origins, self._back, self._seeds = {}, {}, {}, None
+        self._told = Grant(0, 0, 0, 0.0, 0.0, known=True)
+
+
+class SlotLease:
+    """Of a limit on how much may run at a time. The authority forgets a gateway that is silent for `alive_s`."""
+
+    def __init__(self, name: str, own: Concurrency, alive_s: float) -> None:
+        self.name = name
+        self._own = own
+        self._alive_s = alive_s
+        self.unknown = False
+        self.dry_until = -math.inf
+        self._allowed = 0
+        self._until = -math.inf
+        self._credit_at = -math.inf
+        self._need = 0
+        self._touched = False
+        self._told_at = -math.inf
+        self._others = 0
+
+    @property
+    def limit(self) -> int:
+        """See `Counter`."""
+        return self._own.limit
+
+    @limit.setter
+    def limit(self, limit: int) -> None:
+        self._own.limit = limit
+
+    @property
+    def used(self) -> int:
+        """See `Counter`: by all gateways, as far as is known."""
+        return self._others + self._own.used
+
+    @property
+    def idle(self) -> bool:
+        """See `Shared`."""
+        return not (self._allowed or self._own.used or self._need or self._touched)
+
+    def room(self, now: float) -> int:
+        """See `Counter`."""
+        if now == self._credit_at:
+            return 1
+        return self._allowed - self._own.used if now < self._until else 0
+
+    def add(self, units: int, now: float) -> int:
+        """See `Counter`."""
+        self._touched = True
+        self._credit_at = -math.inf
+        return self._own.add(units, now)
+
+    def correct(self, slot: int, units: int, now: float) -> bool:
+        """See `Counter`."""
+        return self._own.correct(slot, units, now)
+
+    def wait_s(self, units: int, now: float) -> float:
+        """See `Counter`."""
+        return self._own.wait_s(units, now)
+
+    def reset_s(self, now: float) -> float:
+        """See `Counter`."""
+        return self._own.reset_s(now)
+
+    def since(self, now: float) -> tuple[float, ...]:
+        """See `Counter`."""
+        return self._own.since(now)
+
+    def recall(self, used: Iterable[tuple[float, int]]) -> None:
+        """See `Counter`."""
+
+    def due(self, now: float) -> bool:
+        """See `Shared`: often enough not to be forgotten."""
+        return now >= self._told_at + self._alive_s / 5
+
+    def want(self, units: int) -> None:
+        """See `Shared`."""
+        self._need += units
+
+    def lend(self, units: int, now: float) -> None:  # noqa: ARG002 - it is one each time
+        """See `Shared`."""
+        self._credit_at = now
+
+    def affords(self, units: int, gateways: int, now: float) -> bool:  # noqa: ARG002 - see `Shared`
+        """See `Shared`."""
+        return self._own.used + units <= -(-self.limit // gateways)
+
+    def ask(self, now: float) -> Ask:
+        """See `Shared`. What is not kept is not used from now on, whatever the answer."""
+        used = self._own.used
+        spare = used // 4 + 1 if self._touched or self._need or used else 0
+        allowed = self._allowed if now < self._until else 0
+        self._allowed = max(used, min(allowed, used + spare))
+        ask = Ask(
+            kind="slots",
+            limit=min(self.limit, LARGEST),
+            seconds=0.0,
+            lease_s=0.0,
+            keep_s=self._alive_s * 2,
+            slot=0,
+            need=self._need,
+            ahead=used + spare - self._allowed,
+            used=self._allowed,
+            back=(),
+            seeds=None,
+        )
+        self._need, self._touched = 0, False
+        return ask
+
+    def answer(self, ask: Ask, grant: Grant, asked_at: float, now: float) -> None:
+        """See `Shared`."""
+        self._allowed = ask.used + grant.granted
+        self._others = grant.used - self._allowed
+        self._until = asked_at + self._alive_s
+        self._told_at = now
+        if grant.granted < ask.need:
+            self.dry_until = now + DRY_S

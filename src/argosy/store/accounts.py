@@ -1,0 +1,357 @@
+"""Accounts: organisations, projects, users, keys, limits and prices, and every way to change them.
+
+Each change is one transaction, with its entries in the audit log and a new version of the directory. A
+NotFoundError says that an id is unknown, a ConflictError that what there is stands in the way, and any other
+ValueError which field is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from argosy.store.changes import Change, changing, find, get
+from argosy.store.database import Database
+from argosy.store.keys import create_key, new_id, rotate_key
+from argosy.store.records import (
+    Key,
+    Limit,
+    Organisation,
+    OwnerKind,
+    Price,
+    Project,
+    Role,
+    Tier,
+    Unit,
+    Unsure,
+    User,
+    Window,
+)
+from argosy.store.rules import R
+
+_OWNERS: dict[OwnerKind, type[Organisation | Project | User | Key]] = {
+    "organisation": Organisation,
+    "project": Project,
+    "user": User,
+    "key": Key,
+}
+
+
+class Accounts:
+    """Reads and changes accounts. `actor` says who makes a change, for the audit log.
+
+    What has been ended (archived, disabled, revoked) is kept, and listed, but cannot be changed any more.
+    Lists are oldest first. To end something twice does nothing.
+    """
+
+    def __init__(self, database: Database, clock: Callable[[], float]) -> None:
+        self._database = database
+        self._clock = clock
+
+    def first_run(self, *, actor: str) -> tuple[Key, str] | None:
+        """An organisation and a project named "default" and an admin's key, if there is nothing yet; else None."""
+        with self._change(actor) as change:
+            if change.find(Organisation):
+                return None
+            organisation = change.create(_organisation("default", change.now))
+            project = change.create(
+                Project(
+                    id=new_id("proj"),
+                    organisation=organisation.id,
+                    name="default",
+                    created_at=change.now,
+                )
+            )
+            return create_key(change, project=project.id, name="admin", role="admin")
+
+    # --- organisations ---------------------------------------------------------------------------
+
+    def create_organisation(self, name: str, *, actor: str) -> Organisation:
+        """A new organisation."""
+        with self._change(actor) as change:
+            return change.create(_organisation(name, change.now))
+
+    def get_organisation(self, organisation: str) -> Organisation:
+        """The one with this id."""
+        return self._get(Organisation, organisation)
+
+    def list_organisations(self) -> list[Organisation]:
+        """All of them."""
+        return self._find(Organisation)
+
+    def change_organisation(self, organisation: str, *, name: str, actor: str) -> Organisation:
+        """Give it another name."""
+        with self._change(actor) as change:
+            return change.change(change.get_living(Organisation, organisation), "change", name=name)
+
+    def archive_organisation(self, organisation: str, *, actor: str) -> Organisation:
+        """End it, with all its projects and users."""
+        with self._change(actor) as change:
+            for project in change.find(Project, organisation=organisation, archived_at=None):
+                change.change(project, "archive", archived_at=change.now)
+            for user in change.find(User, organisation=organisation, disabled_at=None):
+                change.change(user, "disable", disabled_at=change.now)
+            ended = change.get(Organisation, organisation)
+            return change.change(ended, "archive", archived_at=ended.archived_at or change.now)
+
+    # --- projects --------------------------------------------------------------------------------
+
+    def create_project(
+        self,
+        organisation: str,
+        name: str,
+        *,
+        tier: Tier = "standard",
+        weight: float = 1.0,
+        share_cache: bool = False,
+        when_unsure: Unsure = "open",
+        networks: Sequence[str] = (),
+        actor: str,
+    ) -> Project:
+        """A new project of the organisation with this id."""
+        with self._change(actor) as change:
+            return change.create(
+                Project(
+                    id=new_id("proj"),
+                    organisation=change.get_living(Organisation, organisation).id,
+                    name=name,
+                    tier=tier,
+                    weight=weight,
+                    share_cache=share_cache,
+                    when_unsure=when_unsure,
+                    networks=tuple(networks),
+                    created_at=change.now,
+                )
+            )
+
+    def get_project(self, project: str) -> Project:
+        """The one with this id."""
+        return self._get(Project, project)
+
+    def list_projects(self, organisation: str | None = None) -> list[Project]:
+        """Those of the organisation with this id, or all."""
+        return self._find(Project, organisation=organisation)
+
+    def change_project(
+        self,
+        project: str,
+        *,
+        name: str | UnsetType = UNSET,
+        tier: Tier | UnsetType = UNSET,
+        weight: float | UnsetType = UNSET,
+        share_cache: bool | UnsetType = UNSET,
+        when_unsure: Unsure | UnsetType = UNSET,
+        networks: Sequence[str] | UnsetType = UNSET,
+        actor: str,
+    ) -> Project:
+        """Change what is given."""
+        with self._change(actor) as change:
+            return change.change(
+                change.get_living(Project, project),
+                "change",
+                name=name,
+                tier=tier,
+                weight=weight,
+                share_cache=share_cache,
+                when_unsure=when_unsure,
+                networks=networks if networks is UNSET else tuple(networks),
+            )
+
+    def archive_project(self, project: str, *, actor: str) -> Project:
+        """End it: its keys are refused from now on."""
+        with self._change(actor) as change:
+            ended = change.get(Project, project)
+            return change.change(ended, "archive", archived_at=ended.archived_at or change.now)
+
+    # --- users -----------------------------------------------------------------------------------
+
+    def create_user(
+        self,
+        organisation: str,
+        email: str,
+        *,
+        role: Role = "caller",
+        project: str | None = None,
+        actor: str,
+    ) -> User:
+        """A new user of the organisation with this id."""
+        with self._change(actor) as change:
+            change.get_living(Organisation, organisation)
+            change.check_organisation(organisation, Project, project)
+            return change.create(
+                User(
+                    id=new_id("user"),
+                    organisation=organisation,
+                    email=email,
+                    role=role,
+                    project=project,
+                    created_at=change.now,
+                )
+            )
+
+    def get_user(self, user: str) -> User:
+        """The one with this id."""
+        return self._get(User, user)
+
+    def list_users(self, organisation: str | None = None) -> list[User]:
+        """Those of the organisation with this id, or all."""
+        return self._find(User, organisation=organisation)
+
+    def change_user(
+        self,
+        user: str,
+        *,
+        email: str | UnsetType = UNSET,
+        role: Role | UnsetType = UNSET,
+        project: str | UnsetType | None = UNSET,
+        actor: str,
+    ) -> User:
+        """Change what is given."""
+        with self._change(actor) as change:
+            before = change.get_living(User, user)
+            if project is not UNSET:
+                change.check_organisation(before.organisation, Project, project)
+            return change.change(before, "change", email=email, role=role, project=project)
+
+    def disable_user(self, user: str, *, actor: str) -> User:
+        """End it: the user may not sign in any more, and their keys are refused."""
+        with self._change(actor) as change:
+            ended = change.get(User, user)
+            return change.change(ended, "disable", disabled_at=ended.disabled_at or change.now)
+
+    # --- keys ------------------------------------------------------------------------------------
+
+    def create_key(
+        self,
+        project: str,
+        name: str,
+        *,
+        user: str | None = None,
+        role: Role = "caller",
+        models: Sequence[str] = (),
+        networks: Sequence[str] = (),
+        expires_at: float | None = None,
+        actor: str,
+    ) -> tuple[Key, str]:
+        """A new key of the project with this id, and the plain key, which cannot be told again."""
+        with self._change(actor) as change:
+            return create_key(
+                change,
+                project=project,
+                name=name,
+                user=user,
+                role=role,
+                models=tuple(models),
+                networks=tuple(networks),
+                expires_at=expires_at,
+            )
+
+    def get_key(self, key: str) -> Key:
+        """The one with this id."""
+        return self._get(Key, key)
+
+    def list_keys(self, project: str | None = None) -> list[Key]:
+        """Those of the project with this id, or all."""
+        return self._find(Key, project=project)
+
+    def rotate_key(self, key: str, overlap_s: float, *, actor: str) -> tuple[Key, str]:
+        """A key in place of this one, and the plain key. The old one works for `overlap_s` more, at most.
+
+        The new one lives as long as the old one was to live.
+        """
+        if not 0 <= overlap_s < float("inf"):
+            raise ValueError("An overlap takes 0 seconds or more.")
+        with self._change(actor) as change:
+            return rotate_key(change, change.get(Key, key), overlap_s)
+
+    def revoke_key(self, key: str, *, actor: str) -> Key:
+        """End it at once."""
+        with self._change(actor) as change:
+            ended = change.get(Key, key)
+            return change.change(ended, "revoke", revoked_at=ended.revoked_at or change.now)
+
+    # --- limits and prices -----------------------------------------------------------------------
+
+    def set_limit(
+        self,
+        owner_kind: OwnerKind,
+        owner: str,
+        unit: Unit,
+        amount: int,
+        *,
+        window: Window | None = None,
+        model: str | None = None,
+        actor: str,
+    ) -> Limit:
+        """A limit of the owner with this id, in place of the one it has for the same unit, window and model."""
+        if (window is None) != (unit == "concurrency"):
+            raise ValueError("A limit has a window, such as minute; only concurrency has none.")
+        if owner_kind not in _OWNERS:
+            raise ValueError(f"The owner of a limit is one of {', '.join(_OWNERS)}.")
+        with self._change(actor) as change:
+            change.get_living(_OWNERS[owner_kind], owner)
+            same = change.find(
+                Limit, owner_kind=owner_kind, owner=owner, unit=unit, window=window, model=model
+            )
+            if same:
+                return change.change(same[0], "change", amount=amount)
+            return change.create(
+                Limit(
+                    id=new_id("limit"),
+                    owner_kind=owner_kind,
+                    owner=owner,
+                    unit=unit,
+                    amount=amount,
+                    window=window,
+                    model=model,
+                )
+            )
+
+    def list_limits(
+        self, owner_kind: OwnerKind | None = None, owner: str | None = None
+    ) -> list[Limit]:
+        """Those of one owner, of one kind of owners, or all."""
+        return self._find(Limit, owner_kind=owner_kind, owner=owner)
+
+    def delete_limit(self, limit: str, *, actor: str) -> None:
+        """Lift the limit with this id."""
+        with self._change(actor) as change:
+            change.delete(change.get(Limit, limit))
+
+    def set_price(self, price: Price, *, actor: str) -> Price:
+        """A price, in place of the one for the same model, tier and moment, if there is one."""
+        with self._change(actor) as change:
+            same = change.find(Price, model=price.model, tier=price.tier, since=price.since)
+            if same:
+                return change.change(
+                    same[0],
+                    "change",
+                    input=price.input,
+                    cached_input=price.cached_input,
+                    output=price.output,
+                )
+            return change.create(msgspec.structs.replace(price, id=new_id("price")))
+
+    def list_prices(self, model: str | None = None) -> list[Price]:
+        """Those of one model, or all, past and coming ones too."""
+        return self._find(Price, model=model)
+
+    def _change(self, actor: str) -> AbstractContextManager[Change]:
+        return changing(self._database, actor, self._clock)
+
+    def _get(self, kind: type[R], record: str) -> R:
+        with self._database.read() as connection:
+            return get(connection, kind, record)
+
+    def _find(self, kind: type[R], **fields: object) -> list[R]:
+        """Those whose fields have the values that are given."""
+        given = {name: value for name, value in fields.items() if value is not None}
+        with self._database.read() as connection:
+            return find(connection, kind, **given)
+
+
+def _organisation(name: str, now: float) -> Organisation:
+    return Organisation(id=new_id("org"), name=name, created_at=now)

@@ -1,0 +1,104 @@
+"""The audit log: who changed what, when; each entry seals all before it, so nothing can be altered unseen."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from sqlalchemy import select
+
+from argosy.store import schema
+from argosy.store.database import Database
+
+START = bytes(32)
+"""What the first entry is sealed with in place of a hash before it."""
+
+
+class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One change. Holds no secret."""
+
+    entry: int
+    """1, 2, 3, ..."""
+    at: float
+    """Seconds since the epoch."""
+    actor: str
+    """Who did it, as whoever called the store named them."""
+    action: str
+    """As in `key.create`."""
+    subject: str
+    """Id of what was changed."""
+    details: dict[str, Any]
+    """Of something new its fields; of a change each field's [old, new]."""
+    hash: str
+    """SHA-256 in hex, see `seal`."""
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """What `verify` found."""
+
+    entries: int
+    """How many are as they were written."""
+    broken: int | None = None
+    """The first entry that is not."""
+    problem: str | None = None
+    """What is wrong with it."""
+
+
+class Audit:
+    """Reads and checks the log. It is written by the changes themselves, in the same transaction."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def entries(
+        self, *, subject: str | None = None, before: int | None = None, limit: int = 100
+    ) -> list[AuditEntry]:
+        """The newest entries first: those about `subject`, and with numbers less than `before`."""
+        query = select(schema.audit).order_by(schema.audit.c.entry.desc()).limit(limit)
+        if subject is not None:
+            query = query.where(schema.audit.c.subject == subject)
+        if before is not None:
+            query = query.where(schema.audit.c.entry < before)
+        with self._database.read() as connection:
+            return [_entry(row._asdict()) for row in connection.execute(query)]
+
+    def verify(self) -> Verdict:
+        """Follow the chain from the first entry to the head that the last change left."""
+        query = (
+            select(schema.audit).order_by(schema.audit.c.entry).execution_options(yield_per=1000)
+        )
+        count, head = 0, START
+        with self._database.read() as connection:
+            state = connection.execute(select(schema.state)).one()
+            with connection.execute(query) as rows:
+                for entry in (row._asdict() for row in rows):
+                    if entry["entry"] != count + 1:
+                        return _broken(count, "it is missing")
+                    if entry["hash"] != seal(head, entry):
+                        return _broken(count, "it is not what was written")
+                    count, head = count + 1, entry["hash"]
+        if count < state.audit_entries:
+            return _broken(count, "it is missing")
+        if count > state.audit_entries:
+            return _broken(state.audit_entries, "it was added by hand")
+        if head != state.audit_head:
+            return _broken(count - 1, "it is not what was written")
+        return Verdict(entries=count)
+
+
+def seal(previous: bytes, entry: Mapping[str, Any]) -> bytes:
+    """SHA-256 of the hash before and of the entry as JSON: sorted keys, no spaces, `details` a string as stored."""
+    told = {name: entry[name] for name in ("entry", "at", "actor", "action", "subject", "details")}
+    return hashlib.sha256(previous + msgspec.json.encode(told, order="sorted")).digest()
+
+
+def _entry(fields: dict[str, Any]) -> AuditEntry:
+    fields["details"] = msgspec.json.decode(fields["details"])
+    fields["hash"] = fields["hash"].hex()
+    return AuditEntry(**fields)
+
+
+def _broken(intact: int, problem: str) -> Verdict:
+    return Verdict(entries=intact, broken=intact + 1, problem=problem)

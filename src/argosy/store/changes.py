@@ -1,0 +1,160 @@
+"""Records in their tables: finding them, and changing them together with the audit log and the version."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+from msgspec import UNSET
+from sqlalchemy import Connection, Table, delete, insert, select, update
+
+from argosy.store import schema
+from argosy.store.audit import seal
+from argosy.store.database import Database
+from argosy.store.errors import ConflictError, NotFoundError
+from argosy.store.records import Key, Limit, Organisation, Price, Project, Record, User
+from argosy.store.rules import UNIQUE, R, checked, living, noun
+
+_TABLES: dict[type[Record], Table] = {
+    Organisation: schema.organisations,
+    Project: schema.projects,
+    User: schema.users,
+    Key: schema.keys,
+    Limit: schema.limits,
+    Price: schema.prices,
+}
+
+
+def find(connection: Connection, kind: type[R], **fields: object) -> list[R]:
+    """The records whose fields have these values, oldest first."""
+    table = _TABLES[kind]
+    order = [table.c[name] for name in ("created_at", "since", "id") if name in table.c]
+    query = select(table).order_by(*order)
+    for name, value in fields.items():
+        query = query.where(table.c[name] == value)
+    return [kind(**row._asdict()) for row in connection.execute(query)]
+
+
+def get(connection: Connection, kind: type[R], record: str) -> R:
+    """The record with this id. Raises NotFoundError."""
+    found = find(connection, kind, id=record)
+    if not found:
+        raise NotFoundError(f"There is no {noun(kind)} with the id {record!r}.")
+    return found[0]
+
+
+class Change:
+    """What one transaction does to the accounts. Made by `changing`."""
+
+    def __init__(self, connection: Connection, actor: str, clock: Callable[[], float]) -> None:
+        self.connection = connection
+        self._actor = actor
+        state = connection.execute(select(schema.state).with_for_update()).one()
+        self._version: int = state.version
+        self._entries: int = state.audit_entries
+        self._head: bytes = state.audit_head
+        self._before = self._entries
+        self.now = clock()
+
+    def get(self, kind: type[R], record: str) -> R:
+        """The record with this id. Raises NotFoundError."""
+        return get(self.connection, kind, record)
+
+    def get_living(self, kind: type[R], record: str) -> R:
+        """The record with this id. Raises NotFoundError, or ConflictError when it has been ended."""
+        found = self.get(kind, record)
+        if not living(found, self.now):
+            raise ConflictError(f"The {noun(kind)} {record} has been ended: take another one.")
+        return found
+
+    def find(self, kind: type[R], **fields: object) -> list[R]:
+        """The records whose fields have these values, oldest first."""
+        return find(self.connection, kind, **fields)
+
+    def check_organisation(
+        self, organisation: str, kind: type[Project | User], record: str | None
+    ) -> None:
+        """Raises ConflictError for a project or a user of another organisation; None passes."""
+        if record is not None and self.get_living(kind, record).organisation != organisation:
+            raise ConflictError(f"{record} belongs to another organisation than {organisation}.")
+
+    def create(self, record: R) -> R:
+        """Keep something new. Raises ValueError, naming the field that is wrong, or ConflictError."""
+        record = checked(record)
+        self._refuse_second(record)
+        values = msgspec.structs.asdict(record)
+        self.connection.execute(insert(_TABLES[type(record)]).values(values))
+        self._log("create", record, _told(record))
+        return record
+
+    def change(self, record: R, action: str, **fields: object) -> R:
+        """The record with other values in the fields that are not UNSET. Raises as `create` does."""
+        given = {name: value for name, value in fields.items() if value is not UNSET}
+        after = checked(msgspec.structs.replace(record, **given))
+        changed = {name for name in given if getattr(record, name) != getattr(after, name)}
+        if not changed:
+            return record
+        if changed.intersection(UNIQUE.get(type(record), ())):
+            self._refuse_second(after)
+        table = _TABLES[type(record)]
+        values = {name: getattr(after, name) for name in changed}
+        self.connection.execute(update(table).where(table.c.id == record.id).values(values))
+        old, new = _told(record), _told(after)
+        self._log(action, record, {name: [old[name], new[name]] for name in changed})
+        return after
+
+    def delete(self, record: Record) -> None:
+        """Keep it no longer; what it was stays in the audit log."""
+        table = _TABLES[type(record)]
+        self.connection.execute(delete(table).where(table.c.id == record.id))
+        self._log("delete", record, _told(record))
+
+    def finish(self) -> None:
+        """Raise the version and move the head of the audit log, if anything was changed."""
+        if self._entries > self._before:
+            self.connection.execute(
+                update(schema.state).values(
+                    version=self._version + 1, audit_entries=self._entries, audit_head=self._head
+                )
+            )
+
+    def _refuse_second(self, record: Record) -> None:
+        fields = {name: getattr(record, name) for name in UNIQUE.get(type(record), ())}
+        for other in self.find(type(record), **fields) if fields else ():
+            if other.id != record.id and living(other, self.now):
+                taken = list(fields.values())[-1]
+                raise ConflictError(
+                    f"There is a {noun(type(record))} {taken!r} already, {other.id}: give another name."
+                )
+
+    def _log(self, action: str, record: Record, details: dict[str, Any]) -> None:
+        entry = {
+            "entry": self._entries + 1,
+            "at": self.now,
+            "actor": self._actor,
+            "action": f"{noun(type(record))}.{action}",
+            "subject": record.id,
+            "details": msgspec.json.encode(details, order="sorted").decode(),
+        }
+        self._head = seal(self._head, entry)
+        self._entries += 1
+        self.connection.execute(insert(schema.audit).values(**entry, hash=self._head))
+
+
+@contextmanager
+def changing(database: Database, actor: str, clock: Callable[[], float]) -> Iterator[Change]:
+    """A transaction that changes accounts in the name of `actor`; only one runs at a time, in all processes."""
+    if not actor:
+        raise ValueError("A change needs an actor: say who makes it.")
+    with database.write() as connection:
+        change = Change(connection, actor, clock)
+        yield change
+        change.finish()
+
+
+def _told(record: Record) -> dict[str, Any]:
+    """Its fields for the audit log. A digest is no secret, but of no use there either."""
+    fields: dict[str, Any] = msgspec.to_builtins(record)
+    return {name: value for name, value in fields.items() if name not in {"id", "digest"}}

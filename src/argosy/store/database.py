@@ -1,0 +1,154 @@
+"""The database: from a URL to an engine, and transactions that read or write."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from sqlite3 import Connection as SqliteConnection
+from typing import Any
+
+from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
+from sqlalchemy.exc import ArgumentError, DBAPIError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
+
+from argosy.store.errors import StoreError
+
+BUSY_S = 15.0
+"""How long a writer waits for other writers of an SQLite file."""
+
+_SQLITE_WRITES = {"begin": "BEGIN IMMEDIATE"}
+_POSTGRES_READS = {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
+_POSTGRES_WRITES = {"isolation_level": "READ COMMITTED"}
+_POSTGRES_PATIENCE = {
+    "connect_timeout": 5,
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 20_000,  # milliseconds
+}
+"""A server that has vanished is noticed in seconds, not when TCP gives up."""
+
+_ADVICE = (
+    ("no such table", "It has no tables yet: call migrate() first."),
+    ("UndefinedTable", "It has no tables yet: call migrate() first."),
+    ("not a database", "Move that file away, or give another path."),
+    ("locked", "Another process has been writing to it for long: try again."),
+    ("readonly", "Let this user write to the file and to its folder."),
+    ("disk is full", "Make room on its disk."),
+    ("authentication failed", "Check the user and the password in the URL."),
+    ("does not exist", "Check the user and the database in the URL."),
+    ("QueuePool", "Too many threads use it at a time: try again."),
+    ("", "Is it running, and can it be reached at this address?"),
+)
+"""What to do about an error that has these words in it; the first that fits."""
+
+
+class Database:
+    """One database, for any number of threads. Raises StoreError whenever it cannot be used.
+
+    An SQLite file is in WAL mode: one writer at a time, readers never wait, and a commit survives the death
+    of the process (of the machine: all but the last ones).
+    """
+
+    def __init__(self, url: str) -> None:
+        parsed = _parse(url)
+        self.name = parsed.database or "?"
+        """For people; without user and password."""
+        if parsed.get_backend_name() == "sqlite":
+            self._engine = _sqlite(parsed)
+            self._reads: dict[str, Any] = {}
+            self._writes: dict[str, Any] = _SQLITE_WRITES
+        else:
+            plain = URL.create(
+                "postgresql", host=parsed.host, port=parsed.port, database=parsed.database
+            )
+            self.name = plain.render_as_string()
+            self._engine = _postgres(parsed)
+            self._reads, self._writes = _POSTGRES_READS, _POSTGRES_WRITES
+
+    @contextmanager
+    def read(self) -> Iterator[Connection]:
+        """A transaction that sees one state of the database, whatever others write meanwhile."""
+        with self._explained(), self._engine.connect() as connection:
+            connection.execution_options(**self._reads)
+            yield connection
+
+    @contextmanager
+    def write(self) -> Iterator[Connection]:
+        """A transaction, committed at the end, or rolled back when an exception comes out of it."""
+        with self._explained(), self._engine.connect() as connection:
+            connection.execution_options(**self._writes)
+            with connection.begin():
+                yield connection
+
+    def close(self) -> None:
+        """Close every connection. Used again, it opens new ones."""
+        self._engine.dispose()
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except (DBAPIError, PoolTimeoutError) as error:
+            said = error.orig if isinstance(error, DBAPIError) else error
+            told = f"{type(said).__name__}: {said}"
+            advice = next(advice for words, advice in _ADVICE if words in told)
+            first = str(said).strip().partition("\n")[0]
+            raise StoreError(
+                f"The database {self.name} cannot be used: {first}. {advice}"
+            ) from error
+
+
+def _parse(url: str) -> URL:
+    try:
+        parsed = make_url(url)
+    except (ArgumentError, ValueError):
+        parsed = URL.create("none")
+    if parsed.drivername in {"postgres", "postgresql", "postgresql+psycopg"}:
+        return parsed.set(drivername="postgresql+psycopg")
+    if parsed.drivername == "sqlite" and parsed.database not in {None, "", ":memory:"}:
+        if parsed.host is None and not parsed.query:
+            return parsed
+        raise StoreError(
+            "An SQLite URL has a path only: write sqlite:///relative or sqlite:////absolute."
+        )
+    raise StoreError(
+        "This is no URL of a database (it may have a password, so it is not shown): "
+        "write sqlite:///path/to/argosy.db or postgresql://user:password@host/database."
+    )
+
+
+def _sqlite(url: URL) -> Engine:
+    path = Path(url.database or "")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+    except OSError as error:
+        raise StoreError(
+            f"The database {path} cannot be opened ({error.strerror}): give a path that this user may write to."
+        ) from error
+    engine = create_engine(url, connect_args={"timeout": BUSY_S}, hide_parameters=True)
+    event.listen(engine, "connect", _prepare)
+    event.listen(engine, "begin", _begin)
+    return engine
+
+
+def _postgres(url: URL) -> Engine:
+    patience = {name: s for name, s in _POSTGRES_PATIENCE.items() if name not in url.query}
+    try:
+        return create_engine(url, connect_args=patience, pool_pre_ping=True, hide_parameters=True)
+    except ImportError as error:
+        raise StoreError("PostgreSQL needs its driver: pip install 'argosy[postgres]'.") from error
+
+
+def _prepare(connection: SqliteConnection, _: object) -> None:
+    """Settings of a new SQLite connection. `_begin` begins transactions, not the driver."""
+    connection.isolation_level = None
+    for setting in ("journal_mode=WAL", "synchronous=NORMAL", "foreign_keys=ON"):
+        connection.execute(f"PRAGMA {setting}").close()
+
+
+def _begin(connection: Connection) -> None:
+    connection.exec_driver_sql(connection.get_execution_options().get("begin", "BEGIN"))

@@ -1,0 +1,202 @@
+"""The tables, as the newest migration leaves them; a test compares the two.
+
+Columns have the names and types of the fields in `records.py`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    Column,
+    Double,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    Table,
+    Text,
+    TypeDecorator,
+    text,
+)
+
+if TYPE_CHECKING:
+    from sqlalchemy import Dialect
+
+
+class Strings(TypeDecorator[tuple[str, ...]]):
+    """A tuple of strings, kept as a JSON array."""
+
+    impl = Text
+    cache_ok = True
+
+    def process_bind_param(self, value: tuple[str, ...] | None, dialect: Dialect) -> str | None:  # noqa: ARG002 - SQLAlchemy's signature
+        """To the database."""
+        return None if value is None else msgspec.json.encode(value).decode()
+
+    def process_result_value(self, value: str | None, dialect: Dialect) -> tuple[str, ...] | None:  # noqa: ARG002 - SQLAlchemy's signature
+        """From the database."""
+        if value is None or value == "[]":
+            return ()
+        return msgspec.json.decode(value, type=tuple[str, ...])
+
+
+metadata = MetaData()
+
+
+def _name(table: str, *columns: str, living: str) -> Index:
+    """Names that are unique among what has not been ended."""
+    still = text(f"{living} IS NULL")
+    name = f"{table}_{columns[-1]}"
+    return Index(name, *columns, unique=True, sqlite_where=still, postgresql_where=still)
+
+
+state = Table(
+    "state",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=False),
+    Column("version", BigInteger, nullable=False),
+    Column("audit_entries", BigInteger, nullable=False),
+    Column("audit_head", LargeBinary, nullable=False),
+)
+"""One row. Whoever changes accounts locks it first, so changes and audit entries come one after the other."""
+
+organisations = Table(
+    "organisations",
+    metadata,
+    Column("id", Text, primary_key=True),
+    Column("name", Text, nullable=False),
+    Column("created_at", Double, nullable=False),
+    Column("archived_at", Double),
+    _name("organisations", "name", living="archived_at"),
+)
+
+projects = Table(
+    "projects",
+    metadata,
+    Column("id", Text, primary_key=True),
+    Column("organisation", Text, ForeignKey("organisations.id"), nullable=False),
+    Column("name", Text, nullable=False),
+    Column("tier", Text, nullable=False),
+    Column("weight", Double, nullable=False),
+    Column("share_cache", Boolean, nullable=False),
+    Column("when_unsure", Text, nullable=False),
+    Column("networks", Strings, nullable=False),
+    Column("created_at", Double, nullable=False),
+    Column("archived_at", Double),
+    _name("projects", "organisation", "name", living="archived_at"),
+)
+
+users = Table(
+    "users",
+    metadata,
+    Column("id", Text, primary_key=True),
+    Column("organisation", Text, ForeignKey("organisations.id"), nullable=False),
+    Column("email", Text, nullable=False),
+    Column("role", Text, nullable=False),
+    Column("project", Text, ForeignKey("projects.id")),
+    Column("created_at", Double, nullable=False),
+    Column("disabled_at", Double),
+    _name("users", "email", living="disabled_at"),
+)
+
+keys = Table(
+    "keys",
+    metadata,
+    Column("id", Text, primary_key=True),
+    Column("project", Text, ForeignKey("projects.id"), nullable=False, index=True),
+    Column("user", Text, ForeignKey("users.id")),
+    Column("name", Text, nullable=False),
+    Column("prefix", Text, nullable=False),
+    Column("digest", LargeBinary, nullable=False, unique=True),
+    Column("role", Text, nullable=False),
+    Column("models", Strings, nullable=False),
+    Column("networks", Strings, nullable=False),
+    Column("created_at", Double, nullable=False),
+    Column("expires_at", Double),
+    Column("revoked_at", Double),
+    Column("replaced_by", Text),
+)
+
+limits = Table(
+    "limits",
+    metadata,
+    Column("id", Text, primary_key=True),
+    Column("owner_kind", Text, nullable=False),
+    Column("owner", Text, nullable=False),
+    Column("unit", Text, nullable=False),
+    Column("amount", BigInteger, nullable=False),
+    Column("window", Text),
+    Column("model", Text),
+    Index("limits_owner", "owner_kind", "owner"),
+)
+
+prices = Table(
+    "prices",
+    metadata,
+    Column("id", Text, primary_key=True),
+    Column("model", Text, nullable=False),
+    Column("tier", Text),
+    Column("input", BigInteger, nullable=False),
+    Column("cached_input", BigInteger, nullable=False),
+    Column("output", BigInteger, nullable=False),
+    Column("since", Double, nullable=False),
+)
+
+audit = Table(
+    "audit",
+    metadata,
+    Column("entry", BigInteger, primary_key=True, autoincrement=False),
+    Column("at", Double, nullable=False),
+    Column("actor", Text, nullable=False),
+    Column("action", Text, nullable=False),
+    Column("subject", Text, nullable=False),
+    Column("details", Text, nullable=False),
+    Column("hash", LargeBinary, nullable=False),
+    Index("audit_subject", "subject"),
+)
+"""Triggers refuse to change or delete its rows."""
+
+usage = Table(
+    "usage",
+    metadata,
+    Column("request", Text, primary_key=True),
+    *(
+        Column(name, Text, nullable=False)
+        for name in ("organisation", "project", "key", "user", "model", "route")
+    ),
+    Column("started_at", Double, nullable=False),
+    Column("ended_at", Double, nullable=False),
+    Column("status", Text, nullable=False),
+    Column("input_tokens", BigInteger, nullable=False),
+    Column("cached_tokens", BigInteger, nullable=False),
+    Column("output_tokens", BigInteger, nullable=False),
+    Column("nano_dollars", BigInteger, nullable=False),
+    Column("day", Integer, nullable=False),
+    Index("usage_ended_at", "ended_at"),
+    *(
+        Index(f"usage_{owner}", owner, "ended_at")
+        for owner in ("organisation", "project", "key", "user")
+    ),
+)
+"""`day` is that of `ended_at`: days since the epoch, in UTC."""
+
+usage_days = Table(
+    "usage_days",
+    metadata,
+    Column("day", Integer, primary_key=True, autoincrement=False),
+    *(
+        Column(name, Text, primary_key=True)
+        for name in ("organisation", "project", "key", "user", "model", "route")
+    ),
+    Column("requests", BigInteger, nullable=False),
+    Column("input_tokens", BigInteger, nullable=False),
+    Column("cached_tokens", BigInteger, nullable=False),
+    Column("output_tokens", BigInteger, nullable=False),
+    Column("nano_dollars", BigInteger, nullable=False),
+)
+"""What is left of the rows that were forgotten."""

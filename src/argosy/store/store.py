@@ -1,0 +1,94 @@
+"""The store as a whole: opened by its URL, migrated, and read as one directory."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from sqlalchemy import select
+
+from argosy.store import schema
+from argosy.store.accounts import Accounts
+from argosy.store.audit import Audit
+from argosy.store.changes import find
+from argosy.store.database import Database
+from argosy.store.records import Directory, Key, Limit, Organisation, Price, Project, User
+from argosy.store.usage import UsageLog
+
+EXPIRED_STAY_S = 30 * 86_400
+"""How long an expired key stays in the directory."""
+
+
+class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where durable state is kept."""
+
+    url: str | None = None
+    """`sqlite:///path` or `postgresql://user:password@host/database`; by default `default_url()`."""
+    keep_usage_days: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    """Days that rows of the ledger are kept; older ones are summed by day. None: for ever."""
+
+
+class Store:
+    """Durable state, for any number of threads and processes.
+
+    Every call may wait for the database, so none is for an event loop. Raises StoreError, saying what to
+    change, whenever the database cannot be used.
+    """
+
+    def __init__(self, database: Database, clock: Callable[[], float]) -> None:
+        self._database = database
+        self._clock = clock
+        self.accounts = Accounts(database, clock)
+        self.audit = Audit(database)
+        self.usage = UsageLog(database)
+
+    def migrate(self) -> None:
+        """Bring the tables up to date. Any number of processes may do this at a time."""
+        from argosy.store.migrations import migrate  # Alembic takes long to import
+
+        migrate(self._database)
+
+    def close(self) -> None:
+        """Close its connections."""
+        self._database.close()
+
+    def version(self) -> int:
+        """Raised by each change of accounts; one small query."""
+        with self._database.read() as connection:
+            return int(connection.execute(select(schema.state.c.version)).scalar_one())
+
+    def directory(self) -> Directory:
+        """All accounts, as of one version."""
+        expired = self._clock() - EXPIRED_STAY_S
+        with self._database.read() as connection:
+            return Directory(
+                version=connection.execute(select(schema.state.c.version)).scalar_one(),
+                organisations=tuple(find(connection, Organisation)),
+                projects=tuple(find(connection, Project)),
+                users=tuple(find(connection, User)),
+                keys=tuple(
+                    key
+                    for key in find(connection, Key, revoked_at=None)
+                    if key.expires_at is None or key.expires_at > expired
+                ),
+                limits=tuple(find(connection, Limit)),
+                prices=tuple(find(connection, Price)),
+            )
+
+
+def open_store(url: str, *, clock: Callable[[], float] = time.time) -> Store:
+    """The store at a URL, made if it is an SQLite file that does not exist; call `migrate` before anything else.
+
+    `sqlite:///path` or `postgresql://user:password@host:port/database`. Raises StoreError.
+    """
+    return Store(Database(url), clock)
+
+
+def default_url() -> str:
+    """SQLite in the user's state folder."""
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return f"sqlite:///{Path(state) / 'argosy' / 'argosy.db'}"

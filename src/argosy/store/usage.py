@@ -1,0 +1,271 @@
+"""The ledger: what every request used. Rows are added once, summed for reports and budgets, and forgotten by day.
+
+A row counts for the moment when its request ended; days are those of UTC.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+import msgspec
+from sqlalchemy import (
+    BigInteger,
+    ColumnElement,
+    Select,
+    Table,
+    cast,
+    delete,
+    func,
+    select,
+    text,
+    tuple_,
+    union_all,
+)
+from sqlalchemy.dialects import postgresql, sqlite
+
+from argosy.store import schema
+from argosy.store.database import Database
+from argosy.store.records import OwnerKind, UsageRow
+
+Group = Literal["day", "organisation", "project", "key", "user", "model", "route"]
+"""What a report may be by."""
+
+DAY_S = 86_400
+BATCH = 500
+PAGE = 1000
+LONGEST = 200
+"""Characters of a text."""
+
+_GROUPS: tuple[Group, ...] = ("day", "organisation", "project", "key", "user", "model", "route")
+_COUNTED = ("input_tokens", "cached_tokens", "output_tokens", "nano_dollars")
+_INSERTS: dict[str, Callable[[Table], sqlite.Insert | postgresql.Insert]] = {
+    "sqlite": sqlite.insert,
+    "postgresql": postgresql.insert,
+}
+
+
+class UsageFilter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which rows count: all, as far as nothing is given."""
+
+    since: float | None = None
+    """Ended at this moment or later; seconds since the epoch."""
+    until: float | None = None
+    """Ended before."""
+    organisation: str | None = None
+    """Ids, and below names, as in UsageRow."""
+    project: str | None = None
+    key: str | None = None
+    user: str | None = None
+    model: str | None = None
+    route: str | None = None
+
+
+class UsageSum(msgspec.Struct, frozen=True, kw_only=True):
+    """What some requests used together."""
+
+    requests: int = 0
+    input_tokens: int = 0
+    """Cached ones included."""
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    nano_dollars: int = 0
+
+
+class ReportRow(UsageSum, frozen=True, kw_only=True):
+    """The sum of one group. What the report is not by is None."""
+
+    day: str | None = None
+    """As in 2026-11-21."""
+    organisation: str | None = None
+    project: str | None = None
+    key: str | None = None
+    user: str | None = None
+    model: str | None = None
+    route: str | None = None
+
+
+ALL = UsageFilter()
+
+
+class UsageLog:
+    """Adds, sums and forgets rows."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def add(self, rows: Sequence[UsageRow]) -> int:
+        """Keep the rows whose request is not known yet, and return how many they were.
+
+        Rows may be offered again, by several processes at a time; each counts once, until its day is forgotten.
+        """
+        new = 0
+        for start in range(0, len(rows), BATCH):
+            # Sorted, so that two processes with the same rows wait for each other, not crosswise.
+            batch = sorted(rows[start : start + BATCH], key=lambda row: row.request)
+            with self._database.write() as connection:
+                insert = _INSERTS[connection.dialect.name](schema.usage).on_conflict_do_nothing()
+                done = connection.execute(
+                    insert,
+                    [_values(row) for row in batch],
+                    execution_options={"preserve_rowcount": True},
+                )
+                new += done.rowcount
+        return new
+
+    def report(self, group_by: Sequence[Group] = (), where: UsageFilter = ALL) -> list[ReportRow]:
+        """Sums by group, in the order of the groups; without groups, one row.
+
+        Of a day that has been forgotten only the whole is known: it counts if it begins in the time asked for.
+        """
+        unknown = set(group_by) - set(_GROUPS)
+        if unknown:
+            raise ValueError(f"A report is by {', '.join(_GROUPS)}; not by {min(unknown)!r}.")
+        groups = tuple(dict.fromkeys(group_by))
+        both = union_all(
+            _sums(schema.usage, func.count(), groups, _ended(where) + _owned(schema.usage, where)),
+            _sums(
+                schema.usage_days,
+                func.sum(schema.usage_days.c.requests),
+                groups,
+                _begun(where) + _owned(schema.usage_days, where),
+            ),
+        ).subquery()
+        columns = [both.c[name] for name in groups]
+        sums = [
+            cast(func.coalesce(func.sum(both.c[name]), 0), BigInteger).label(name)
+            for name in ("requests", *_COUNTED)
+        ]
+        query = select(*columns, *sums).group_by(*columns).order_by(*columns)
+        with self._database.read() as connection:
+            return [_report_row(row._asdict()) for row in connection.execute(query)]
+
+    def spent(
+        self, owner_kind: OwnerKind, owner: str, since: float, model: str | None = None
+    ) -> UsageSum:
+        """What the owner with this id used since a moment, of one model or of all."""
+        where = UsageFilter(since=since, model=model)
+        (row,) = self.report((), msgspec.structs.replace(where, **{owner_kind: owner}))
+        return UsageSum(**{name: getattr(row, name) for name in UsageSum.__struct_fields__})
+
+    def rows(self, where: UsageFilter = ALL) -> Iterator[list[UsageRow]]:
+        """The rows themselves, by the time they ended, page by page; no transaction is open in between."""
+        table = schema.usage
+        columns = [table.c[name] for name in UsageRow.__struct_fields__]
+        query = select(*columns).where(*_ended(where), *_owned(table, where))
+        query = query.order_by(table.c.ended_at, table.c.request).limit(PAGE)
+        page, after = query, None
+        while True:
+            with self._database.read() as connection:
+                rows = [UsageRow(**row._asdict()) for row in connection.execute(page)]
+            if rows:
+                yield rows
+            if len(rows) < PAGE:
+                return
+            after = (rows[-1].ended_at, rows[-1].request)
+            page = query.where(tuple_(table.c.ended_at, table.c.request) > after)
+
+    def csv(self, where: UsageFilter = ALL) -> Iterator[str]:
+        """The rows as CSV text, a piece at a time: a line of names, then the fields of each UsageRow."""
+        yield _csv([UsageRow.__struct_fields__])
+        for page in self.rows(where):
+            yield _csv([msgspec.structs.astuple(row) for row in page])
+
+    def forget(self, before: float) -> int:
+        """Keep of the days that ended before a moment only the sums, and return how many rows went.
+
+        A row that is offered again after that counts twice: keep more days than a gateway may be cut off.
+        """
+        kept_from = before // DAY_S * DAY_S
+        gone = 0
+        while (oldest := self._oldest()) is not None and oldest < kept_from:
+            gone += self._forget_until((oldest // DAY_S + 1) * DAY_S)
+        return gone
+
+    def _oldest(self) -> float | None:
+        with self._database.read() as connection:
+            oldest = select(func.min(schema.usage.c.ended_at))
+            ended_at: float | None = connection.execute(oldest).scalar_one()
+            return ended_at
+
+    def _forget_until(self, midnight: float) -> int:
+        """Forget what ended before; a day at a time, so that nobody has to wait long."""
+        rows, days = schema.usage, schema.usage_days
+        past = rows.c.ended_at < midnight
+        with self._database.write() as connection:
+            if connection.dialect.name == "postgresql":
+                # A row that came between the sum and the removal would be lost.
+                connection.execute(text("LOCK TABLE usage IN SHARE ROW EXCLUSIVE MODE"))
+            insert = _INSERTS[connection.dialect.name](days)
+            sums = _sums(rows, func.count(), _GROUPS, [past])
+            counted = ("requests", *_COUNTED)
+            connection.execute(
+                insert.from_select([*_GROUPS, *counted], sums).on_conflict_do_update(
+                    index_elements=list(_GROUPS),
+                    set_={name: days.c[name] + insert.excluded[name] for name in counted},
+                )
+            )
+            return connection.execute(delete(rows).where(past)).rowcount
+
+
+def _sums(
+    table: Table,
+    requests: ColumnElement[Any],
+    groups: Sequence[Group],
+    where: Sequence[ColumnElement[bool]],
+) -> Select[Any]:
+    columns = [table.c[name] for name in groups]
+    counted = [cast(func.sum(table.c[name]), BigInteger).label(name) for name in _COUNTED]
+    asked = select(*columns, cast(requests, BigInteger).label("requests"), *counted)
+    return asked.where(*where).group_by(*columns)
+
+
+def _ended(where: UsageFilter) -> list[ColumnElement[bool]]:
+    ended_at = schema.usage.c.ended_at
+    since = [] if where.since is None else [ended_at >= where.since]
+    return since if where.until is None else [*since, ended_at < where.until]
+
+
+def _begun(where: UsageFilter) -> list[ColumnElement[bool]]:
+    """The days that begin within the time asked for."""
+    day = schema.usage_days.c.day
+    since = [] if where.since is None else [day >= math.ceil(where.since / DAY_S)]
+    return since if where.until is None else [*since, day < math.ceil(where.until / DAY_S)]
+
+
+def _owned(table: Table, where: UsageFilter) -> list[ColumnElement[bool]]:
+    asked = {name: getattr(where, name) for name in _GROUPS if name != "day"}
+    return [table.c[name] == value for name, value in asked.items() if value is not None]
+
+
+def _values(row: UsageRow) -> dict[str, Any]:
+    """The columns of a row. One bad text must not keep the others of its batch out for ever."""
+    values = {
+        name: _storable(value) if isinstance(value, str) else value
+        for name, value in msgspec.structs.asdict(row).items()
+    }
+    values["day"] = int(row.ended_at // DAY_S)
+    return values
+
+
+def _storable(value: str) -> str:
+    """Without what a database refuses: NUL, halves of surrogate pairs, and too much for an index."""
+    if value.isprintable() and len(value) <= LONGEST:
+        return value
+    return value.replace("\0", "").encode("utf-8", "replace").decode()[:LONGEST]
+
+
+def _report_row(values: dict[str, Any]) -> ReportRow:
+    if "day" in values:
+        values["day"] = datetime.fromtimestamp(values["day"] * DAY_S, UTC).date().isoformat()
+    return ReportRow(**values)
+
+
+def _csv(lines: Sequence[Sequence[object]]) -> str:
+    file = io.StringIO()
+    csv.writer(file, lineterminator="\n").writerows(lines)
+    return file.getvalue()

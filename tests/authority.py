@@ -1,0 +1,85 @@
+"""What grants units of limits to gateways, as `store/leases.lua` does it, in Python: to be tested in virtual time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from argosy.policy import Ask, Grant
+
+SLOTS = 60
+
+
+@dataclass
+class _Limit:
+    slots: dict[int, int] = field(default_factory=dict)
+    places: dict[str, int] = field(default_factory=dict)
+    known: bool = False
+    touched: bool = False
+
+
+@dataclass
+class Authority:
+    """All limits, and who is alive. `born` is when its memory began."""
+
+    born: float = 0.0
+    limits: dict[str, _Limit] = field(default_factory=dict)
+    alive: dict[str, float] = field(default_factory=dict)
+    answered: dict[str, tuple[int, list[Grant]]] = field(default_factory=dict)
+
+    def exchange(
+        self, gateway: str, number: int, alive_s: float, asks: list[tuple[str, Ask]], now: float
+    ) -> list[Grant]:
+        """Answer a message; again, if it was heard before."""
+        told = self.answered.get(gateway)
+        if told is not None and told[0] == number:
+            return told[1]
+        self.alive[gateway] = now + alive_s
+        self.alive = {name: until for name, until in self.alive.items() if until > now}
+        grants = [
+            self._places(gateway, name, ask) if ask.kind == "slots" else self._units(name, ask, now)
+            for name, ask in asks
+        ]
+        self.answered[gateway] = number, grants
+        return grants
+
+    def _share(self, ask: Ask, room: int) -> int:
+        granted = min(ask.need, max(0, room))
+        rest = max(0, room - granted)
+        return granted + min(ask.ahead, rest // (2 * len(self.alive)))
+
+    def _units(self, name: str, ask: Ask, now: float) -> Grant:
+        limit = self.limits.setdefault(name, _Limit())
+        slot, oldest, begun, width = ask.slot, ask.slot, float(ask.slot), 0.0
+        if ask.kind == "window":
+            width = ask.seconds / SLOTS
+            slot = int(now // width)
+            oldest = int((now - ask.lease_s) // width) - SLOTS
+            begun = now - ask.seconds
+        if not limit.touched:
+            limit.touched, limit.known = True, self.born <= begun
+        limit.slots = {at: units for at, units in limit.slots.items() if at >= oldest}
+        slot = max([slot, *limit.slots])
+        for at, units in ask.back:
+            if at in limit.slots:
+                limit.slots[at] -= units
+        if ask.seeds is not None and not limit.known:
+            for age, units in ask.seeds:
+                at = int((now - age) // width) if width else slot
+                if at >= oldest:
+                    limit.slots[at] = limit.slots.get(at, 0) + units
+            limit.known = True
+        if ask.used:
+            limit.slots[slot] = limit.slots.get(slot, 0) + ask.used
+        granted = self._share(ask, ask.limit - sum(limit.slots.values()))
+        if granted:
+            limit.slots[slot] = limit.slots.get(slot, 0) + granted
+        return Grant(granted, slot, sum(limit.slots.values()), 0.0, 0.0, limit.known)
+
+    def _places(self, gateway: str, name: str, ask: Ask) -> Grant:
+        places = self.limits.setdefault(name, _Limit()).places
+        for other in set(places) - set(self.alive):
+            del places[other]
+        others = sum(held for other, held in places.items() if other != gateway)
+        granted = self._share(ask, ask.limit - others - ask.used)
+        places[gateway] = ask.used + granted
+        return Grant(granted, 0, others + ask.used + granted, 0.0, 0.0, known=True)

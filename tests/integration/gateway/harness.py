@@ -1,0 +1,113 @@
+"""A gateway's front and serving on a free port, with stages of the test's choice."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+import httpx2
+
+from argosy.gateway.admin import build_admin
+from argosy.gateway.config import GatewayConfig, ModelConfig, ReplicaConfig, Timeouts
+from argosy.gateway.explain import ExplainConfig, Traces
+from argosy.gateway.front import Front
+from argosy.gateway.identity import Identity
+from argosy.gateway.journey import Journey, Stage
+from argosy.gateway.operating import Operating
+from argosy.gateway.pools import build_models
+from argosy.gateway.probing import Prober
+from argosy.gateway.recorder import Recorder
+from argosy.gateway.serving import Serving
+from argosy.protocol import ApiError
+from argosy.store import Directory
+from argosy.telemetry import GatewayMetrics, GatewayReading
+from argosy.web import Listener, bind, url_of
+
+QUICK = Timeouts(first_token_s=5.0, between_tokens_s=5.0, recovery_s=0.5)
+
+
+@dataclass
+class Watching:
+    """A stage that keeps what it was told; it stops an answer after `most` tokens."""
+
+    most: int | None = None
+    refuses: ApiError | None = None
+    counts: list[int] = field(default_factory=list)
+    """Output tokens, each time that there were more."""
+    left: list[Journey] = field(default_factory=list)
+    gone: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
+    """Released for each journey that has ended."""
+
+    async def enter(self, journey: Journey) -> None:
+        journey.headers.append((b"x-watched", b"yes"))
+        if self.refuses is not None:
+            raise self.refuses
+
+    def counted(self, journey: Journey) -> str | None:
+        output = journey.delivered.output_tokens
+        self.counts.append(output)
+        return "budget" if self.most is not None and output >= self.most else None
+
+    def leave(self, journey: Journey) -> None:
+        self.left.append(journey)
+        self.gone.release()
+
+
+@dataclass(frozen=True)
+class Running:
+    """A client of the front, and what the front keeps."""
+
+    client: httpx2.AsyncClient
+    traces: Traces
+    metrics: GatewayMetrics
+
+
+@contextlib.asynccontextmanager
+async def front(
+    stages: Sequence[Stage],
+    *behind: ReplicaConfig,
+    timeouts: Timeouts = QUICK,
+    slow_reader_timeout_s: float = 30.0,
+) -> AsyncIterator[Running]:
+    """The model "big" on these replicas; a recorder is the first stage."""
+    config = GatewayConfig(
+        models=[ModelConfig(name="big", routing="round-robin", replicas=list(behind))],
+        timeouts=timeouts,
+        slow_reader_timeout_s=slow_reader_timeout_s,
+    )
+    models, metrics = build_models(config), GatewayMetrics()
+    traces = Traces(ExplainConfig())
+    serving = Serving(models, config, [Recorder(traces, metrics, time.monotonic), *stages])
+    operating = Operating(models, metrics, GatewayReading)
+    identity = Identity(Directory(), config.auth)
+    app = Front(
+        models,
+        serving,
+        operating,
+        identify=identity.identify,
+        admin=build_admin(None, identity, lambda _: None, lambda: None),
+        metrics=metrics,
+        config=config,
+    )
+    replicas = [replica for pool in models.pools for replica in pool.replicas.values()]
+    for replica in replicas:
+        await Prober(replica).probe()
+    bound, listener = bind("127.0.0.1", 0), Listener(app)
+    tasks = [
+        asyncio.create_task(listener.serve(sockets=[bound])),
+        asyncio.create_task(serving.tend()),
+    ]
+    try:
+        async with httpx2.AsyncClient(base_url=url_of(bound), timeout=30) as client:
+            yield Running(client, traces, metrics)
+        await app.idle.wait()
+        assert all(replica.load.in_flight == 0 for replica in replicas)
+    finally:
+        listener.should_exit = True
+        await tasks[0]
+        tasks[1].cancel()
+        for replica in replicas:
+            replica.upstream.close()

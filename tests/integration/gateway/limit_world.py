@@ -1,0 +1,87 @@
+"""Callers, their limits, and requests of theirs: what tests of the limits stage share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any, cast
+
+from argosy.gateway.ask import read
+from argosy.gateway.caller import Caller
+from argosy.gateway.journey import CHAT, Journey, Status
+from argosy.gateway.limits import Limits
+from argosy.gateway.replicas import Pool
+from argosy.policy import CHOOSERS
+from argosy.protocol import ApiError
+from argosy.store import Directory, Limit, OwnerKind, Price, Project, Unit, Unsure, Window
+from argosy.web import Exchange
+
+CALLER = Caller(organisation="org", project="shop", key="k1", user="ann")
+OTHER = Caller(organisation="org", project="shop", key="k2", user="bob")
+OWNERS: dict[OwnerKind, str] = {
+    "organisation": "org",
+    "project": "shop",
+    "user": "ann",
+    "key": "k1",
+}
+
+
+def limit(
+    unit: Unit,
+    amount: int,
+    window: Window | None = "minute",
+    owner_kind: OwnerKind = "key",
+    model: str | None = None,
+) -> Limit:
+    """A limit of `CALLER` or of who it belongs to."""
+    return Limit(
+        id=f"{owner_kind}-{unit}-{window}-{model}",
+        owner_kind=owner_kind,
+        owner=OWNERS[owner_kind],
+        unit=unit,
+        amount=amount,
+        window=None if unit == "concurrency" else window,
+        model=model,
+    )
+
+
+def directory(*limits: Limit, unsure: Unsure = "open", prices: Iterable[Price] = ()) -> Directory:
+    """With one project."""
+    project = Project(
+        id="shop", organisation="org", name="shop", when_unsure=unsure, created_at=0.0
+    )
+    return Directory(projects=(project,), limits=limits, prices=tuple(prices))
+
+
+def request(
+    caller: Caller = CALLER, *, prompt: int = 10, most: int | None = 5, asked: str = "big"
+) -> Journey:
+    """A request with about so many tokens in its prompt."""
+    content = "x" * (4 * prompt - 31)
+    body: dict[str, Any] = {"model": asked, "messages": [{"role": "user", "content": content}]}
+    body |= {} if most is None else {"max_tokens": most}
+    ask = read(json.dumps(body).encode(), "messages")
+    pool = Pool("big", [], CHOOSERS["round-robin"]())
+    return Journey(cast("Exchange", None), ask, CHAT, pool, b"id 1", caller)
+
+
+def deliver(limits: Limits, journey: Journey, output: int, prompt: int = 10) -> str | None:
+    """Tell that so many tokens more were delivered."""
+    journey.delivered.prompt_tokens = prompt
+    journey.delivered.output_tokens += output
+    return limits.counted(journey)
+
+
+def leave(limits: Limits, journey: Journey, status: Status = "completed") -> None:
+    """It has ended."""
+    journey.status = status
+    limits.leave(journey)
+
+
+async def refusal(limits: Limits, journey: Journey) -> ApiError | None:
+    """How the request is refused; None: it is let in."""
+    try:
+        await limits.enter(journey)
+    except ApiError as error:
+        return error
+    return None

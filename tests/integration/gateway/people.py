@@ -1,0 +1,76 @@
+"""A directory with two organisations, and requests as a gateway sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from argosy.store import Directory, Key, Organisation, Project, User, digest
+
+NOW = 1_800_000_000.0
+ACME = Organisation(id="org_acme", name="acme", created_at=0)
+ZETA = Organisation(id="org_zeta", name="zeta", created_at=0)
+CHAT = Project(
+    id="proj_chat", organisation="org_acme", name="chat", tier="premium", weight=2.0, created_at=0
+)
+SHARED = Project(
+    id="proj_shared", organisation="org_acme", name="shared", share_cache=True, created_at=0
+)
+OLD = Project(id="proj_old", organisation="org_acme", name="old", created_at=0, archived_at=1.0)
+OFFICE = Project(
+    id="proj_office", organisation="org_zeta", name="office", networks=("10.0.0.0/8",), created_at=0
+)
+ANN = User(
+    id="user_ann",
+    organisation="org_acme",
+    email="ann@acme.test",
+    role="operator",
+    project="proj_chat",
+    created_at=0,
+)
+BOB = User(
+    id="user_bob", organisation="org_acme", email="bob@acme.test", created_at=0, disabled_at=1.0
+)
+
+
+def plain(name: str) -> str:
+    """The plain form of the key with this name."""
+    return f"sk-argosy-{name:0>8}-0123456789abcdef0123456789abcdef"
+
+
+def key(name: str, project: Project = CHAT, **fields: Any) -> Key:  # noqa: ANN401 - a key's
+    """A key of a project."""
+    return Key(
+        id=f"key_{name}",
+        project=project.id,
+        name=name,
+        prefix=plain(name)[:18],
+        digest=digest(plain(name)),
+        created_at=0,
+        **fields,
+    )
+
+
+def directory(*keys: Key) -> Directory:
+    """Everybody, with these keys."""
+    return Directory(
+        organisations=(ACME, ZETA),
+        projects=(CHAT, SHARED, OLD, OFFICE),
+        users=(ANN, BOB),
+        keys=keys,
+    )
+
+
+@dataclass(frozen=True)
+class Request:
+    """What identity looks at."""
+
+    headers: Mapping[bytes, bytes] = field(default_factory=dict)
+    peer: str = "127.0.0.1"
+
+
+def bearer(credential: str, peer: str = "127.0.0.1", **headers: str) -> Request:
+    """A request with a key or token, and other headers (`_` for `-`)."""
+    more = {name.replace("_", "-").encode(): value.encode() for name, value in headers.items()}
+    return Request({b"authorization": f"Bearer {credential}".encode(), **more}, peer)

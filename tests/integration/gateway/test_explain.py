@@ -1,0 +1,161 @@
+"""What the gateway can tell afterwards: of one request in `explain`, of all of them in `/metrics`."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import shutil
+import subprocess
+
+import pytest
+from rich.console import Console
+from tests.integration.gateway.harness import front
+from tests.integration.rough_server import Asked, rough_server
+from tests.integration.test_metrics import value
+
+from argosy.cli.explain import show
+from argosy.gateway import ReplicaConfig
+from argosy.gateway.explain import ExplainConfig, Trace, Traces, Try
+from argosy.policy import Cost
+
+BODY = {"model": "big", "prompt": "Say something", "max_tokens": 3}
+
+
+async def broken(asked: Asked) -> None:
+    asked.json(500, {"error": {"message": "out of order"}})
+
+
+async def test_a_request_that_was_tried_twice_is_explained() -> None:
+    async with (
+        rough_server(broken) as one,
+        rough_server() as two,
+        front(
+            [],
+            ReplicaConfig(url=one.url, kind="openai"),
+            ReplicaConfig(url=two.url, kind="openai"),
+        ) as running,
+    ):
+        told = []
+        for number in range(2):
+            headers = {"x-request-id": f"mine-{number}"}
+            answer = await running.client.post(
+                "/v1/completions", json=BODY | {"stream": True}, headers=headers
+            )
+            assert answer.headers["x-request-id"] == f"mine-{number}"
+            trace = running.traces.find(f"mine-{number}")
+            assert trace is not None
+            told.append(trace.tell())
+        text = (await running.client.get("/metrics")).text
+    retried = max(told, key=lambda one: len(one["attempts"]))
+    failed, answered = retried["attempts"]
+    assert (failed["replica"], failed["outcome"]) == (one.url, "failure")
+    assert failed["reason"] == "status 500"
+    assert (answered["replica"], answered["outcome"]) == (two.url, "success")
+    assert {candidate["replica"] for candidate in failed["candidates"]} == {one.url, two.url}
+    assert {candidate["replica"] for candidate in answered["candidates"]} == {two.url}
+    assert retried["status"] == "completed"
+    assert retried["tokens"]["output"] == 3
+    ms = retried["ms"]
+    assert 0 <= ms["read"] <= ms["admitted"] <= answered["sent_ms"] <= ms["first_token"]
+    assert ms["first_token"] <= ms["last_token"] <= ms["ended"]
+    assert value(text, "argosy_gateway_requests_total", status="completed", model="big") == 2
+    retries = sum(len(one["attempts"]) - 1 for one in told)
+    assert value(text, "argosy_gateway_retries_total", model="big") == retries
+    assert value(text, "argosy_gateway_tokens_total", kind="output") == 6
+    assert value(text, "argosy_gateway_time_to_first_token_seconds_count") == 2
+    assert value(text, "argosy_gateway_http_requests_total", route="/v1/completions") == 2
+
+
+async def test_a_running_request_is_explained_too() -> None:
+    asked_for, more = asyncio.Event(), asyncio.Event()
+
+    async def slow(asked: Asked) -> None:
+        asked_for.set()
+        await more.wait()
+        asked.stream()
+        asked.say("late", "stop")
+        asked.end()
+
+    async with (
+        rough_server(slow) as rough,
+        front([], ReplicaConfig(url=rough.url, kind="openai")) as running,
+    ):
+        asking = asyncio.create_task(
+            running.client.post(
+                "/v1/completions", json=BODY | {"stream": True}, headers={"x-request-id": "now"}
+            )
+        )
+        await asked_for.wait()
+        trace = running.traces.find("now")
+        assert trace is not None
+        assert trace.tell()["status"] == "running"
+        more.set()
+        await asking
+
+
+async def test_promtool_is_content() -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not installed (Debian package prometheus)")
+    async with (
+        rough_server() as rough,
+        front([], ReplicaConfig(url=rough.url, kind="openai")) as running,
+    ):
+        await running.client.post("/v1/completions", json=BODY | {"stream": True})
+        text = (await running.client.get("/metrics")).content
+    done = await asyncio.to_thread(
+        subprocess.run, [promtool, "check", "metrics"], input=text, capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stderr.decode()
+
+
+def test_what_is_kept_is_bounded_in_number_and_age() -> None:
+    traces = Traces(ExplainConfig(requests=3, seconds=10.0))
+    for number in range(5):
+        trace = Trace(id=f"a{number}", request="same")
+        traces.begin(trace)
+        traces.end(trace, float(number))
+    assert len(traces) == 3
+    assert traces.find("a1") is None
+    found = traces.find("same")
+    assert found is not None
+    assert found.id == "a4"
+    late = Trace(id="late", request="other")
+    traces.begin(late)
+    traces.end(late, 100.0)
+    assert len(traces) == 1
+    assert traces.find("same") is None
+
+
+def test_the_terminal_shows_steps_candidates_and_what_stages_added() -> None:
+    costs = tuple(Cost(name, 0.1, 0.2, 0.3, 0.0, 0.0) for name in ("http://a", "http://b"))
+    trace = Trace(
+        id="cmpl-1",
+        model="big",
+        path="/v1/completions",
+        stream=True,
+        arrived=1.0,
+        read=1.001,
+        admitted=1.002,
+        queued=1.002,
+        ahead=4,
+        first=1.6,
+        last=2.0,
+        ended=2.0,
+        rule="least-cost",
+        tries=[
+            Try("http://a", 1.2, 0, costs, 1.2, 1.3, 1.5, "failure", "the replica closed"),
+            Try("http://b", 1.55, 7, costs[1:], 1.56, 1.6, 2.0, "success"),
+        ],
+        status="completed",
+        finished={0: "stop"},
+        card={"limits": [{"unit": "tokens", "limit": 100}], "ledger": {"nano_dollars": 12}},
+    )
+    console = Console(record=True, width=160, file=io.StringIO())
+    show(console, trace.tell())
+    text = console.export_text()
+    for part in (
+        *("cmpl-1", "completed", "queue, 4 ahead", "the replica closed", "on after 7"),
+        *("Attempt 1", "http://b", "0.6000", "limits", "tokens", "ledger", "nano_dollars"),
+    ):
+        assert part in text

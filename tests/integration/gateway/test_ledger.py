@@ -1,0 +1,139 @@
+"""The ledger's stage: what was delivered becomes a row with its price and reaches the store, sooner or later."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from argosy.gateway.ask import read
+from argosy.gateway.caller import Caller
+from argosy.gateway.journey import CHAT, Journey, Status
+from argosy.gateway.ledger import Ledger, settle_forever
+from argosy.gateway.replicas import Pool
+from argosy.policy import LeastCost
+from argosy.protocol import ApiError
+from argosy.store import Directory, Price, Spool, SpoolFullError, UsageRow
+from argosy.web import Exchange
+from argosy.web.exchange import WIRE
+
+NOW = 5000.0
+PRICES = (
+    Price(model="m", input=10, cached_input=1, output=30),
+    Price(model="m", tier="premium", input=20, cached_input=2, output=60),
+    Price(model="m", input=99, cached_input=99, output=99, since=NOW + 1),
+)
+
+
+async def never() -> dict[str, Any]:
+    raise AssertionError("nobody reads or writes here")
+
+
+async def nothing(message: object) -> None:
+    raise AssertionError("nobody reads or writes here")
+
+
+def journey(tier: int = 1, number: int = 1) -> Journey:
+    scope = {
+        "state": {WIRE: None},
+        "http_version": "1.1",
+        "method": "POST",
+        "path": "/v1/chat/completions",
+        "headers": [],
+    }
+    exchange = Exchange(scope, never, nothing, None)  # type: ignore[arg-type]
+    ask = read(b'{"model": "m", "messages": []}', "messages")
+    caller = Caller(organisation="acme", project="web", key="k", user="ann", tier=tier)
+    identity = b"chatcmpl-%d 5000" % number
+    return Journey(exchange, ask, CHAT, Pool("m", [], LeastCost()), identity, caller)
+
+
+@pytest.fixture
+def spool(tmp_path: Path) -> Iterator[Spool]:
+    opened = Spool(tmp_path)
+    yield opened
+    opened.close()
+
+
+def drained(spool: Spool) -> list[UsageRow]:
+    rows: list[UsageRow] = []
+    spool.drain(rows.extend)
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("tier", "status", "cost"),
+    [(1, "completed", 60 * 10 + 40 + 7 * 30), (0, "cancelled", 60 * 20 + 80 + 7 * 60)],
+)
+async def test_a_request_becomes_one_row_at_the_price_of_its_tier_when_it_began(
+    spool: Spool, tier: int, status: Status, cost: int
+) -> None:
+    ledger, one = Ledger(spool, lambda: NOW), journey(tier)
+    ledger.update(Directory(prices=PRICES))
+    await ledger.enter(one)
+    ledger.update(Directory())
+    one.delivered.prompt_tokens, one.delivered.cached_tokens = 100, 40
+    for count in range(1, 8):
+        one.delivered.output_tokens = count
+        assert ledger.counted(one) is None
+    one.status, one.route = status, "there"
+    ledger.leave(one)
+    (row,) = drained(spool)
+    assert row == UsageRow(
+        request="chatcmpl-1",
+        organisation="acme",
+        project="web",
+        key="k",
+        user="ann",
+        model="m",
+        route="there",
+        started_at=one.started_at,
+        ended_at=NOW,
+        status=status,
+        input_tokens=100,
+        cached_tokens=40,
+        output_tokens=7,
+        nano_dollars=cost,
+    )
+    assert one.card["ledger"]["nano_dollars"] == cost
+
+
+async def test_nothing_is_answered_that_cannot_be_recorded(
+    spool: Spool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise SpoolFullError
+
+    monkeypatch.setattr(spool, "begin", full)
+    with pytest.raises(ApiError) as refused:
+        await Ledger(spool).enter(journey())
+    assert (refused.value.status, refused.value.code) == (503, "ledger_full")
+    assert refused.value.retry_after_s is not None
+
+
+async def test_rows_wait_while_the_store_is_down_and_reach_it_once(spool: Spool) -> None:
+    up, tried, leaving = False, asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    rows: list[UsageRow] = []
+
+    def store(given: list[UsageRow]) -> None:
+        loop.call_soon_threadsafe(tried.set)
+        if not up:
+            raise ConnectionError("the database is down")
+        rows.extend(given)
+
+    ledger = Ledger(spool)
+    for number in range(600):
+        one = journey(number=number)
+        await ledger.enter(one)
+        ledger.leave(one)
+    settling = asyncio.create_task(settle_forever(spool, store, leaving))
+    await tried.wait()
+    up = True
+    leaving.set()
+    await settling
+    assert len({row.request for row in rows}) == len(rows) == 600
+    assert spool.waiting == 0

@@ -1,0 +1,345 @@
+"""Limits in one gateway: who is let in, where streams end, what comes back, what callers are told."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.integration.gateway.limit_world import (
+    OTHER,
+    deliver,
+    directory,
+    leave,
+    limit,
+    refusal,
+    request,
+)
+
+from argosy.gateway.limit_words import duration
+from argosy.gateway.limits import Limits, LimitsConfig, shared_state
+from argosy.store import Limit, MemoryState, Price, UsageRow, open_store
+
+NOON = datetime(2026, 11, 21, 12, tzinfo=UTC).timestamp()
+PRICE = Price(model="big", input=1_000, cached_input=100, output=10_000)
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = NOON
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def in_force(clock: Clock, *limits: Limit, prices: tuple[Price, ...] = ()) -> Limits:
+    stage = Limits(MemoryState(), clock)
+    stage.update(directory(*limits, prices=prices))
+    return stage
+
+
+async def test_who_has_no_limits_passes_untouched(clock: Clock) -> None:
+    limits, journey = in_force(clock, limit("requests", 1)), request(OTHER)
+    for _ in range(3):
+        await limits.enter(journey)
+        assert deliver(limits, journey, 10**6) is None
+        leave(limits, journey)
+    assert (journey.headers, journey.card) == ([], {})
+
+
+async def test_a_refusal_names_the_limit_and_tells_when_to_come_back(clock: Clock) -> None:
+    limits = in_force(clock, limit("tokens", 100), limit("requests", 2, "hour", "project"))
+    first = request(prompt=80)
+    await limits.enter(first)
+    refused = await refusal(limits, second := request(prompt=15))
+    assert refused is not None
+    assert (refused.status, refused.code) == (429, "rate_limit_exceeded")
+    assert "the key's limit of 100 tokens per minute" in refused.message
+    assert "85 tokens are used, and this request asks for 20 tokens" in refused.message
+    assert refused.retry_after_s is not None
+    assert 60.0 < refused.retry_after_s <= 61.0
+    [line] = second.card["limits"]
+    assert line["used"] == 85
+    assert (line["owner"], line["unit"], line["asked"]) == ("key", "tokens", 20)
+    clock.now += refused.retry_after_s + 1e-3
+    assert await refusal(limits, request(prompt=15)) is None
+    refused = await refusal(limits, request(prompt=15))
+    assert refused is not None
+    assert "the project's limit of 2 requests per hour" in refused.message
+
+
+async def test_what_never_fits_is_told_so(clock: Clock) -> None:
+    refused = await refusal(in_force(clock, limit("tokens", 100)), request(prompt=100))
+    assert refused is not None
+    assert (refused.status, refused.code) == (413, "request_too_large")
+    assert "This request needs 101 tokens, and never fits into" in refused.message
+
+
+async def test_every_answer_tells_what_is_left_of_the_tightest_limits(clock: Clock) -> None:
+    limits = in_force(
+        clock,
+        limit("requests", 10),
+        limit("requests", 3, "hour", "project"),
+        limit("tokens", 1000),
+        limit("output_tokens", 300, "second", "user"),
+    )
+    journey = request(prompt=10, most=5)
+    await limits.enter(journey)
+    assert dict(journey.headers) == {
+        b"x-ratelimit-limit-requests": b"3",
+        b"x-ratelimit-remaining-requests": b"2",
+        b"x-ratelimit-reset-requests": b"1h1m0s",
+        b"x-ratelimit-limit-tokens": b"300",
+        b"x-ratelimit-remaining-tokens": b"295",
+        b"x-ratelimit-reset-tokens": b"1.1s",
+    }
+    assert [line["unit"] for line in journey.card["limits"]].count("requests") == 2
+    for _ in range(2):
+        await limits.enter(request())
+    refused = request()
+    assert await refusal(limits, refused) is not None
+    assert (b"x-ratelimit-remaining-requests", b"0") in refused.headers
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"),
+    [
+        (0.0, "0ms"),
+        (0.0601, "61ms"),
+        (1.2, "1.2s"),
+        (59.99, "60s"),
+        (90, "1m30s"),
+        (7505, "2h5m5s"),
+    ],
+)
+def test_durations_are_written_as_openai_writes_them(seconds: float, told: str) -> None:
+    assert duration(seconds) == told
+
+
+async def test_limits_on_a_model_count_that_model_by_any_of_its_names(clock: Clock) -> None:
+    limits = in_force(
+        clock, limit("requests", 2, model="big"), limit("requests", 1, model="nickname")
+    )
+    assert await refusal(limits, request(asked="nickname")) is None
+    refused = await refusal(limits, request(asked="nickname"))
+    assert refused is not None
+    assert "for 'nickname'" in refused.message
+    assert await refusal(limits, request()) is None
+    assert await refusal(limits, request()) is not None
+
+
+async def test_a_stream_goes_on_past_what_was_expected_until_the_limit_ends_it(
+    clock: Clock,
+) -> None:
+    limits = in_force(clock, limit("tokens", 400))
+    journey = request(prompt=10, most=None)
+    await limits.enter(journey)
+    told, ends = 0, None
+    while ends is None:
+        told += 7
+        ends = deliver(limits, journey, 7)
+    assert ends == "limit"
+    assert 400 < told + 10 <= 400 + 7
+    leave(limits, journey, "stopped")
+    refused = await refusal(limits, request())
+    assert refused is not None
+    assert "402 tokens are used" in refused.message
+
+
+async def test_a_budget_ends_a_stream_as_a_budget_and_is_renewed_at_midnight(clock: Clock) -> None:
+    budget = 10 * 1_000 + 20 * 10_000
+    limits = in_force(clock, limit("nano_dollars", budget, "day", "project"), prices=(PRICE,))
+    journey = request(prompt=10, most=1)
+    await limits.enter(journey)
+    assert deliver(limits, journey, 20) is None
+    assert deliver(limits, journey, 1) == "budget"
+    leave(limits, journey, "stopped")
+    refused = await refusal(limits, request(prompt=10, most=1))
+    assert refused is not None
+    assert (refused.status, refused.code) == (429, "insufficient_quota")
+    assert "the project's budget of $0.00021 per day: $0.00022 is used" in refused.message
+    assert "may cost $2e-05" in refused.message
+    assert refused.retry_after_s == 12 * 3600
+    clock.now += 12 * 3600
+    assert await refusal(limits, request(prompt=10, most=1)) is None
+
+
+async def test_what_a_prompt_really_was_and_what_was_cached_is_what_counts(clock: Clock) -> None:
+    limits = in_force(
+        clock,
+        limit("input_tokens", 1000),
+        limit("nano_dollars", 10**9, "month"),
+        prices=(PRICE,),
+    )
+    journey = request(prompt=20, most=5)
+    await limits.enter(journey)
+    journey.delivered.cached_tokens = 400
+    assert deliver(limits, journey, 5, prompt=500) is None
+    leave(limits, journey)
+    again = request(prompt=20, most=5)
+    await limits.enter(again)
+    used = {line["unit"]: line["used"] for line in again.card["limits"]}
+    assert used == {
+        "input_tokens": 500,
+        "nano_dollars": 100 * 1_000 + 400 * 100 + 5 * 10_000,
+    }
+
+
+async def test_a_request_that_got_nothing_because_of_us_costs_nothing(clock: Clock) -> None:
+    limits = in_force(clock, limit("requests", 1), limit("concurrency", 1), limit("tokens", 100))
+    for _ in range(3):
+        journey = request()
+        await limits.enter(journey)
+        leave(limits, journey, "failed")
+    journey = request()
+    await limits.enter(journey)
+    leave(limits, journey, "cancelled")
+    refused = await refusal(limits, request())
+    assert refused is not None
+    assert "1 request per minute" in refused.message
+
+
+async def test_places_come_back_when_requests_end(clock: Clock) -> None:
+    limits = in_force(clock, limit("concurrency", 2))
+    running = [request(), request()]
+    for journey in running:
+        await limits.enter(journey)
+    refused = await refusal(limits, request())
+    assert refused is not None
+    assert (refused.status, refused.retry_after_s) == (429, 1.0)
+    assert "the key's limit of 2 requests at a time: 2 requests run" in refused.message
+    leave(limits, running.pop())
+    assert await refusal(limits, request()) is None
+
+
+async def test_expectations_follow_what_answers_were(clock: Clock) -> None:
+    limits = in_force(clock, limit("tokens", 10**9))
+    for _ in range(60):
+        journey = request(most=None)
+        await limits.enter(journey)
+        deliver(limits, journey, 40)
+        leave(limits, journey)
+    journey = request(prompt=10, most=None)
+    await limits.enter(journey)
+    [line] = journey.card["limits"]
+    assert 35 <= line["asked"] - 10 <= 60
+
+
+async def test_a_limit_that_is_changed_keeps_what_is_in_use(clock: Clock) -> None:
+    limits = in_force(clock, limit("requests", 1), limit("concurrency", 1))
+    journey = request()
+    await limits.enter(journey)
+    limits.update(directory(limit("requests", 2), limit("concurrency", 2)))
+    assert await refusal(limits, request()) is None
+    assert await refusal(limits, request()) is not None
+    limits.update(directory(limit("requests", 1)))
+    assert await refusal(limits, request()) is not None
+    limits.update(directory())
+    assert await refusal(limits, request()) is None
+    leave(limits, journey)
+
+
+async def test_after_a_restart_the_ledger_tells_what_was_used(clock: Clock, tmp_path: Path) -> None:
+    store = open_store(f"sqlite:///{tmp_path}/argosy.db")
+    store.migrate()
+    store.usage.add(
+        [row(number, NOON - age) for number, age in enumerate((30, 3000, 4000, 90_000))]
+    )
+    limits = in_force(
+        clock,
+        limit("requests", 100, "hour"),
+        limit("tokens", 10_000, "month", "project"),
+        limit("nano_dollars", 10**6, "day", "organisation"),
+        limit("requests", 100, "month", "user", "big"),
+        limit("requests", 100, "month", "user", "small"),
+        limit("requests", 100, "second"),
+    )
+    await limits.seed(store.usage.spent)
+    journey = request(prompt=10, most=5)
+    await limits.enter(journey)
+    used = [(line["unit"], line["window"], line["used"]) for line in journey.card["limits"]]
+    assert used == [
+        ("requests", "hour", 2),
+        ("requests", "second", 0),
+        ("requests", "month", 4),
+        ("tokens", "month", 4 * 110),
+        ("nano_dollars", "day", 3 * 7),
+    ]
+    leave(limits, journey)
+    clock.now += 1300.0
+    journey = request(prompt=10, most=5)
+    await limits.seed(store.usage.spent)
+    await limits.enter(journey)
+    assert journey.card["limits"][0]["used"] == 2  # the one at 3000 s is past
+    store.close()
+
+
+def row(number: int, ended_at: float) -> UsageRow:
+    return UsageRow(
+        request=f"r{number}",
+        organisation="org",
+        project="shop",
+        key="k1",
+        user="ann",
+        model="big",
+        started_at=ended_at - 1.0,
+        ended_at=ended_at,
+        status="completed",
+        input_tokens=100,
+        output_tokens=10,
+        nano_dollars=7,
+    )
+
+
+@settings(max_examples=50)
+@given(
+    most=st.integers(30, 2000),
+    pieces=st.lists(st.integers(1, 12), min_size=1, max_size=8),
+    streams=st.integers(1, 12),
+)
+def test_hammering_passes_no_limit_by_more_than_a_piece_a_stream(
+    most: int, pieces: list[int], streams: int
+) -> None:
+    clock = Clock()
+    limits = in_force(clock, limit("tokens", most, "hour"), limit("output_tokens", most, "day"))
+    delivered, overrun = 0, 0
+
+    async def stream(number: int) -> None:
+        nonlocal delivered, overrun
+        for again in range(4):
+            journey = request(prompt=10, most=None if number % 2 else 30)
+            if await refusal(limits, journey) is not None:
+                continue
+            ends = None
+            for piece in pieces * (1 + (number + again) % 3):
+                await asyncio.sleep(0)
+                ends = deliver(limits, journey, piece)
+                if ends is not None:
+                    overrun += piece
+                    break
+            delivered += 10 + journey.delivered.output_tokens
+            leave(limits, journey, "completed" if ends is None else "stopped")
+
+    async def hammer() -> None:
+        await asyncio.gather(*(stream(number) for number in range(streams)))
+
+    asyncio.run(hammer())
+    assert delivered <= most + overrun
+
+
+def test_settings_say_where_the_shared_state_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(shared_state(LimitsConfig()), MemoryState)
+    with pytest.raises(ValueError, match="Use redis://, rediss:// or unix://"):
+        shared_state(LimitsConfig(redis="http://nowhere"))
+    with pytest.raises(ValueError, match="set the environment variable NOT_THERE"):
+        shared_state(LimitsConfig(redis="redis://nowhere", password_env="NOT_THERE"))

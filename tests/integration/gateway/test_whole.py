@@ -1,0 +1,100 @@
+"""Whole answers come through the gateway as a replica would have given them, and survive the replica."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest_asyncio
+from tests.integration.fake_engine import FakeEngine, Script
+from tests.integration.gateway.harness import Watching, front
+from tests.integration.serving import MODEL, Served, chat, completion, serve
+
+from argosy.engine import EngineConfig
+from argosy.engine.serving.core.client import EngineClient
+from argosy.engine.serving.text.tokenizer import Tokenizer
+from argosy.gateway import ReplicaConfig
+from argosy.models import BUNDLED
+
+BODIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat": ("/v1/chat/completions", chat(seed=3, max_tokens=14, temperature=1.3)),
+    "log-probabilities": (
+        "/v1/chat/completions",
+        chat(seed=5, max_tokens=8, logprobs=True, top_logprobs=2, return_token_ids=True),
+    ),
+    "two choices": ("/v1/chat/completions", chat(seed=8, max_tokens=6, n=2)),
+    "echo": (
+        "/v1/completions",
+        completion("The cat", max_tokens=8, echo=True, logprobs=1, temperature=0),
+    ),
+    "two prompts": (
+        "/v1/completions",
+        completion(["The cat", "Once"], seed=2, max_tokens=5, return_token_ids=True, logprobs=0),
+    ),
+    "stop string": ("/v1/completions", completion("The cat", seed=9, max_tokens=30, stop=["e"])),
+    "only the prompt": (
+        "/v1/completions",
+        completion("The cat", max_tokens=0, echo=True, logprobs=1),
+    ),
+    "prompt's log-probabilities": (
+        "/v1/completions",
+        completion("The cat", max_tokens=2, seed=1, prompt_logprobs=1),
+    ),
+    "no such temperature": ("/v1/completions", completion("The cat", temperature=-1)),
+}
+
+
+@pytest_asyncio.fixture
+async def real() -> AsyncIterator[Served]:
+    engine = EngineClient(EngineConfig(model=str(BUNDLED), threads=1, num_blocks=512, warmup=False))
+    async with serve(engine) as served:
+        yield served
+
+
+def anonymous(text: str) -> str:
+    """Without what differs from answer to answer."""
+    text = re.sub(r'"id":"[^"]*"', '"id":""', text)
+    text = re.sub(r'"request_id":"[^"]*"', '"request_id":""', text)
+    text = re.sub(r'"cached_tokens":\d+', "", text)
+    return re.sub(r'"created":\d+', '"created":0', text)
+
+
+async def test_whole_answers_are_the_replicas_own_byte_for_byte(real: Served) -> None:
+    watching = Watching()
+    behind = ReplicaConfig(url=real.url, model=MODEL)
+    async with front([watching], behind) as running:
+        for kind, (path, body) in BODIES.items():
+            own = await real.client.post(path, json=body)
+            ours = await running.client.post(path, json=body | {"model": "big"})
+            assert ours.status_code == own.status_code, kind
+            assert anonymous(ours.text) == anonymous(own.text), kind
+            if own.status_code == 200:
+                used = own.json()["usage"]
+                delivered = watching.left[-1].delivered
+                assert delivered.output_tokens == used["completion_tokens"], kind
+                assert delivered.prompt_tokens == used["prompt_tokens"], kind
+
+
+async def test_a_whole_answer_is_carried_on_elsewhere(tokenizer: Tokenizer) -> None:
+    tokens = list(range(100, 120))
+    broken = FakeEngine(tokenizer, lambda _: Script(tokens[:7], crash=RuntimeError("gone")))
+    good = FakeEngine(tokenizer, lambda _: Script(tokens, finish="length"))
+    watching = Watching()
+    async with (
+        serve(broken) as one,
+        serve(good) as two,
+        front(
+            [watching],
+            ReplicaConfig(url=one.url, model=MODEL),
+            ReplicaConfig(url=two.url, model=MODEL),
+        ) as running,
+    ):
+        body = completion("Once", max_tokens=20, return_token_ids=True) | {"model": "big"}
+        for _ in range(2):  # one of them begins at the broken one
+            answer = await running.client.post("/v1/completions", json=body)
+            assert answer.json()["choices"][0]["token_ids"] == tokens
+            assert answer.json()["usage"]["completion_tokens"] == 20
+        traces = [running.traces.find(journey.id) for journey in watching.left]
+    assert max(len(trace.tries) for trace in traces if trace) == 2
+    assert any(request.output == tokens[:7] for request in good.requests)

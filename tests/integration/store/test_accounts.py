@@ -1,0 +1,396 @@
+"""Accounts on both databases: what is kept, what is refused, and what a gateway is told."""
+
+from __future__ import annotations
+
+import string
+import threading
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from tests.integration.store.conftest import START, Clock
+
+from argosy.store import (
+    ConflictError,
+    Key,
+    Limit,
+    NotFoundError,
+    Organisation,
+    Price,
+    Project,
+    Store,
+    User,
+    digest,
+)
+
+ME = "key:test"
+
+
+@pytest.fixture
+def organisation(store: Store) -> Organisation:
+    return store.accounts.create_organisation("Acme", actor=ME)
+
+
+@pytest.fixture
+def project(store: Store, organisation: Organisation) -> Project:
+    return store.accounts.create_project(organisation.id, "search", actor=ME)
+
+
+@pytest.fixture
+def user(store: Store, organisation: Organisation) -> User:
+    return store.accounts.create_user(organisation.id, "Ann@example.com", actor=ME)
+
+
+def test_what_is_created_is_found_again(store: Store, organisation: Organisation) -> None:
+    accounts = store.accounts
+    project = accounts.create_project(
+        organisation.id,
+        " search ",
+        tier="premium",
+        weight=2,
+        share_cache=True,
+        when_unsure="closed",
+        networks=["10.0.0.7", "2001:db8::1/32"],
+        actor=ME,
+    )
+    assert project == Project(
+        id=project.id,
+        organisation=organisation.id,
+        name="search",
+        tier="premium",
+        weight=2.0,
+        share_cache=True,
+        when_unsure="closed",
+        networks=("10.0.0.7/32", "2001:db8::/32"),
+        created_at=START,
+    )
+    user = accounts.create_user(
+        organisation.id, "Ann@Example.com", role="viewer", project=project.id, actor=ME
+    )
+    assert user.email == "ann@example.com"
+    key, _ = accounts.create_key(
+        project.id,
+        "laptop",
+        user=user.id,
+        role="operator",
+        models=["m", "n", "m"],
+        networks=("10.0.0.0/8",),
+        expires_at=START + 5,
+        actor=ME,
+    )
+    assert (key.models, key.networks, key.role) == (("m", "n"), ("10.0.0.0/8",), "operator")
+    limit = accounts.set_limit("key", key.id, "tokens", 2**62, window="minute", model="m", actor=ME)
+    price = accounts.set_price(
+        Price(model="m", tier="free", input=3, cached_input=1, output=9, since=7.5), actor=ME
+    )
+    assert accounts.get_organisation(organisation.id) == organisation
+    assert accounts.get_project(project.id) == project
+    assert accounts.get_user(user.id) == user
+    assert accounts.get_key(key.id) == key
+    directory = store.directory()
+    assert directory.version == store.version()
+    assert list(directory.organisations) == accounts.list_organisations() == [organisation]
+    assert list(directory.projects) == accounts.list_projects(organisation.id) == [project]
+    assert list(directory.users) == accounts.list_users(organisation.id) == [user]
+    assert list(directory.keys) == accounts.list_keys(project.id) == [key]
+    assert list(directory.limits) == accounts.list_limits("key", key.id) == [limit]
+    assert list(directory.prices) == accounts.list_prices("m") == [price]
+    assert [*accounts.list_projects("org_other"), *accounts.list_prices("n")] == []
+
+
+def test_what_is_changed_stays_changed(store: Store, project: Project, user: User) -> None:
+    accounts = store.accounts
+    changed = accounts.change_project(project.id, tier="free", networks=["::1"], actor=ME)
+    assert changed == msgspec.structs.replace(project, tier="free", networks=("::1/128",))
+    assert accounts.get_project(project.id) == changed
+    renamed = accounts.change_organisation(project.organisation, name="Emca", actor=ME)
+    assert accounts.get_organisation(project.organisation) == renamed
+    accounts.change_user(user.id, project=project.id, role="admin", actor=ME)
+    freed = accounts.change_user(user.id, project=None, actor=ME)
+    assert freed == accounts.get_user(user.id) == msgspec.structs.replace(user, role="admin")
+
+
+def test_each_change_raises_the_version_and_nothing_else_does(
+    store: Store, project: Project
+) -> None:
+    version = store.version()
+    store.accounts.change_project(project.id, name="search", tier="standard", actor=ME)
+    with pytest.raises(ConflictError):
+        store.accounts.create_project(project.organisation, "search", actor=ME)
+    assert store.version() == version
+    store.accounts.change_project(project.id, weight=3, actor=ME)
+    assert store.version() == version + 1
+
+
+def test_names_are_unique_where_people_expect_it(
+    store: Store, organisation: Organisation, project: Project, user: User
+) -> None:
+    accounts = store.accounts
+    other = accounts.create_organisation("Other", actor=ME)
+    with pytest.raises(ConflictError, match=f"organisation 'Acme' already, {organisation.id}"):
+        accounts.create_organisation(" Acme", actor=ME)
+    with pytest.raises(ConflictError, match="give another name"):
+        accounts.change_organisation(other.id, name="Acme", actor=ME)
+    with pytest.raises(ConflictError, match="project 'search' already"):
+        accounts.create_project(organisation.id, "search", actor=ME)
+    accounts.create_project(other.id, "search", actor=ME)
+    with pytest.raises(ConflictError, match=r"user 'ann@example\.com' already"):
+        accounts.create_user(other.id, "ANN@example.com", actor=ME)
+    accounts.create_key(project.id, "laptop", actor=ME)
+    with pytest.raises(ConflictError, match="key 'laptop' already"):
+        accounts.create_key(project.id, "laptop", actor=ME)
+
+
+def test_a_name_is_free_again_when_its_bearer_has_ended(
+    store: Store, organisation: Organisation, project: Project, user: User, clock: Clock
+) -> None:
+    accounts = store.accounts
+    key, _ = accounts.create_key(project.id, "laptop", actor=ME)
+    accounts.revoke_key(key.id, actor=ME)
+    accounts.create_key(project.id, "laptop", expires_at=START + 1, actor=ME)
+    clock.now += 1
+    accounts.create_key(project.id, "laptop", actor=ME)
+    assert len(accounts.list_keys(project.id)) == 3
+    accounts.disable_user(user.id, actor=ME)
+    accounts.create_user(organisation.id, user.email, actor=ME)
+    accounts.archive_project(project.id, actor=ME)
+    accounts.create_project(organisation.id, project.name, actor=ME)
+    accounts.archive_organisation(organisation.id, actor=ME)
+    accounts.create_organisation(organisation.name, actor=ME)
+
+
+def test_an_organisation_ends_with_all_that_it_has(
+    store: Store, project: Project, user: User, clock: Clock
+) -> None:
+    clock.now += 10
+    ended = store.accounts.archive_organisation(project.organisation, actor=ME)
+    directory = store.directory()
+    assert directory.organisations == (ended,)
+    assert [p.archived_at for p in directory.projects] == [START + 10]
+    assert [u.disabled_at for u in directory.users] == [START + 10]
+
+
+def test_what_has_ended_stays_ended(store: Store, project: Project, user: User) -> None:
+    accounts = store.accounts
+    key, _ = accounts.create_key(project.id, "laptop", actor=ME)
+    revoked = accounts.revoke_key(key.id, actor=ME)
+    disabled = accounts.disable_user(user.id, actor=ME)
+    archived = accounts.archive_project(project.id, actor=ME)
+    version = store.version()
+    assert accounts.revoke_key(key.id, actor=ME) == revoked
+    assert accounts.disable_user(user.id, actor=ME) == disabled
+    assert accounts.archive_project(project.id, actor=ME) == archived
+    refused: list[Callable[[], object]] = [
+        lambda: accounts.change_project(project.id, tier="free", actor=ME),
+        lambda: accounts.change_user(user.id, role="admin", actor=ME),
+        lambda: accounts.create_key(project.id, "other", actor=ME),
+        lambda: accounts.rotate_key(key.id, 1, actor=ME),
+        lambda: accounts.set_limit("user", user.id, "concurrency", 1, actor=ME),
+    ]
+    for refusal in refused:
+        with pytest.raises(ConflictError):
+            refusal()
+    assert store.version() == version
+
+
+def test_unknown_ids_are_named(store: Store, organisation: Organisation) -> None:
+    accounts = store.accounts
+    unknown: list[Callable[[], object]] = [
+        lambda: accounts.get_organisation("nobody"),
+        lambda: accounts.create_project("nobody", "search", actor=ME),
+        lambda: accounts.change_user("nobody", actor=ME),
+        lambda: accounts.create_user(organisation.id, "a@b.c", project="nobody", actor=ME),
+        lambda: accounts.revoke_key("nobody", actor=ME),
+        lambda: accounts.set_limit("key", "nobody", "concurrency", 1, actor=ME),
+        lambda: accounts.delete_limit("nobody", actor=ME),
+    ]
+    for refusal in unknown:
+        with pytest.raises(NotFoundError, match="with the id 'nobody'"):
+            refusal()
+
+
+def test_wrong_values_are_refused_by_name(store: Store, project: Project) -> None:
+    accounts = store.accounts
+    wrong: dict[str, Callable[[], object]] = {
+        "name: give some": lambda: accounts.create_organisation(" \n", actor=ME),
+        "name: give some ": lambda: accounts.create_organisation("a\0b", actor=ME),
+        r"length <= 200.*\$.name": lambda: accounts.create_organisation("a" * 201, actor=ME),
+        r"\$.weight": lambda: accounts.change_project(project.id, weight=0, actor=ME),
+        r"\$.tier": lambda: accounts.change_project(project.id, tier="gold", actor=ME),  # type: ignore[arg-type]
+        "networks: .*'10.0.0.300'": lambda: accounts.change_project(
+            project.id, networks=["10.0.0.300"], actor=ME
+        ),
+        r"\$.role": lambda: accounts.create_key(project.id, "k", role="root", actor=ME),  # type: ignore[arg-type]
+        "models: ": lambda: accounts.create_key(project.id, "k", models=[""], actor=ME),
+        "later expires_at": lambda: accounts.create_key(
+            project.id, "k", expires_at=START, actor=ME
+        ),
+        "an actor": lambda: accounts.create_organisation("x", actor=""),
+        "0 seconds or more": lambda: accounts.rotate_key("k", float("nan"), actor=ME),
+        r"\$.amount": lambda: accounts.set_limit(
+            "project", project.id, "tokens", -1, window="day", actor=ME
+        ),
+        r"\$.amount ": lambda: accounts.set_limit(
+            "project", project.id, "tokens", 2**63, window="day", actor=ME
+        ),
+        "has a window": lambda: accounts.set_limit("project", project.id, "tokens", 1, actor=ME),
+        "only concurrency has none": lambda: accounts.set_limit(
+            "project", project.id, "concurrency", 1, window="day", actor=ME
+        ),
+        "The owner of a limit": lambda: accounts.set_limit(
+            "tenant",  # type: ignore[arg-type]
+            "t",
+            "concurrency",
+            1,
+            actor=ME,
+        ),
+        r"\$.output": lambda: accounts.set_price(
+            Price(model="m", input=0, cached_input=0, output=-1), actor=ME
+        ),
+    }
+    version = store.version()
+    for said, refusal in wrong.items():
+        with pytest.raises(ValueError, match=said.strip()):
+            refusal()
+    assert store.version() == version
+
+
+def test_organisations_do_not_mix(store: Store, project: Project, user: User) -> None:
+    accounts = store.accounts
+    other = accounts.create_organisation("Other", actor=ME)
+    theirs = accounts.create_project(other.id, "theirs", actor=ME)
+    mixed: list[Callable[[], object]] = [
+        lambda: accounts.create_user(other.id, "b@c.d", project=project.id, actor=ME),
+        lambda: accounts.change_user(user.id, project=theirs.id, actor=ME),
+        lambda: accounts.create_key(theirs.id, "k", user=user.id, actor=ME),
+    ]
+    for refusal in mixed:
+        with pytest.raises(ConflictError, match="another organisation"):
+            refusal()
+
+
+def test_a_key_is_shown_once_and_only_its_digest_is_kept(store: Store, project: Project) -> None:
+    key, plain = store.accounts.create_key(project.id, "laptop", actor=ME)
+    assert key.prefix == f"sk-argosy-{key.id.removeprefix('key_')[:8]}"
+    assert plain.startswith(f"{key.prefix}-")
+    secret = plain.removeprefix(f"{key.prefix}-")
+    assert len(secret) >= 32
+    assert set(secret) <= set(string.ascii_letters + string.digits + "-_")
+    assert key.digest == digest(plain)
+    assert store.directory().keys == (key,)
+    assert secret not in repr(store.directory())
+    assert store.accounts.create_key(project.id, "other", actor=ME)[1] != plain
+
+
+def test_a_rotated_key_works_until_the_overlap_ends(
+    store: Store, project: Project, user: User, clock: Clock
+) -> None:
+    accounts = store.accounts
+    old, _ = accounts.create_key(
+        project.id, "laptop", user=user.id, models=["m"], expires_at=START + 100, actor=ME
+    )
+    accounts.set_limit("key", old.id, "requests", 5, window="second", actor=ME)
+    clock.now += 40
+    new, plain = accounts.rotate_key(old.id, 10, actor=ME)
+    assert new.digest == digest(plain)
+    assert new == msgspec.structs.replace(
+        old,
+        id=new.id,
+        prefix=new.prefix,
+        digest=new.digest,
+        created_at=START + 40,
+        expires_at=START + 140,
+    )
+    old = accounts.get_key(old.id)
+    assert (old.expires_at, old.replaced_by) == (START + 50, new.id)
+    assert store.directory().keys == (old, new)
+    (limit,) = accounts.list_limits("key", new.id)
+    assert (limit.unit, limit.amount, limit.window) == ("requests", 5, "second")
+    with pytest.raises(ConflictError, match=f"rotate {new.id}"):
+        accounts.rotate_key(old.id, 10, actor=ME)
+    assert accounts.rotate_key(new.id, 1000, actor=ME)[0].expires_at == START + 140
+    assert accounts.get_key(new.id).expires_at == START + 140
+    clock.now = START + 140
+    with pytest.raises(ConflictError, match="works no longer"):
+        accounts.rotate_key(new.id, 10, actor=ME)
+
+
+def test_revoked_keys_leave_the_directory_at_once_and_expired_ones_later(
+    store: Store, project: Project, clock: Clock
+) -> None:
+    first, _ = store.accounts.create_key(project.id, "a", actor=ME)
+    clock.now += 1
+    second, _ = store.accounts.create_key(project.id, "b", expires_at=START + 2, actor=ME)
+    store.accounts.revoke_key(first.id, actor=ME)
+    clock.now += 30 * 86_400
+    assert store.directory().keys == (second,)
+    clock.now += 1
+    assert store.directory().keys == ()
+    assert [key.id for key in store.accounts.list_keys()] == [first.id, second.id]
+
+
+def test_a_limit_takes_the_place_of_the_one_before(store: Store, project: Project) -> None:
+    accounts = store.accounts
+
+    def set_limit(amount: int, model: str | None = None) -> Limit:
+        return accounts.set_limit(
+            "project", project.id, "tokens", amount, window="minute", model=model, actor=ME
+        )
+
+    first, of_model = set_limit(5), set_limit(7, "m")
+    assert set_limit(6).id == first.id
+    assert {(limit.amount, limit.model) for limit in accounts.list_limits("project")} == {
+        (6, None),
+        (7, "m"),
+    }
+    accounts.delete_limit(first.id, actor=ME)
+    assert accounts.list_limits() == [of_model]
+    assert accounts.list_limits("organisation") == []
+
+
+def test_prices_have_a_history(store: Store) -> None:
+    def set_price(output: int, since: float) -> Price:
+        price = Price(model="m", input=1, cached_input=1, output=output, since=since)
+        return store.accounts.set_price(price, actor=ME)
+
+    first, later = set_price(1, 0), set_price(1, 5)
+    assert set_price(2, 0).id == first.id
+    assert [price.output for price in store.accounts.list_prices()] == [2, 1]
+    assert store.accounts.list_prices()[1] == later
+
+
+def test_a_directory_is_of_one_version(store: Store) -> None:
+    """Each change adds one organisation, so the version tells how many there are."""
+    failures: list[BaseException] = []
+
+    def write() -> None:
+        try:
+            for number in range(40):
+                store.accounts.create_organisation(f"o{number}", actor=ME)
+        except BaseException as error:  # noqa: BLE001 - told to the test
+            failures.append(error)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    seen: set[int] = set()
+    while writer.is_alive() or not seen:
+        directory = store.directory()
+        assert len(directory.organisations) == directory.version - 1
+        seen.add(directory.version)
+    writer.join()
+    assert not failures
+    assert store.directory().version == store.version() == 41
+
+
+def test_a_first_run_makes_what_a_caller_needs(store: Store) -> None:
+    made = store.accounts.first_run(actor="serve")
+    assert made is not None
+    key, plain = made
+    directory = store.directory()
+    assert directory.version == 2
+    assert [organisation.name for organisation in directory.organisations] == ["default"]
+    assert [project.name for project in directory.projects] == ["default"]
+    assert directory.keys == (key,)
+    assert isinstance(key, Key)
+    assert (key.role, key.project, key.digest) == ("admin", directory.projects[0].id, digest(plain))
+    assert store.accounts.first_run(actor="serve") is None

@@ -1,0 +1,148 @@
+"""Opening, migrating and losing a database; every failure says what to do."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import psycopg
+import pytest
+import sqlalchemy as sa
+from alembic.autogenerate import compare_metadata
+from alembic.runtime.migration import MigrationContext
+from tests.integration.store.conftest import at_once
+
+from argosy.store import Store, StoreError, default_url, open_store
+from argosy.store.database import Database
+from argosy.store.schema import metadata
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "nonsense",
+        "mysql://user:hidden@host/db",
+        "sqlite+aiosqlite:///x.db",
+        "postgresql+asyncpg://user:hidden@host/db",
+        "postgresql://user:hidden@host:port/db",
+        "sqlite://",
+        "sqlite:///:memory:",
+        "sqlite://host/x.db",
+        "sqlite:///x.db?mode=ro",
+    ],
+)
+def test_a_bad_url_is_refused_without_showing_it(url: str) -> None:
+    with pytest.raises(StoreError, match="write sqlite:///") as refused:
+        open_store(url)
+    assert "hidden" not in str(refused.value)
+    assert refused.value.__cause__ is None
+
+
+@pytest.mark.parametrize("scheme", ["postgres", "postgresql", "postgresql+psycopg"])
+def test_a_server_that_is_not_there(scheme: str, tmp_path: Path) -> None:
+    store = open_store(f"{scheme}://user:hidden@/db?host={tmp_path}&password=hidden")
+    with pytest.raises(
+        StoreError, match=r"postgresql:///db cannot be used: .*Is it running"
+    ) as refused:
+        store.version()
+    assert "hidden" not in str(refused.value)
+    store.close()
+
+
+def test_a_file_that_cannot_be_opened(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match="give a path that this user may write to"):
+        open_store(f"sqlite:///{tmp_path}/file/store.db")
+    with pytest.raises(StoreError, match="give a path"):
+        open_store(f"sqlite:///{tmp_path}")
+
+
+def test_a_file_that_is_something_else(tmp_path: Path) -> None:
+    (tmp_path / "store.db").write_text("A letter to the editor. " * 100)
+    store = open_store(f"sqlite:///{tmp_path}/store.db")
+    with pytest.raises(StoreError, match=r"not a database\. Move that file away"):
+        store.migrate()
+    store.close()
+
+
+def test_tables_that_are_not_there_yet(empty_url: str) -> None:
+    store = open_store(empty_url)
+    with pytest.raises(StoreError, match="call migrate"):
+        store.version()
+    store.close()
+
+
+def test_tables_of_a_newer_version(store: Store, url: str) -> None:
+    database = Database(url)
+    with database.write() as connection:
+        connection.execute(sa.text("UPDATE alembic_version SET version_num = '9999'"))
+    database.close()
+    with pytest.raises(StoreError, match=r"newer Argosy \(9999\): update this one"):
+        store.migrate()
+
+
+def test_a_missing_driver_names_what_to_install() -> None:
+    code = (
+        "import sys; sys.modules['psycopg'] = None\n"
+        "from argosy.store import open_store\n"
+        "open_store('postgresql://host/db')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "StoreError: PostgreSQL needs its driver: pip install 'argosy[postgres]'" in done.stderr
+
+
+def test_only_its_owner_reads_the_file(tmp_path: Path) -> None:
+    store = open_store(f"sqlite:///{tmp_path}/new/folder/store.db")
+    store.migrate()
+    for file in (tmp_path / "new" / "folder").iterdir():
+        assert file.stat().st_mode & 0o077 == 0
+    assert (tmp_path / "new" / "folder").stat().st_mode & 0o077 == 0
+    store.close()
+
+
+def test_the_default_is_in_the_state_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    store = open_store(default_url())
+    store.migrate()
+    assert (tmp_path / "state" / "argosy" / "argosy.db").exists()
+    store.close()
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setenv("HOME", "/home/ann")
+    assert default_url() == "sqlite:////home/ann/.local/state/argosy/argosy.db"
+
+
+def test_migrations_make_the_tables_that_the_code_expects(store: Store, url: str) -> None:
+    database = Database(url)
+    with database.read() as connection:
+        assert compare_metadata(MigrationContext.configure(connection), metadata) == []
+    database.close()
+    store.migrate()
+    assert store.version() == 1
+
+
+def test_processes_migrate_at_the_same_time(empty_url: str) -> None:
+    at_once(2, "migrate", empty_url)
+    store = open_store(empty_url)
+    assert store.version() == 1
+    store.close()
+
+
+def test_one_of_two_first_runs_makes_the_key(store: Store, url: str) -> None:
+    keys = [key for key in at_once(2, "first_run", url) if key]
+    assert len(keys) == 1
+    assert len(store.directory().keys) == 1
+
+
+@pytest.mark.parametrize("kind", ["postgresql"])
+def test_connections_that_were_cut_are_replaced(store: Store, url: str) -> None:
+    assert store.version() == 1
+    with psycopg.connect(url, autocommit=True) as connection:
+        connection.execute(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+            "WHERE datname = current_database() AND pid <> pg_backend_pid()"
+        )
+    assert store.version() == 1

@@ -1,0 +1,217 @@
+"""The ledger on both databases: each request counts once, and every sum is that of its rows."""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.integration.store.conftest import START, at_once
+from tests.integration.store.rows import usage_row
+
+from argosy.store import Group, ReportRow, Store, UsageFilter, UsageRow, UsageSum
+from argosy.store.usage import PAGE
+
+DAY = 86_400.0
+MIDNIGHT = START // DAY * DAY
+GROUPS: tuple[Group, ...] = ("day", "organisation", "project", "key", "user", "model", "route")
+COUNTED = ("input_tokens", "cached_tokens", "output_tokens", "nano_dollars")
+
+names = st.sampled_from(["", "a", "b"])
+counts = st.integers(0, 2**40)
+facts = st.fixed_dictionaries(
+    {
+        **dict.fromkeys(("project", "key", "user", "model", "route"), names),
+        **dict.fromkeys(COUNTED, counts),
+        "ended_at": st.floats(MIDNIGHT - DAY, MIDNIGHT + 2 * DAY).map(lambda at: round(at, 3)),
+    }
+)
+filters = st.builds(
+    UsageFilter,
+    since=st.none() | st.sampled_from([MIDNIGHT - 1, MIDNIGHT, MIDNIGHT + 9000.5]),
+    until=st.none() | st.sampled_from([MIDNIGHT, MIDNIGHT + DAY, MIDNIGHT + DAY + 0.5]),
+    project=st.none() | names,
+    user=st.none() | names,
+    model=st.none() | names,
+)
+groupings = st.lists(st.sampled_from(GROUPS), max_size=4, unique=True)
+fresh = itertools.count()
+
+on_one_store = settings(
+    max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+def rows_of(organisation: str, drawn: Sequence[dict[str, object]]) -> list[UsageRow]:
+    return [
+        usage_row(f"{organisation}-{number}", organisation=organisation, **fields)
+        for number, fields in enumerate(drawn)
+    ]
+
+
+def fold(
+    rows: Sequence[UsageRow], groups: Sequence[Group], counts: Callable[[UsageRow], bool]
+) -> list[ReportRow]:
+    """The report, as its definition says."""
+    sums: dict[tuple[str, ...], dict[str, int]] = {} if groups else {(): _none()}
+    for row in filter(counts, rows):
+        fields = {**msgspec.structs.asdict(row), "day": day_of(row)}
+        total = sums.setdefault(tuple(fields[group] for group in groups), _none())
+        total["requests"] += 1
+        for name in COUNTED:
+            total[name] += fields[name]
+    return [
+        ReportRow(**dict(zip(groups, group, strict=True)), **sums[group])  # type: ignore[arg-type]
+        for group in sorted(sums)
+    ]
+
+
+def _none() -> dict[str, int]:
+    return dict.fromkeys(("requests", *COUNTED), 0)
+
+
+def day_of(row: UsageRow) -> str:
+    return datetime.fromtimestamp(row.ended_at, UTC).date().isoformat()
+
+
+def passes(row: UsageRow, where: UsageFilter) -> bool:
+    owned = all(
+        getattr(where, name) in {None, getattr(row, name)}
+        for name in ("organisation", "project", "key", "user", "model", "route")
+    )
+    return (
+        owned
+        and (where.since is None or row.ended_at >= where.since)
+        and (where.until is None or row.ended_at < where.until)
+    )
+
+
+def test_a_row_counts_once(store: Store) -> None:
+    rows = [usage_row(f"r{number}") for number in range(1203)]
+    assert store.usage.add(rows[:700]) == 700
+    assert store.usage.add([*rows, *rows[:3]]) == 503
+    assert store.usage.add([]) == 0
+    assert store.usage.report() == [
+        ReportRow(
+            requests=1203,
+            input_tokens=12_030,
+            cached_tokens=4812,
+            output_tokens=3609,
+            nano_dollars=842_100,
+        )
+    ]
+
+
+def test_rows_offered_by_several_processes_count_once(store: Store, url: str) -> None:
+    """Each offers 200, of which the next one has 100 as well."""
+    new = at_once(3, "add", url, 100, 200)
+    assert sum(map(int, new)) == 400
+    assert store.usage.report()[0].requests == 400
+
+
+@on_one_store
+@given(drawn=st.lists(facts, max_size=30), groups=groupings, where=filters)
+def test_a_report_is_a_fold_over_the_rows(
+    store: Store, drawn: list[dict[str, object]], groups: list[Group], where: UsageFilter
+) -> None:
+    organisation = f"org{next(fresh)}"
+    rows = rows_of(organisation, drawn)
+    assert store.usage.add(rows) == len(rows)
+    where = msgspec.structs.replace(where, organisation=organisation)
+    expected = fold(rows, groups, lambda row: passes(row, where))
+    assert store.usage.report(groups, where) == expected
+    kept = sorted(rows, key=lambda row: (row.ended_at, row.request))
+    assert list(itertools.chain(*store.usage.rows(where))) == [
+        row for row in kept if passes(row, where)
+    ]
+
+
+@on_one_store
+@given(drawn=st.lists(facts, max_size=30), groups=groupings, days=st.integers(0, 3))
+def test_totals_stay_when_rows_are_forgotten(
+    store: Store, drawn: list[dict[str, object]], groups: list[Group], days: int
+) -> None:
+    organisation = f"org{next(fresh)}"
+    rows = rows_of(organisation, drawn)
+    store.usage.add(rows[::2])
+    store.usage.forget(MIDNIGHT + days * DAY)
+    store.usage.add(rows[1::2])  # late ones, of days that have been forgotten
+    before = MIDNIGHT + days * DAY + 0.5
+    store.usage.forget(before)
+    where = UsageFilter(organisation=organisation)
+    assert store.usage.report(groups, where) == fold(rows, groups, lambda _: True)
+    kept = list(itertools.chain(*store.usage.rows(where)))
+    assert {row.request for row in kept} == {
+        row.request for row in rows if row.ended_at >= before // DAY * DAY
+    }
+    whole_days = UsageFilter(organisation=organisation, since=MIDNIGHT, until=MIDNIGHT + DAY)
+    assert store.usage.report(groups, whole_days) == fold(
+        rows, groups, lambda row: passes(row, whole_days)
+    )
+
+
+def test_forgetting_tells_how_many_rows_went(store: Store) -> None:
+    store.usage.add([usage_row(f"r{n}", ended_at=MIDNIGHT + n * DAY / 2) for n in range(6)])
+    assert store.usage.forget(MIDNIGHT) == 0
+    assert store.usage.forget(MIDNIGHT + 2 * DAY) == 4
+    assert store.usage.forget(MIDNIGHT + 2 * DAY) == 0
+
+
+def test_what_an_owner_spent(store: Store) -> None:
+    store.usage.add(
+        [
+            usage_row("1", key="k", ended_at=START - 1, nano_dollars=1),
+            usage_row("2", key="k", ended_at=START, nano_dollars=2),
+            usage_row("3", key="k", ended_at=START + 9, nano_dollars=4, model="n"),
+            usage_row("4", key="other", ended_at=START + 9, nano_dollars=8),
+        ]
+    )
+    assert store.usage.spent("key", "k", START).nano_dollars == 6
+    assert store.usage.spent("key", "k", START, model="n") == UsageSum(
+        requests=1, input_tokens=10, cached_tokens=4, output_tokens=3, nano_dollars=4
+    )
+    assert store.usage.spent("organisation", "org_a", START - 5).requests == 4
+    assert store.usage.spent("user", "nobody", 0) == UsageSum()
+
+
+def test_reports_say_what_they_can_be_by(store: Store) -> None:
+    with pytest.raises(ValueError, match=r"A report is by day, .*not by 'week'"):
+        store.usage.report(["week"])  # type: ignore[list-item]
+
+
+def test_csv_has_every_row_and_field(store: Store) -> None:
+    """Many end at the same moment, on both sides of a page's end."""
+    rows = [
+        usage_row(f"r{number:05}", ended_at=START + number // 700, model='m,"x"\n')
+        for number in range(2 * PAGE + 100)
+    ]
+    store.usage.add(rows[::-1])
+    store.usage.add([usage_row("later", ended_at=START + 1000)])
+    pieces = list(store.usage.csv(UsageFilter(until=START + 1000)))
+    assert len(pieces) > 3
+    header, *lines = csv.reader(io.StringIO("".join(pieces), newline=""))
+    assert tuple(header) == UsageRow.__struct_fields__
+    read = [
+        msgspec.convert(dict(zip(header, line, strict=True)), UsageRow, strict=False)
+        for line in lines
+    ]
+    assert read == rows
+
+
+@pytest.mark.parametrize("text", ["a\0b", "\ud800", "é" * 3000, "x" * 9000, "' --", "\u202e"])
+def test_no_text_keeps_its_batch_out(store: Store, text: str) -> None:
+    owners = dict.fromkeys(("organisation", "project", "key", "user", "model", "route"), text)
+    assert store.usage.add([usage_row("bad", **owners), usage_row("good")]) == 2
+    assert store.usage.forget(START + 2 * DAY) == 2
+    assert store.usage.report()[0].requests == 2
+
+
+def test_sums_may_be_large(store: Store) -> None:
+    store.usage.add([usage_row(str(number), nano_dollars=2**60) for number in range(7)])
+    assert store.usage.report()[0].nano_dollars == 7 * 2**60

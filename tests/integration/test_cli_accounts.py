@@ -1,0 +1,207 @@
+"""The commands on accounts: keys, tenants, usage and the audit log, on a store of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from argosy.cli.app import app
+from argosy.store import Store, UsageRow, digest, open_store
+
+runner = CliRunner()
+
+
+@pytest.fixture
+def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A store that does not exist yet, and that the commands find."""
+    monkeypatch.setenv("ARGOSY_STORE", f"sqlite:///{tmp_path}/state/argosy.db")
+    return os.environ["ARGOSY_STORE"]
+
+
+def run(*arguments: str) -> str:
+    """What a command prints; it succeeds."""
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def told(*arguments: str) -> Any:  # noqa: ANN401 - JSON
+    """What a command prints as JSON."""
+    return json.loads(run(*arguments, "--json"))
+
+
+def refused(*arguments: str) -> str:
+    """The sentence of a command that cannot be done."""
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 2
+    assert "Traceback" not in result.output
+    return " ".join(result.output.split())
+
+
+def opened(url: str) -> Store:
+    return open_store(url)
+
+
+def test_the_first_key_takes_one_command(url: str) -> None:
+    plain = run("keys", "create").strip()
+    store = opened(url)
+    (key,) = store.directory().keys
+    (project,) = store.directory().projects
+    (first,) = store.audit.entries(limit=1)
+    store.close()
+    assert (key.digest, key.role, key.name) == (digest(plain), "caller", "key-1")
+    assert (project.name, first.action) == ("default", "key.create")
+    assert first.actor.startswith("cli")
+    assert plain[18:] not in run("keys", "list")
+    assert run("keys", "create").strip() != plain
+
+
+def test_keys_are_made_with_everything_they_may_have(url: str) -> None:
+    run("tenants", "create", "chat")
+    run("tenants", "users", "create", "ann@acme.test", "--project", "chat")
+    made = told(
+        *("keys", "create", "app", "--project", "default/chat", "--role", "operator"),
+        *("--user", "ann@acme.test", "--model", "big", "--model", "small"),
+        *("--network", "10.0.0.0/8", "--expires", "90d"),
+    )
+    assert made["key"].startswith(made["prefix"])
+    assert "digest" not in made
+    assert (made["role"], made["models"], made["networks"]) == (
+        "operator",
+        ["big", "small"],
+        ["10.0.0.0/8"],
+    )
+    assert made["expires_at"] == pytest.approx(time.time() + 90 * 86400, abs=60)
+    (listed,) = told("keys", "list", "--project", "chat")
+    assert listed["user"] is not None
+
+
+def test_a_key_is_rotated_and_revoked_by_what_people_call_it(url: str) -> None:
+    first = told("keys", "create", "app")
+    second = told("keys", "rotate", "app", "--overlap", "1h")
+    assert second["name"] == "app"
+    old = next(key for key in told("keys", "list") if key["id"] == first["id"])
+    assert old["replaced_by"] == second["id"]
+    assert old["expires_at"] == pytest.approx(time.time() + 3600, abs=60)
+    run("keys", "revoke", first["key"])
+    assert told("keys", "revoke", "app")["id"] == second["id"]
+    assert told("keys", "list") == []
+    assert len(told("keys", "list", "--all")) == 2
+
+
+def test_tenants_change_and_end(url: str) -> None:
+    run("tenants", "organisations", "create", "acme")
+    run("tenants", "create", "chat", "-o", "acme", "--tier", "premium", "--weight", "2")
+    assert "premium" in run("tenants", "list")
+    changed = told("tenants", "change", "chat", "--share-cache", "--network", "10.0.0.0/8")
+    assert (changed["share_cache"], changed["tier"]) == (True, "premium")
+    assert told("tenants", "change", "chat", "--anywhere")["networks"] == []
+    run("tenants", "organisations", "rename", "acme", "zeta")
+    run("tenants", "users", "create", "ann@acme.test", "-o", "zeta")
+    user = told("tenants", "users", "change", "ann@acme.test", "--role", "viewer", "-p", "chat")
+    assert user["role"] == "viewer"
+    run("tenants", "users", "disable", "ann@acme.test")
+    assert "ann@acme.test" in run("tenants", "users", "list")
+    run("tenants", "archive", "chat")
+    run("tenants", "organisations", "archive", "zeta")
+    assert "zeta" in run("tenants", "organisations", "list")
+    assert "there is no project 'chat'" in refused("keys", "create", "--project", "chat")
+
+
+def test_limits_and_prices_are_exact(url: str) -> None:
+    run("keys", "create", "app")
+    limits = ("tenants", "limits")
+    money = told(*limits, "set", "dollars", "12.5", "--per", "month", "-p", "default")
+    assert (money["unit"], money["amount"]) == ("nano_dollars", 12_500_000_000)
+    run(*limits, "set", "tokens", "100,000", "--key", "app", "--model", "big")
+    run(*limits, "set", "concurrency", "4", "-o", "default")
+    shown = run(*limits, "list")
+    assert "$12.50" in shown
+    assert "100,000" in shown
+    run(*limits, "lift", money["id"])
+    assert len(told(*limits, "list")) == 2
+    prices = ("tenants", "prices")
+    price = told(*prices, "set", "big", "--input", "0.15", "--cached", "0.075", "--output", "0.6")
+    assert (price["input"], price["cached_input"], price["output"]) == (150, 75, 600)
+    assert "$0.075" in run(*prices, "list")
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (("keys", "rotate", "nobody"), "there is no key 'nobody'"),
+        (("keys", "create", "--expires", "soon"), "write a date like"),
+        (("keys", "create", "--network", "10.0.0.0/99"), "10.0.0.0/99"),
+        (("keys", "create", "--role", "king"), "king"),
+        (("tenants", "create", "x", "-o", "nobody"), "there is no organisation 'nobody'"),
+        (("tenants", "limits", "set", "tokens", "many", "-p", "default"), "'many' is no whole"),
+        (("tenants", "limits", "set", "dollars", "x", "-p", "default"), "12.50"),
+        (("tenants", "limits", "set", "tokens", "5"), "give one of --organisation"),
+        (("tenants", "prices", "set", "x", "--input", "0.0001", "--output", "1"), "too fine"),
+        (("usage", "--by", "colour"), "A report is by"),
+        (("usage", "--since", "yesterday"), "write a date like"),
+        (("keys", "list", "--store", "mysql://x"), "sqlite:///path"),
+    ],
+)
+def test_what_cannot_be_done_is_one_sentence(url: str, command: tuple[str, ...], said: str) -> None:
+    run("keys", "create", "app")
+    assert said in refused(*command)
+
+
+def test_usage_is_summed_by_name_and_exported(url: str, tmp_path: Path) -> None:
+    key = told("keys", "create", "app")
+    store = opened(url)
+    row = UsageRow(
+        request="r1",
+        project=key["project"],
+        key=key["id"],
+        model="big",
+        started_at=time.time(),
+        ended_at=time.time(),
+        status="completed",
+        input_tokens=1000,
+        output_tokens=234,
+        nano_dollars=1_500_000,
+    )
+    store.usage.add([row])
+    store.close()
+    shown = run("usage", "--by", "project,key", "--since", "1d", "--key", "app")
+    assert "default" in shown
+    assert f"app ({key['prefix']}-...)" in shown
+    assert "$0.0015" in shown
+    (total,) = told("usage", "--by", "", "--project", "default")
+    assert total["output_tokens"] == 234
+    assert "Nothing was used." in run("usage", "--until", "30d")
+    assert run("usage", "--csv", "-").splitlines()[1].startswith("r1,")
+    run("usage", "--csv", str(tmp_path / "rows.csv"))
+    assert (tmp_path / "rows.csv").read_text() == run("usage", "--csv", "-")
+    assert "cannot write" in refused("usage", "--csv", str(tmp_path / "none" / "rows.csv"))
+
+
+def test_the_audit_log_is_listed_and_checked(url: str) -> None:
+    run("keys", "create", "app")
+    assert "key.create" in run("audit")
+    assert [entry["action"] for entry in told("audit", "--limit", "1")] == ["key.create"]
+    assert "All 3 entries" in run("audit", "verify")
+    assert told("audit", "verify")["broken"] is None
+
+
+def test_as_a_user_runs_it(tmp_path: Path) -> None:
+    environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path)}
+    environment.pop("ARGOSY_STORE", None)
+    command = [sys.executable, "-m", "argosy.cli", "keys", "create", "app"]
+    made = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert made.stdout.startswith("sk-argosy-")
+    assert made.stdout.count("\n") == 1, "so that KEY=$(argosy keys create) works"
+    again = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert again.returncode == 2
+    assert again.stderr.count("\n") == 1
+    assert (tmp_path / "argosy" / "argosy.db").stat().st_mode & 0o077 == 0

@@ -1,0 +1,203 @@
+"""Fixtures that start a real PostgreSQL and a real Redis, each in a temporary folder, on Unix sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pwd
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psycopg
+import pytest
+from psycopg import sql
+
+START_S = 60
+
+
+@dataclass(frozen=True, slots=True)
+class RedisServer:
+    """A running redis-server, and the process to kill or stop."""
+
+    url: str
+    """`unix:///...`, as redis-py takes it."""
+    process: subprocess.Popen[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class PostgresServer:
+    """A running PostgreSQL."""
+
+    folder: Path
+    """Of its socket."""
+    process: subprocess.Popen[bytes]
+
+    def url(self, database: str) -> str:
+        """Of one of its databases."""
+        return f"postgresql://postgres@/{database}?host={self.folder}"
+
+    def create(self, database: str, like: str = "template1") -> str:
+        """The URL of a new database, a copy of another one."""
+        names = sql.Identifier(database), sql.Identifier(like)
+        with psycopg.connect(self.url("postgres"), autocommit=True) as connection:
+            connection.execute(sql.SQL("CREATE DATABASE {} TEMPLATE {}").format(*names))
+        return self.url(database)
+
+    @contextlib.contextmanager
+    def database(self, like: str = "template1") -> Iterator[str]:
+        """As `create`, dropped at the end whoever is connected."""
+        name = f"test_{time.monotonic_ns()}"
+        yield self.create(name, like)
+        with psycopg.connect(self.url("postgres"), autocommit=True) as connection:
+            connection.execute(
+                sql.SQL("DROP DATABASE {} WITH (FORCE)").format(sql.Identifier(name))
+            )
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[PostgresServer]:
+    """One server for all tests; each takes a database of its own."""
+    with running_postgres() as server:
+        yield server
+
+
+@pytest.fixture
+def postgres_url(postgres: PostgresServer) -> Iterator[str]:
+    """A new and empty database."""
+    with postgres.database() as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def redis() -> Iterator[RedisServer]:
+    """One server for all tests; those that kill theirs take `running_redis`."""
+    with running_redis() as server:
+        yield server
+
+
+@contextlib.contextmanager
+def running_postgres() -> Iterator[PostgresServer]:
+    """A server with one user, `postgres`, who needs no password."""
+    initdb, program = (_find(name, "postgresql") for name in ("initdb", "postgres"))
+    user = _unprivileged()
+    with _folder(user) as folder:
+        data = folder / "data"
+        _run(
+            initdb,
+            "-D",
+            data,
+            "-U",
+            "postgres",
+            "-A",
+            "trust",
+            "-E",
+            "UTF8",
+            "--no-locale",
+            "-N",
+            user=user,
+        )
+        settings = {
+            "listen_addresses": "",
+            "unix_socket_directories": str(folder),
+            "fsync": "off",
+            "max_connections": "60",
+        }
+        options = [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
+        with _running(
+            [program, "-D", str(data), *options], folder, user, signal.SIGQUIT
+        ) as process:
+            server = PostgresServer(folder, process)
+            _wait(lambda: psycopg.connect(server.url("postgres")).close(), process, folder)
+            yield server
+
+
+@contextlib.contextmanager
+def running_redis() -> Iterator[RedisServer]:
+    """A server that keeps nothing on disk."""
+    program = _find("redis-server", "redis-server")
+    with _folder(None) as folder:
+        path = folder / "redis.sock"
+        settings = ("--port", "0", "--unixsocket", str(path), "--save", "", "--dir", str(folder))
+        with _running([program, *settings], folder, None, signal.SIGKILL) as process:
+            _wait(lambda: _ping(path), process, folder)
+            yield RedisServer(f"unix://{path}", process)
+
+
+def _find(program: str, package: str) -> str:
+    """Where a program is. Without it the test is skipped, and in CI it fails."""
+    installed = sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
+    path = os.pathsep.join([os.environ.get("PATH", ""), *map(str, installed)])
+    found = shutil.which(program, path=path)
+    if found is None:
+        missing = f"{program} is not installed: install the package {package}"
+        if os.environ.get("CI"):
+            pytest.fail(missing)
+        pytest.skip(missing)
+    return found
+
+
+def _unprivileged() -> str | None:
+    """Whom to run as, since PostgreSQL refuses root; None: as who we are."""
+    if os.geteuid() != 0:
+        return None
+    names = {entry.pw_name for entry in pwd.getpwall()}
+    return "postgres" if "postgres" in names else "nobody"
+
+
+@contextlib.contextmanager
+def _folder(owner: str | None) -> Iterator[Path]:
+    """A folder with a short path, since that of a Unix socket has at most 107 bytes."""
+    with tempfile.TemporaryDirectory(
+        prefix="argosy-", dir="/tmp", ignore_cleanup_errors=True
+    ) as name:
+        if owner is not None:
+            shutil.chown(name, owner)
+        yield Path(name)
+
+
+def _run(*command: str | Path, user: str | None) -> None:
+    done = subprocess.run(command, user=user, cwd="/", capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@contextlib.contextmanager
+def _running(
+    command: list[str], folder: Path, user: str | None, stop: signal.Signals
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that writes to `folder/log`; ended by `stop`, and waited for, whatever state it is in."""
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(command, user=user, cwd="/", stdout=log, stderr=log)
+    try:
+        yield process
+    finally:
+        process.send_signal(signal.SIGCONT)
+        process.send_signal(stop)
+        process.wait(START_S)
+
+
+def _ping(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(path))
+        client.sendall(b"PING\r\n")
+        if client.recv(16) != b"+PONG\r\n":
+            raise ConnectionError("not ready")
+
+
+def _wait(attempt: Callable[[], None], process: subprocess.Popen[bytes], folder: Path) -> None:
+    """Return once `attempt` no longer raises."""
+    deadline = time.monotonic() + START_S
+    while True:
+        try:
+            return attempt()
+        except (OSError, psycopg.OperationalError) as error:
+            if process.poll() is not None or time.monotonic() > deadline:
+                log = (folder / "log").read_text(errors="replace")
+                raise AssertionError(f"{process.args!r} did not start: {log}") from error
+            time.sleep(0.02)

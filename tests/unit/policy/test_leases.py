@@ -1,0 +1,231 @@
+"""Many gateways, one limit: in virtual time, with messages lost on the way, gateways dying, the authority gone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from tests.authority import Authority
+
+from argosy.policy import Ask, Concurrency, Lease, Period, Shared, SlotLease, Window
+
+WINDOW_S = 60.0
+ALIVE_S = 5.0
+GATEWAYS = 3
+WHO = st.integers(0, GATEWAYS - 1)
+FATE = st.sampled_from(["arrives", "arrives", "arrives", "lost", "answer lost"])
+
+
+@dataclass
+class Gateway:
+    """One gateway's lease, and what it said and has not been answered."""
+
+    name: str
+    lease: Shared
+    number: int = 0
+    asked: tuple[str, Ask, float] | None = None
+    held: list[tuple[int, int, int]] = field(default_factory=list)
+    """Own slot, units and the number of the use, for what may be given back."""
+
+
+class Fleet(RuleBasedStateMachine):
+    """Gateways that share a limit, and everything that may happen to them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 1_000_000.0
+        self.limit = 50
+        self.authority = Authority()
+        self.born = 0
+        self.gateways = [self._gateway() for _ in range(GATEWAYS)]
+        self.uses: list[list[Any]] = []
+        """When, and how many units."""
+
+    def lease(self) -> Shared:
+        raise NotImplementedError
+
+    def _gateway(self) -> Gateway:
+        self.born += 1
+        return Gateway(f"g{self.born}", self.lease())
+
+    def _use(self, gateway: Gateway, units: int) -> None:
+        slot = gateway.lease.add(units, self.now)
+        gateway.held.append((slot, units, len(self.uses)))
+        self.uses.append([self.now, units])
+
+    @rule(who=WHO, units=st.integers(1, 30))
+    def use(self, who: int, units: int) -> None:
+        gateway = self.gateways[who]
+        if units <= gateway.lease.room(self.now):
+            self._use(gateway, units)
+        else:
+            gateway.lease.want(units)
+
+    @rule(who=WHO, part=st.floats(0, 1))
+    def give_back(self, who: int, part: float) -> None:
+        gateway = self.gateways[who]
+        if gateway.held:
+            slot, units, number = gateway.held.pop()
+            back = int(units * part)
+            gateway.lease.correct(slot, -back, self.now)
+            self.uses[number][1] -= back
+
+    @rule(who=WHO, fate=FATE)
+    def talk(self, who: int, fate: str) -> None:
+        gateway = self.gateways[who]
+        if gateway.asked is None:
+            ask = gateway.lease.ask(self.now)
+            gateway.asked = gateway.lease.name, ask, self.now
+            gateway.number += 1
+        name, ask, asked_at = gateway.asked
+        if fate == "lost":
+            return
+        [grant] = self.authority.exchange(
+            gateway.name, gateway.number, ALIVE_S, [(name, ask)], self.now
+        )
+        if fate == "arrives":
+            gateway.lease.answer(ask, grant, asked_at, self.now)
+            gateway.asked = None
+
+    @rule(seconds=st.floats(0.01, 40.0))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule(who=WHO)
+    def die(self, who: int) -> None:
+        self.gateways[who] = self._gateway()
+
+    def within(self, seconds: float) -> int:
+        return sum(units for at, units in self.uses if at > self.now - seconds)
+
+
+class Sliding(Fleet):
+    """A window, the authority always there: exact, whatever is lost."""
+
+    def lease(self) -> Shared:
+        return Lease("limit", Window(self.limit, WINDOW_S))
+
+    @invariant()
+    def never_more_than_the_limit(self) -> None:
+        assert self.within(WINDOW_S) <= self.limit
+
+
+class Trusting(Sliding):
+    """A window, and gateways that go on without the authority: at most twice the limit, whatever happens."""
+
+    @rule(who=WHO, units=st.integers(1, 30))
+    def go_on(self, who: int, units: int) -> None:
+        gateway = self.gateways[who]
+        if units > gateway.lease.room(self.now) and gateway.lease.affords(
+            units, GATEWAYS, self.now
+        ):
+            gateway.lease.lend(units, self.now)
+            assert gateway.lease.room(self.now) >= units
+            self._use(gateway, units)
+
+    def die(self, who: int) -> None:
+        """Not here: it would come back knowing nothing of what it used."""
+
+    @invariant()
+    def never_more_than_the_limit(self) -> None:
+        share = -(-self.limit // GATEWAYS)
+        assert self.within(WINDOW_S) <= self.limit + GATEWAYS * share
+
+
+class Daily(Fleet):
+    """A day's budget: never passed, and nothing of it leaks while nobody dies."""
+
+    died = False
+
+    def lease(self) -> Shared:
+        return Lease("budget", Period(self.limit, "day"))
+
+    @rule(who=WHO)
+    def die(self, who: int) -> None:
+        super().die(who)
+        self.died = True
+
+    @invariant()
+    def never_more_than_the_budget(self) -> None:
+        midnight = self.now // 86400 * 86400
+        assert sum(units for at, units in self.uses if at >= midnight) <= self.limit
+
+    def teardown(self) -> None:
+        if self.died:
+            return
+        for who in (*range(GATEWAYS),) * 3:  # what is owed, what is left, and nothing
+            self.talk(who, "arrives")
+        midnight = self.now // 86400 * 86400
+        kept = self.authority.limits.get(self.gateways[0].lease.name)
+        counted = 0 if kept is None else sum(kept.slots.values())
+        assert counted == sum(units for at, units in self.uses if at >= midnight)
+
+
+class Places(RuleBasedStateMachine):
+    """What runs at a time: never more than the limit at gateways that live; the places of the dead come back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 1_000_000.0
+        self.authority = Authority()
+        self.born = 0
+        self.running = [0] * GATEWAYS
+        self.dead: list[tuple[float, int]] = []
+        self.gateways = [self._gateway() for _ in range(GATEWAYS)]
+
+    def _gateway(self) -> Gateway:
+        self.born += 1
+        return Gateway(f"g{self.born}", SlotLease("places", Concurrency(5), ALIVE_S))
+
+    @rule(who=WHO)
+    def begin(self, who: int) -> None:
+        lease = self.gateways[who].lease
+        if lease.room(self.now) >= 1:
+            lease.add(1, self.now)
+            self.running[who] += 1
+        else:
+            lease.want(1)
+
+    @rule(who=WHO)
+    def end(self, who: int) -> None:
+        if self.running[who]:
+            self.gateways[who].lease.correct(0, -1, self.now)
+            self.running[who] -= 1
+
+    talk = Fleet.talk
+
+    @rule(seconds=st.floats(0.1, 1.0))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        for who in range(GATEWAYS):
+            self.talk(who, "arrives")
+            self.talk(who, "arrives")
+
+    @rule(who=WHO)
+    def die(self, who: int) -> None:
+        self.gateways[who], self.running[who] = self._gateway(), 0
+
+    @invariant()
+    def never_more_than_the_limit(self) -> None:
+        assert sum(self.running) <= 5
+
+    def teardown(self) -> None:
+        """All that ran has ended or died: within a heartbeat's patience somebody can have everything."""
+        for who in range(GATEWAYS):
+            while self.running[who]:
+                self.end(who)
+        for _ in range(12):
+            self.wait(1.0)
+        lease = self.gateways[0].lease
+        for _ in range(5):
+            lease.want(1)
+        self.talk(0, "arrives")
+        assert lease.room(self.now) == 5
+
+
+TestSliding = Sliding.TestCase
+TestTrusting = Trusting.TestCase
+TestDaily = Daily.TestCase
+TestPlaces = Places.TestCase

@@ -1,0 +1,70 @@
+"""Measured numbers: rates weigh what came last, latencies rise at once and fall with time, lines find their slope."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from argosy.policy import Line, PeakEwma, Rate
+
+SECONDS = st.floats(0.001, 100)
+
+
+@given(st.lists(st.tuples(st.integers(1, 5000), SECONDS), min_size=1, max_size=50))
+def test_a_rate_lies_between_the_slowest_and_the_fastest_of_what_was_measured(
+    measured: list[tuple[int, float]],
+) -> None:
+    rate = Rate(half_life=1000.0)
+    assert rate.per_s == 0.0
+    for units, seconds in measured:
+        rate.add(units, seconds)
+    rates = [units / seconds for units, seconds in measured]
+    assert min(rates) * 0.999 <= rate.per_s <= max(rates) * 1.001
+
+
+def test_a_rate_follows_a_machine_that_has_become_slower() -> None:
+    rate = Rate(half_life=1000.0)
+    for _ in range(100):
+        rate.add(100, 0.1)
+    for _ in range(50):
+        rate.add(100, 1.0)
+    assert rate.per_s == pytest.approx(100, rel=0.2)
+
+
+@given(st.lists(st.tuples(st.floats(0, 30), SECONDS), min_size=1, max_size=50), st.floats(0, 100))
+def test_a_latency_is_never_above_the_worst_nor_below_the_last_when_that_was_worse(
+    samples: list[tuple[float, float]], later: float
+) -> None:
+    latency, now, worst = PeakEwma(), 1000.0, 0.0
+    for pause, seconds in samples:
+        now += pause
+        before = latency.value(now)
+        latency.add(seconds, now)
+        worst = max(worst, seconds)
+        assert min(before, seconds) * 0.999 <= latency.value(now) <= worst * 1.001
+        assert latency.value(now) >= seconds * 0.999
+    assert latency.value(now + later) <= latency.value(now)
+    assert latency.value(now + 100) < worst * 0.001
+
+
+@given(
+    st.floats(0, 10),
+    st.floats(0, 10),
+    st.lists(st.integers(1, 256), min_size=2, max_size=50, unique=True),
+    st.integers(1, 300),
+)
+def test_a_line_is_found_from_its_points(a: float, b: float, xs: list[int], x: int) -> None:
+    line = Line(half_life=64.0)
+    assert line.at(x) == 0.0
+    for point in xs:
+        line.add(point, a + b * point)
+    assert line.at(x) == pytest.approx(a + b * x, rel=1e-3, abs=1e-3)
+
+
+def test_a_line_never_falls_and_one_point_is_level() -> None:
+    line = Line(half_life=64.0)
+    line.add(4, 1.0)
+    assert line.at(1) == line.at(100) == 1.0
+    line.add(8, 0.5)
+    assert line.at(100) == pytest.approx(0.75, rel=0.05)

@@ -1,0 +1,178 @@
+"""Traffic replayed through each routing rule: the cost in seconds is beaten nowhere, and wins where it should."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from argosy.policy import (
+    BLOCK_TOKENS,
+    CHOOSERS,
+    Chooser,
+    PrefixIndex,
+    ReplicaLoad,
+    RouteRequest,
+    chain,
+)
+
+REPORT_EACH_S = 0.5
+REQUESTS = 1500
+CACHE_BLOCKS = 400
+DECODE_S = 0.02
+
+
+@dataclass(frozen=True)
+class Request:
+    at: float
+    prompt: bytes
+    """One byte stands for a token."""
+    output: int
+
+
+@dataclass
+class World:
+    """Replicas by their prefill rates, and what comes."""
+
+    rates: list[float]
+    requests: list[Request]
+    outside: dict[int, float] = field(default_factory=dict)
+    """Replica -> tokens a second that somebody else makes it compute."""
+
+
+class Machine:
+    """A replica: prompts are computed one after the other, what is cached costs nothing."""
+
+    def __init__(self, number: int, rate: float, outside: float) -> None:
+        self.load = ReplicaLoad(str(number), prefill_rate=rate, decode_s=DECODE_S)
+        self.index = PrefixIndex(CACHE_BLOCKS)
+        self._cache = PrefixIndex(CACHE_BLOCKS)
+        self._rate = rate
+        self._outside = outside
+        self._free_at = 0.0
+        self._seen = 0.0
+
+    def take(self, request: Request, keys: list[bytes]) -> float:
+        """Seconds until its first token."""
+        uncached = len(request.prompt) - len(self._cache.find(keys)) * BLOCK_TOKENS
+        self._cache.sent(keys)
+        self._work(request.at)
+        self._free_at += uncached / self._rate
+        return self._free_at - request.at
+
+    def report(self, now: float) -> None:
+        self._work(now)
+        self.load.queued_tokens = int((self._free_at - now) * self._rate)
+        self.load.sent_tokens = 0
+        self.load.reported_at = now
+
+    def _work(self, now: float) -> None:
+        extra = (now - self._seen) * self._outside / self._rate
+        self._free_at = max(self._free_at + extra, now)
+        self._seen = now
+
+
+class PrefixOnly:
+    """The longest cached prefix, whatever waits there; else anyone."""
+
+    def choose(
+        self, request: RouteRequest, candidates: Sequence[ReplicaLoad], draw: float, now: float
+    ) -> ReplicaLoad:
+        most = max(request.hits.get(load.name, 0) for load in candidates)
+        best = [load for load in candidates if request.hits.get(load.name, 0) == most]
+        return best[int(draw * len(best))]
+
+
+def replay(world: World, rule: Chooser, seed: int) -> float:
+    """Mean seconds to the first token."""
+    draws = random.Random(seed)
+    machines = {
+        str(n): Machine(n, rate, world.outside.get(n, 0.0)) for n, rate in enumerate(world.rates)
+    }
+    loads = [machine.load for machine in machines.values()]
+    ends: list[tuple[float, str]] = []
+    times, next_report = [], 0.0
+    for request in world.requests:
+        while next_report <= request.at:
+            for machine in machines.values():
+                machine.report(next_report)
+            next_report += REPORT_EACH_S
+        while ends and ends[0][0] <= request.at:
+            machines[heapq.heappop(ends)[1]].load.in_flight -= 1
+        keys = chain(b"", request.prompt, BLOCK_TOKENS)
+        hits = {name: len(m.index.find(keys)) * BLOCK_TOKENS for name, m in machines.items()}
+        ask = RouteRequest(len(request.prompt), request.output, keys[0].hex() if keys else "", hits)
+        chosen = machines[rule.choose(ask, loads, draws.random(), request.at).name]
+        chosen.index.sent(keys)
+        seconds = chosen.take(request, keys)
+        chosen.load.in_flight += 1
+        chosen.load.sent_tokens += len(request.prompt) - hits[chosen.load.name]
+        chosen.load.latency.add(seconds, request.at)
+        heapq.heappush(ends, (request.at + seconds + request.output * DECODE_S, chosen.load.name))
+        times.append(seconds)
+    return statistics.fmean(times)
+
+
+def traffic(
+    draws: random.Random, per_s: float, prompts: Sequence[int], warm: float
+) -> list[Request]:
+    """Poisson arrivals; a part `warm` of them begins with one of a few long prefixes, one of which is hot."""
+    prefixes = [draws.randbytes(2048) for _ in range(8)]
+    times = itertools.accumulate(draws.expovariate(per_s) for _ in range(REQUESTS))
+    requests = []
+    for at in times:
+        own = draws.randbytes(draws.choice(prompts))
+        if draws.random() < warm:
+            number = 0 if draws.random() < 0.5 else draws.randrange(8)
+            own = prefixes[number] + own
+        requests.append(Request(at, own, draws.randrange(10, 200)))
+    return requests
+
+
+def hot_prefix(draws: random.Random) -> World:
+    return World([4000.0] * 4, traffic(draws, 14.0, (64, 256, 512), warm=0.9))
+
+
+def runaway(draws: random.Random) -> World:
+    return World([4000.0] * 4, traffic(draws, 6.0, (128, 1024, 2048), warm=0.0), {0: 3900.0})
+
+
+def mixed_speeds(draws: random.Random) -> World:
+    return World([8000.0, 4000.0, 2000.0, 1000.0], traffic(draws, 8.0, (128, 1024, 2048), warm=0.2))
+
+
+def plain(draws: random.Random) -> World:
+    return World([4000.0] * 4, traffic(draws, 10.0, (128, 1024, 2048), warm=0.0))
+
+
+RULES = {name: rule for name, rule in CHOOSERS.items() if name != "least-cost"}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("scene", "beaten"),
+    [
+        (hot_prefix, {"round-robin": 1.3, "power-of-two": 1.5, "latency": 1.3, "prefix-only": 1.1}),
+        (runaway, {"round-robin": 10, "power-of-two": 2, "latency": 1.2, "hash": 2}),
+        (mixed_speeds, {"round-robin": 10, "power-of-two": 2, "latency": 1.2, "hash": 2}),
+        (plain, {"round-robin": 1.1, "power-of-two": 1.3, "latency": 1.1, "prefix-only": 1.5}),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else "",
+)
+def test_the_cost_in_seconds_is_beaten_nowhere_and_wins_where_it_should(
+    scene: object, beaten: dict[str, float], seed: int
+) -> None:
+    assert callable(scene)
+    world = scene(random.Random(seed))
+    ours = replay(world, CHOOSERS["least-cost"](), seed)
+    others = {name: replay(world, rule(), seed) for name, rule in RULES.items()}
+    others["prefix-only"] = replay(world, PrefixOnly(), seed)
+    for name, seconds in others.items():
+        assert ours <= 1.05 * seconds, (name, ours, seconds)
+    for name, factor in beaten.items():
+        assert others[name] >= factor * ours, (name, ours, others[name])

@@ -1,0 +1,353 @@
+"""The journal of usage: whatever happens to its process, each request has one row, with what was counted."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from unittest import mock
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+
+from argosy.policy import Rates
+from argosy.store import Slot, Spool, SpoolError, UsageRow
+from argosy.store import spool as spool_module
+
+RATES = Rates(3, 1, 5)
+NOW = 1000.0
+
+Counts = tuple[int, int, int]
+Fate = tuple[str, Counts] | None
+"""How a row ends and what it counted; None: there is none."""
+
+
+def row(
+    request: str, *, organisation: str = "", project: str = "", key: str = "", user: str = ""
+) -> UsageRow:
+    return UsageRow(
+        request=request,
+        organisation=organisation,
+        project=project,
+        key=key,
+        user=user,
+        model="m",
+        started_at=NOW,
+        ended_at=NOW,
+        status="interrupted",
+    )
+
+
+def fate(of: UsageRow) -> Fate:
+    counts = of.input_tokens, of.cached_tokens, of.output_tokens
+    assert of.nano_dollars == RATES.cost(*counts)
+    return of.status, counts
+
+
+class Moment:
+    """Calls `then` before a line of the journal's code is run, the `line`-th that a call runs."""
+
+    def __init__(self, line: int, then: Callable[[], None]) -> None:
+        self._left = line
+        self._then = then
+        self.came = False
+
+    def within(self, call: Callable[[], None]) -> None:
+        before = sys.gettrace()
+        sys.settrace(self._enter)  # type: ignore[arg-type]
+        try:
+            call()
+        finally:
+            sys.settrace(before)
+
+    def _enter(self, frame: FrameType, event: str, arg: object) -> Moment._Trace | None:
+        return self._line if "/argosy/store/" in frame.f_code.co_filename else None
+
+    def _line(self, frame: FrameType, event: str, arg: object) -> Moment._Trace:
+        if event == "line":
+            self._left -= 1
+            if self._left == 0:
+                self.came = True
+                self._then()
+        return self._line
+
+    _Trace = Callable[[FrameType, str, object], object]
+
+
+class Crashes(RuleBasedStateMachine):
+    """Requests come and go, the store fails now and then, and the process dies before any line of the code.
+
+    A death is what it leaves: a copy of the files as they are at that line, with what the store had then.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small = mock.patch.multiple(spool_module, SLOTS=6, SPARE=2, BATCH=3)
+        self.small.start()
+        self.root = Path(tempfile.mkdtemp())
+        self.lives = 0
+        self.spool = self.open()
+        self.begun = 0
+        self.running: dict[str, tuple[Slot, Counts]] = {}
+        self.fates: dict[str, set[Fate]] = {}
+        """Of the requests that run no more: what may be."""
+        self.store: dict[str, Fate] = {}
+        self.kept: dict[str, Fate] = {}
+        """What the store had at the last death."""
+
+    def open(self) -> Spool:
+        return Spool(self.root / str(self.lives), clock=lambda: NOW)
+
+    def teardown(self) -> None:
+        try:
+            self.drain()
+            assert self.spool.waiting == 0
+            for request, fates in self.views().items():
+                if request not in self.running:
+                    assert self.store.get(request) in fates
+            assert set(self.store) <= set(self.fates)
+        finally:
+            self.spool.close()
+            self.small.stop()
+            shutil.rmtree(self.root)
+
+    # --- what happens ------------------------------------------------------------------------------
+
+    @rule()
+    def begin(self) -> None:
+        self.begun += 1
+        request = f"r{self.begun}"
+        self.running[request] = self.spool.begin(row(request), RATES), (0, 0, 0)
+
+    @rule(which=st.integers(0, 50), counts=st.tuples(*[st.integers(1, 2**40)] * 3))
+    @precondition(lambda self: self.running)
+    def count(self, which: int, counts: Counts) -> None:
+        request = self.pick(which)
+        slot, _ = self.running[request]
+        slot.count(*counts)
+        self.running[request] = slot, counts
+
+    @rule(which=st.integers(0, 50))
+    @precondition(lambda self: self.running)
+    def end(self, which: int) -> None:
+        request = self.pick(which)
+        slot, counts = self.running.pop(request)
+        slot.end("completed", "there", NOW)
+        self.fates[request] = {("completed", counts)}
+
+    @rule()
+    def drain(self) -> None:
+        self.spool.drain(self.take)
+
+    @rule(takes=st.booleans())
+    def drain_into_a_store_that_fails(self, takes: bool) -> None:
+        def fail(rows: list[UsageRow]) -> None:
+            if takes:
+                self.take(rows)
+            raise OSError("down")
+
+        if self.spool.waiting:
+            with pytest.raises(OSError, match="down"):
+                self.spool.drain(fail)
+
+    @rule(
+        line=st.integers(1, 60),
+        call=st.sampled_from(["begin", "count", "end", "drain"]),
+        which=st.integers(0, 50),
+        counts=st.tuples(*[st.integers(1, 2**40)] * 3),
+    )
+    def die(self, line: int, call: str, which: int, counts: Counts) -> None:
+        calls: dict[str, Callable[[], None]] = {"begin": self.begin, "drain": self.drain}
+        if self.running:
+            calls["count"] = lambda: self.count(which, counts)
+            calls["end"] = lambda: self.end(which)
+        before = self.views()
+        moment = Moment(line, self.leave)
+        moment.within(calls.get(call, self.begin))
+        after = self.views()
+        if moment.came:
+            after = {r: between(before.get(r, {None}), fates) for r, fates in after.items()}
+        else:
+            self.leave()
+        self.spool.close()
+        self.lives += 1
+        self.fates, self.store, self.running = after, self.kept, {}
+        self.spool = self.open()
+        for recovered in self.spool.recover():
+            assert recovered.status == "interrupted"
+            assert recovered.ended_at == NOW
+            assert fate(recovered) in self.fates[recovered.request]
+
+    # --- how it stands -----------------------------------------------------------------------------
+
+    def pick(self, which: int) -> str:
+        return list(self.running)[which % len(self.running)]
+
+    def views(self) -> dict[str, set[Fate]]:
+        """What may become of each request if the process dies here."""
+        cut: dict[str, set[Fate]] = {
+            request: {("interrupted", counts)} for request, (_, counts) in self.running.items()
+        }
+        return self.fates | cut
+
+    def leave(self) -> None:
+        here, there = (self.root / str(life) for life in (self.lives, self.lives + 1))
+        shutil.copytree(here, there)
+        self.kept = dict(self.store)
+
+    def take(self, rows: list[UsageRow]) -> None:
+        for one in rows:
+            assert self.store.setdefault(one.request, fate(one)) == fate(one)
+
+
+def between(before: set[Fate], after: set[Fate]) -> set[Fate]:
+    """A change was under way: each word may have been written, in order."""
+    fates = before | after
+    for old in before:
+        for new in after:
+            if old is not None and new is not None:
+                for written in range(4):
+                    fates.add((old[0], new[1][:written] + old[1][written:]))  # type: ignore[arg-type]
+    return fates
+
+
+TestCrashes = Crashes.TestCase
+TestCrashes.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
+
+
+# --- one by one ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def spool(tmp_path: Path) -> Iterator[Spool]:
+    opened = Spool(tmp_path / "usage", clock=lambda: NOW)
+    yield opened
+    opened.close()
+
+
+def test_a_row_says_all_that_its_request_was_and_used(spool: Spool) -> None:
+    begun = row("r", organisation="acme", project="web", key="k", user="ann")
+    slot = spool.begin(begun, RATES)
+    slot.count(100, 40, 7)
+    slot.end("stopped", "unix:/a.sock", NOW + 2)
+    rows: list[UsageRow] = []
+    assert spool.drain(rows.extend) == 1
+    assert rows == [
+        UsageRow(
+            request="r",
+            organisation="acme",
+            project="web",
+            key="k",
+            user="ann",
+            model="m",
+            route="unix:/a.sock",
+            started_at=NOW,
+            ended_at=NOW + 2,
+            status="stopped",
+            input_tokens=100,
+            cached_tokens=40,
+            output_tokens=7,
+            nano_dollars=60 * 3 + 40 + 7 * 5,
+        )
+    ]
+    assert spool.drain(rows.extend) == 0
+
+
+@given(request=st.text(max_size=160), user=st.text(max_size=2000), route=st.text(max_size=500))
+@settings(deadline=None, max_examples=20)
+def test_whatever_texts_come_the_row_can_be_read_and_the_request_is_known(
+    request: str, user: str, route: str
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        spool = Spool(Path(folder))
+        spool.begin(row(request, user=user, organisation="o" * 200)).end("failed", route, NOW)
+        rows: list[UsageRow] = []
+        spool.drain(rows.extend)
+        spool.close()
+    plain = request.replace("\0", "").encode("utf-8", "replace").decode()
+    if len(plain.encode()) <= 160:
+        assert rows[0].request == plain
+    assert user.replace("\0", "").encode("utf-8", "replace").startswith(rows[0].user.encode()[:120])
+
+
+def test_more_requests_than_a_table_has_slots_get_more_tables_and_give_them_back(
+    spool: Spool, tmp_path: Path
+) -> None:
+    slots = [spool.begin(row(str(number))) for number in range(10_000)]
+    assert len(list(tmp_path.glob("usage/*.usage"))) == 3
+    for slot in slots:
+        slot.end("completed", "", NOW)
+    seen: set[str] = set()
+    assert spool.drain(lambda rows: seen.update(one.request for one in rows)) == 10_000
+    assert len(seen) == 10_000
+    spool.drain(lambda _: None)
+    assert len(list(tmp_path.glob("usage/*.usage"))) == 1
+
+
+def test_gateways_share_a_folder_and_one_takes_over_what_another_left(tmp_path: Path) -> None:
+    first, second = (Spool(tmp_path, clock=lambda: NOW) for _ in range(2))
+    first.begin(row("a")).count(5, 0, 1)
+    first.begin(row("b")).end("completed", "", NOW)
+    assert second.recover() == []
+    assert second.waiting == 0
+    first.close()
+    assert [one.request for one in second.recover()] == ["a"]
+    rows: list[UsageRow] = []
+    second.drain(rows.extend)
+    assert {one.request: (one.status, one.input_tokens) for one in rows} == {
+        "a": ("interrupted", 5),
+        "b": ("completed", 0),
+    }
+    second.close()
+    assert not list(tmp_path.glob("*.usage"))
+
+
+def test_an_interrupted_row_ends_when_its_owner_was_last_seen(tmp_path: Path) -> None:
+    now = NOW
+    first = Spool(tmp_path, clock=lambda: now)
+    first.begin(row("a"))
+    now = NOW + 60
+    first.drain(lambda _: None)
+    first.close()
+    now = NOW + 5000
+    second = Spool(tmp_path, clock=lambda: now)
+    assert [one.ended_at for one in second.recover()] == [NOW + 60]
+    second.drain(lambda _: None)
+    second.close()
+
+
+def test_a_torn_row_costs_itself_only(tmp_path: Path) -> None:
+    first = Spool(tmp_path)
+    for name in ("torn by the power failure", "whole"):
+        first.begin(row(name)).count(1, 0, 1)
+    first.close()
+    (file,) = tmp_path.glob("*.usage")
+    file.write_bytes(file.read_bytes().replace(b"torn by", b"\0\0\0\0\0\0\0"))
+    second = Spool(tmp_path)
+    assert [one.request for one in second.recover()] == ["whole"]
+    second.close()
+
+
+def test_files_that_nobody_came_to_write_are_removed_and_strange_ones_are_named(
+    tmp_path: Path,
+) -> None:
+    empty = tmp_path / "0.usage"
+    empty.touch()
+    spool = Spool(tmp_path)
+    assert spool.recover() == []
+    assert not empty.exists()
+    (tmp_path / "1.usage").write_bytes(b"something else")
+    with pytest.raises(SpoolError, match=r"1\.usage holds usage that this version"):
+        spool.recover()
+    spool.close()
+
+
+def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SpoolError, match="Name a folder that can be written"):
+        Spool(tmp_path / "file" / "usage")

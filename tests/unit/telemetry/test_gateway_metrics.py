@@ -1,0 +1,84 @@
+"""The gateway's metrics: what is counted is what is shown, and no tenant can make them grow without bound."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from argosy.telemetry import GatewayMetrics, GatewayReading, ReplicaReading
+from argosy.telemetry.gateway_metrics import MOST_TENANTS
+
+READING = GatewayReading(
+    in_flight=3,
+    queued={"m": 2},
+    replicas=[ReplicaReading("m", "http://a", "open", 1)],
+    backlog=7,
+)
+
+
+def shown(metrics: GatewayMetrics) -> dict[str, float]:
+    lines = metrics.exposition(READING).decode().splitlines()
+    told = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    return {name: float(value) for name, value in told}
+
+
+def some(metrics: GatewayMetrics) -> None:
+    metrics.answered("/v1/completions", 200)
+    metrics.first_token("m", 0.5)
+    metrics.next_tokens("m", 0.01)
+    metrics.next_tokens("m", 0.02)
+    metrics.placed("m", 0.25)
+    metrics.retried("m")
+    metrics.failed_over("m")
+    metrics.refused("m", "rate_limit_exceeded")
+    metrics.ended("m", "t", "completed", 1.5)
+    metrics.used("m", "t", input_tokens=5, cached_tokens=2, output_tokens=3, nano_dollars=10**9)
+
+
+def test_what_is_counted_is_shown() -> None:
+    metrics = GatewayMetrics()
+    some(metrics)
+    now = {name.removeprefix("argosy_gateway_"): value for name, value in shown(metrics).items()}
+    assert now['requests_total{model="m",status="completed",tenant="t"}'] == 1
+    assert now['tokens_total{kind="cached",model="m",tenant="t"}'] == 2
+    assert now['cost_nano_dollars_total{model="m",tenant="t"}'] == 10**9
+    assert now['inter_token_latency_seconds_count{model="m"}'] == 2
+    assert now['inter_token_latency_seconds_sum{model="m"}'] == 0.03
+    assert now['inter_token_latency_seconds_bucket{le="0.01",model="m"}'] == 1
+    assert now['inter_token_latency_seconds_bucket{le="0.025",model="m"}'] == 2
+    assert now['time_to_first_token_seconds_bucket{le="+Inf",model="m"}'] == 1
+    assert now['requests_unanswered_total{code="rate_limit_exceeded",model="m"}'] == 1
+    assert now['replica_state{model="m",replica="http://a",state="open"}'] == 1
+    assert now['replica_state{model="m",replica="http://a",state="ready"}'] == 0
+    assert now['queue_depth{model="m"}'] == 2
+    assert now["ledger_backlog_rows"] == 7
+
+
+def test_tenants_beyond_the_bound_are_counted_together() -> None:
+    metrics = GatewayMetrics()
+    for number in range(MOST_TENANTS + 50):
+        metrics.ended("m", f"tenant {number}", "completed", 0.1)
+    families = text_string_to_metric_families(metrics.exposition(READING).decode())
+    (ended,) = (f for f in families if f.name == "argosy_gateway_requests")
+    assert len(ended.samples) == MOST_TENANTS + 1
+    (other,) = (s for s in ended.samples if s.labels["tenant"] == "other")
+    assert other.value == 50
+
+
+def test_promtool_is_content() -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not installed (Debian package prometheus)")
+    metrics = GatewayMetrics()
+    some(metrics)
+    done = subprocess.run(
+        [promtool, "check", "metrics"],
+        input=metrics.exposition(READING),
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    assert not done.stderr.strip(), done.stderr.decode()
