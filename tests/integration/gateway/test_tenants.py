@@ -141,7 +141,7 @@ async def test_a_limit_ends_a_stream_and_the_ledger_has_what_was_delivered(
         async with openai.AsyncOpenAI(
             base_url=f"{here.url}/v1", api_key=here.keys["web"], max_retries=0
         ) as sdk:
-            finish, text = None, 0
+            finish, text = "", 0
             async for chunk in await sdk.chat.completions.create(
                 model="big",
                 messages=HELLO,
@@ -150,7 +150,7 @@ async def test_a_limit_ends_a_stream_and_the_ledger_has_what_was_delivered(
                 stream_options={"include_usage": True},
             ):
                 if chunk.choices and chunk.choices[0].finish_reason:
-                    finish = chunk.choices[0].finish_reason
+                    finish = str(chunk.choices[0].finish_reason)
                 if chunk.usage:
                     text = chunk.usage.completion_tokens
                 answer_id = chunk.id
