@@ -6,9 +6,10 @@ import math
 import random
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from argosy.gateway.ask import BYTES_PER_TOKEN, DEFAULT_OUTPUT, Ask
+from argosy.gateway.dialects import Carry, Dialect, Kind, dialect_of
 from argosy.gateway.upstream import Upstream
 from argosy.policy import (
     BLOCK_BYTES,
@@ -27,9 +28,6 @@ from argosy.policy import (
     cost,
     usable,
 )
-
-Kind = Literal["argosy", "openai"]
-"""Ours, whose streams can be carried on anywhere; or any other OpenAI-compatible server."""
 
 LONGEST_AFFINITY_BYTES = 64 * 1024
 DEFAULT_MOST = 256
@@ -57,8 +55,11 @@ class Replica:
     load: ReplicaLoad = field(init=False)
     most: int = DEFAULT_MOST
     """Requests at a time, as long as it does not say itself."""
-    taking: bool = True
-    """It says that it takes new requests; a replica that drains does not."""
+    carry: Carry = "exact"
+    stream_usage: bool = True
+    """It may be asked for the usage of streams."""
+    taking: bool = field(init=False)
+    """It says that it takes new requests; one that drains does not, nor one whose kind is not known yet."""
     on_change: Callable[[], None] = _nothing
     """Called when there may be room that there was not before."""
     prefixes: PrefixIndex = field(default_factory=PrefixIndex)
@@ -77,8 +78,14 @@ class Replica:
         """Whether one more request would not have to wait there (or hardly)."""
         return self.load.in_flight < (self.load.capacity or self.most)
 
+    @property
+    def dialect(self) -> Dialect:
+        """How it is spoken to."""
+        return dialect_of(self.kind, self.carry, usage=self.stream_usage)
+
     def __post_init__(self) -> None:
         self.load = ReplicaLoad(self.name)
+        self.taking = self.kind != "auto"
 
     def sent(self, tokens: int) -> None:
         """A request goes there; it probably has so many prompt tokens that are not cached."""

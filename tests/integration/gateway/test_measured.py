@@ -16,7 +16,8 @@ from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.gateway import ReplicaConfig
 from argosy.gateway.probing import Prober
 from argosy.gateway.replicas import Replica
-from argosy.gateway.upstream import Upstream, parse_endpoint
+from argosy.gateway.upstream import Upstream
+from argosy.protocol import parse_endpoint
 from argosy.models import BUNDLED
 from argosy.policy import BLOCK_BYTES, BLOCK_TOKENS, PrefixIndex, ReplicaLoad, chain
 
