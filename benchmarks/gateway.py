@@ -26,6 +26,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from benchmarks import wire
@@ -67,8 +68,7 @@ class Bench:
             self._each("json", self._json)
         if "streams" in asked:
             for count in self.options.counts:
-                name = f"{count} streams"
-                self._each(name, lambda way, count=count: self._streams(way, count))
+                self._each(f"{count} streams", partial(self._streams, count))
         if "most" in asked and number == 0:
             self._each("most", self._most)
         if "churn" in asked and number == 0:
@@ -101,7 +101,7 @@ class Bench:
             "errors": told["errors"],
         }
 
-    def _streams(self, way: Running, count: int) -> Figures:
+    def _streams(self, count: int, way: Running) -> Figures:
         told, cpu_s = self._ask(way, "streams", count, self.options.seconds)
         return {
             "us_per_token": 1e6 * cpu_s / max(1, told["chunks"]),
@@ -119,7 +119,7 @@ class Bench:
 
     def _churn(self, way: Running) -> Figures:
         """Memory after an eighth of the time, when all that is kept for reuse has been made, and at the end."""
-        seconds, total, figures = 60 * self.options.minutes, 0, {}
+        seconds, total, figures = 60 * self.options.minutes, 0.0, {}
         for name, part in (("rss_early_mib", 0.125), ("rss_mib", 0.875)):
             told, _ = self._ask(way, "churn", 2 * CONNECTIONS, seconds * part)
             total += told["requests"] + told["cuts"]
@@ -171,11 +171,11 @@ def ratios(table: dict[str, dict[str, Figures]]) -> Iterator[dict[str, object]]:
             if figure in {"errors", "rate_share"} or min(r[figure] for r in rivals.values()) <= 0:
                 continue
             best = max if figure in MORE_IS_BETTER else min
-            name = best(rivals, key=lambda rival, figure=figure: rivals[rival][figure])
+            value, name = best((figures[figure], name) for name, figures in rivals.items())
             yield {
                 "part": part,
                 "figure": figure,
-                "ratio_to_best_rival": round(ours[figure] / rivals[name][figure], 3),
+                "ratio_to_best_rival": round(ours[figure] / value, 3),
                 "best_rival": name,
             }
 

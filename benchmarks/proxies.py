@@ -20,6 +20,7 @@ import httpx2
 import msgspec
 import psutil
 
+from argosy.store import Price, open_store
 from benchmarks.processes import PeerError
 
 MODEL = "mock"
@@ -113,27 +114,55 @@ class Running:
 
 
 def argosy_plain(place: Place) -> Start:
-    """Argosy before a server that is not its own: streams pass as they come."""
-    return _argosy(place, {"kind": "openai", "max_requests": MOST_STREAMS})
+    """Argosy without accounts, before a server that is not its own: nobody is asked for a key."""
+    return _argosy(place, {"kind": "openai", "max_requests": MOST_STREAMS}, {}, KEY)
 
 
 def argosy(place: Place) -> Start:
-    """Argosy with everything on, before its own engine: streams can be carried on elsewhere."""
-    return _argosy(place, {"kind": "argosy"})
+    """Argosy with everything on, before its own engine: keys, limits, prices, and streams that can move."""
+    url = f"sqlite:///{place.folder}/store.db"
+    on = {"store": {"url": url}, "auth": {"mode": "keys"}}
+    return _argosy(place, {"kind": "argosy"}, on, _account(url))
 
 
-def _argosy(place: Place, replica: dict[str, object]) -> Start:
+def _argosy(
+    place: Place, replica: dict[str, object], settings: dict[str, object], key: str
+) -> Start:
     config = {
         "port": place.port,
         "log_format": "json",
         "models": [{"name": MODEL, "replicas": [{"url": place.behind, **replica}]}],
+        **settings,
     }
     path = place.write("gateway.yaml", msgspec.yaml.encode(config))
-    return Start([str(place.python), "-m", "argosy.cli", "gateway", "--config", str(path)])
+    return Start([str(place.python), "-m", "argosy.cli", "gateway", "--config", str(path)], key)
+
+
+def _account(url: str) -> str:
+    """The key of an account that has limits of every kind, none of which it reaches, and a price."""
+    store = open_store(url)
+    try:
+        store.migrate()
+        accounts, actor = store.accounts, "benchmark"
+        organisation = accounts.create_organisation("payers", actor=actor).id
+        project = accounts.create_project(organisation, "tenant", actor=actor).id
+        key, plain = accounts.create_key(project, "key", actor=actor)
+        far = 10**15
+        accounts.set_limit(
+            "organisation", organisation, "nano_dollars", far, window="month", actor=actor
+        )
+        accounts.set_limit("project", project, "tokens", far, window="minute", actor=actor)
+        accounts.set_limit("project", project, "concurrency", far, actor=actor)
+        accounts.set_limit("key", key.id, "requests", far, window="minute", actor=actor)
+        price = Price(model=MODEL, input=100, cached_input=10, output=400)
+        accounts.set_price(price, actor=actor)
+        return plain
+    finally:
+        store.close()
 
 
 def nginx(place: Place) -> Start:
-    """Nginx as a plain proxy that keeps its connections and buffers nothing."""
+    """A plain proxy, nginx, that keeps its connections and buffers nothing."""
     program = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
     if program is None:
         raise FileNotFoundError("not installed: the package nginx of the distribution")
@@ -147,7 +176,9 @@ http {{
   upstream engine {{ server 127.0.0.1:{place.upstream}; keepalive 8192; keepalive_requests 1000000000; }}
   server {{
     listen 127.0.0.1:{place.port} backlog=4096;
-    location / {{ proxy_pass http://engine; proxy_http_version 1.1; proxy_set_header Connection ""; proxy_buffering off; }}
+    location / {{
+      proxy_pass http://engine; proxy_http_version 1.1; proxy_set_header Connection ""; proxy_buffering off;
+    }}
   }}
 }}
 """

@@ -12,7 +12,8 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import psycopg
@@ -22,13 +23,47 @@ from psycopg import sql
 START_S = 60
 
 
+@dataclass(slots=True)
+class Program:
+    """A server's process, which writes to `folder/log`, and may be stopped and started again."""
+
+    command: list[str]
+    folder: Path
+    user: str | None
+    ending: signal.Signals
+    """What ends it at once."""
+    ready: Callable[[], None]
+    """Raises while it is not."""
+    process: subprocess.Popen[bytes] = field(init=False)
+
+    def start(self) -> None:
+        """Start it, and return once it is ready."""
+        with (self.folder / "log").open("wb") as log:
+            self.process = subprocess.Popen(
+                self.command, user=self.user, cwd="/", stdout=log, stderr=log
+            )
+        _wait(self.ready, self.process, self.folder)
+
+    def stop(self) -> None:
+        """End it, whatever state it is in, and wait until it has ended."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGCONT)
+            self.process.send_signal(self.ending)
+        self.process.wait(START_S)
+
+
 @dataclass(frozen=True, slots=True)
 class RedisServer:
-    """A running redis-server, and the process to kill or stop."""
+    """A running redis-server."""
 
     url: str
     """`unix:///...`, as redis-py takes it."""
-    process: subprocess.Popen[bytes]
+    program: Program
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        """To send signals to."""
+        return self.program.process
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +72,7 @@ class PostgresServer:
 
     folder: Path
     """Of its socket."""
-    process: subprocess.Popen[bytes]
+    program: Program
 
     def url(self, database: str) -> str:
         """Of one of its databases."""
@@ -110,12 +145,10 @@ def running_postgres() -> Iterator[PostgresServer]:
             "max_connections": "60",
         }
         options = [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
-        with _running(
-            [program, "-D", str(data), *options], folder, user, signal.SIGQUIT
-        ) as process:
-            server = PostgresServer(folder, process)
-            _wait(lambda: psycopg.connect(server.url("postgres")).close(), process, folder)
-            yield server
+        command = [program, "-D", str(data), *options]
+        connect = partial(_connect, folder)
+        with _running(Program(command, folder, user, signal.SIGQUIT, connect)) as running:
+            yield PostgresServer(folder, running)
 
 
 @contextlib.contextmanager
@@ -125,9 +158,11 @@ def running_redis() -> Iterator[RedisServer]:
     with _folder(None) as folder:
         path = folder / "redis.sock"
         settings = ("--port", "0", "--unixsocket", str(path), "--save", "", "--dir", str(folder))
-        with _running([program, *settings], folder, None, signal.SIGKILL) as process:
-            _wait(lambda: _ping(path), process, folder)
-            yield RedisServer(f"unix://{path}", process)
+        command = [program, *settings]
+        with _running(
+            Program(command, folder, None, signal.SIGKILL, partial(_ping, path))
+        ) as running:
+            yield RedisServer(f"unix://{path}", running)
 
 
 def _find(program: str, package: str) -> str:
@@ -168,18 +203,16 @@ def _run(*command: str | Path, user: str | None) -> None:
 
 
 @contextlib.contextmanager
-def _running(
-    command: list[str], folder: Path, user: str | None, stop: signal.Signals
-) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that writes to `folder/log`; ended by `stop`, and waited for, whatever state it is in."""
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(command, user=user, cwd="/", stdout=log, stderr=log)
+def _running(program: Program) -> Iterator[Program]:
     try:
-        yield process
+        program.start()
+        yield program
     finally:
-        process.send_signal(signal.SIGCONT)
-        process.send_signal(stop)
-        process.wait(START_S)
+        program.stop()
+
+
+def _connect(folder: Path) -> None:
+    psycopg.connect(f"postgresql://postgres@/postgres?host={folder}").close()
 
 
 def _ping(path: Path) -> None:

@@ -39,7 +39,7 @@ def built(name: str, folder: Path) -> Path:
 @contextlib.contextmanager
 def upstream(program: Path, core: int) -> Iterator[int]:
     """The port of a running upstream on one core."""
-    command = ["taskset", "-c", str(core), program, str(TOKENS_PER_S)]
+    command = ["taskset", "-c", str(core), str(program), str(TOKENS_PER_S)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None  # noqa: S101 - it was asked for
@@ -52,7 +52,7 @@ def load(
     program: Path, core: int, arguments: list[str], sample: Callable[[], float]
 ) -> tuple[dict[str, Any], float]:
     """What the load generator found, and how much `sample` rose while it counted. Raises WireError."""
-    command = ["taskset", "-c", str(core), program, *arguments]
+    command = ["taskset", "-c", str(core), str(program), *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None  # noqa: S101 - it was asked for
         try:

@@ -63,7 +63,9 @@ class Passing:
                 if await _passed(exchange, replica, b"", METRICS):
                     return
                 raise unavailable(pool)
-        raise ApiError(404, "replica_not_found", f"There is no replica {name[:200]!r}. See /metrics.")
+        raise ApiError(
+            404, "replica_not_found", f"There is no replica {name[:200]!r}. See /metrics."
+        )
 
 
 def _by_load(pool: Pool) -> Iterable[Replica]:
@@ -78,7 +80,9 @@ async def _passed(
     """Whether the replica had an answer, which has then been passed on; `path` replaces the request's own."""
     headers = [(b"content-type", JSON), (b"x-request-id", exchange.request_id.encode())]
     upstream, attempt = replica.upstream, Attempt(time.monotonic)
-    request = upstream.request(exchange.method.encode(), (path or exchange.path).encode(), body, headers)
+    request = upstream.request(
+        exchange.method.encode(), (path or exchange.path).encode(), body, headers
+    )
     outcome = Outcome.FAILURE
     replica.sent(0)
     try:

@@ -245,7 +245,8 @@ class Lease:
         """See `Shared`."""
         self._expire(now)
         need = self._need
-        self._pace = max(self._spent, self._pace // 2)
+        # What is needed before it was time to renew was too little: twice as much, until it lasts.
+        self._pace = 2 * max(self._spent, self._pace) if need else max(self._spent, self._pace // 2)
         ahead = max(0, max(self._pace, need) - self._left)
         if not self._spent and not need:
             ahead = 0

@@ -1,5 +1,6 @@
 """Serving HTTP/1.1: hardened connections, requests and answers under limits, listening sockets."""
 
+from argosy.web.deadlines import Deadlines
 from argosy.web.exchange import (
     EXCHANGE,
     JSON,
@@ -20,6 +21,7 @@ __all__ = [
     "GOODBYE_S",
     "JSON",
     "App",
+    "Deadlines",
     "DisconnectedError",
     "Exchange",
     "ExchangeLimits",

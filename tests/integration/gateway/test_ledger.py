@@ -42,6 +42,7 @@ def journey(tier: int = 1, number: int = 1) -> Journey:
         "http_version": "1.1",
         "method": "POST",
         "path": "/v1/chat/completions",
+        "query_string": b"",
         "headers": [],
     }
     exchange = Exchange(scope, never, nothing, None)  # type: ignore[arg-type]
