@@ -244,7 +244,9 @@ async def test_a_client_that_takes_nothing_is_cut_off() -> None:
         url = running.client.base_url
         reader, writer = await asyncio.open_connection(url.host, url.port, limit=1)
         asked = json.dumps(body(PATHS[1], stream=True)).encode()
-        head = f"POST {PATHS[1]} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(asked)}\r\n\r\n"
+        head = (
+            f"POST {PATHS[1]} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(asked)}\r\n\r\n"
+        )
         writer.write(head.encode() + asked)
         await asyncio.wait_for(watching.gone.acquire(), 30)
         assert watching.left[0].status == "cancelled"

@@ -160,7 +160,13 @@ async def test_a_limit_ends_a_stream_and_the_ledger_has_what_was_delivered(
                 await sdk.chat.completions.create(model="big", messages=HELLO)
             assert full.value.code == "rate_limit_exceeded"
             assert int(full.value.response.headers["retry-after"]) > 0
-        (stopped,) = await here.rows(1)
+            name = full.value.response.headers["x-argosy-request"]
+        async with here.client("admin") as client:
+            told = (await client.get(f"/admin/requests/{name}")).json()
+            assert (told["status"], told["limits"][0]["limit"]) == ("refused", 20)
+            text = (await client.get("/metrics")).text
+        assert value(text, "argosy_gateway_limit_refusals_total", unit="output_tokens") == 1
+        (stopped,) = await here.rows(1)  # what was refused has none
         assert stopped.status == "stopped"
         assert stopped.request == answer_id
         assert stopped.output_tokens == text
