@@ -50,7 +50,7 @@ def configure_logs(log_format: LogFormat, level: str = "info", replica: str = ""
     pass the standard library's logging, which would make each ten times as dear.
     """
     shared = [*_SHARED, _named(replica)] if replica else _SHARED
-    factory: structlog.BytesLoggerFactory | structlog.PrintLoggerFactory
+    factory: structlog.BytesLoggerFactory | type[_Text]
     if log_format == "json":
         explain: list[Processor] = [structlog.processors.format_exc_info]
         ours, theirs = [*explain, _json], [*explain, _json_text]
@@ -61,7 +61,7 @@ def configure_logs(log_format: LogFormat, level: str = "info", replica: str = ""
             colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
         )
         ours = theirs = [render]
-        factory = structlog.PrintLoggerFactory(sys.stderr)
+        factory = _Text
     structlog.configure(
         processors=[*shared, *ours],
         wrapper_class=structlog.make_filtering_bound_logger(level),
@@ -80,6 +80,14 @@ def configure_logs(log_format: LogFormat, level: str = "info", replica: str = ""
     root.setLevel(level.upper())
     for talkative in ("alembic", "uvicorn"):
         logging.getLogger(talkative).setLevel(logging.WARNING)
+
+
+class _Text(structlog.PrintLogger):
+    """Writes text to standard error, and knows its own name, as the logger for bytes does."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(sys.stderr)
+        self.name = name
 
 
 def _named(replica: str) -> Processor:
