@@ -148,12 +148,13 @@ class ClientStream:
         if self._reader is None or self.stopped is not None:
             return
         data = self._reader.feed(body)
-        if data:
-            self._push(data)
-        if self._delivered.output_tokens != self._told:
+        if data and not self.gone:
+            self._out.push(data)
+        told = self._delivered.output_tokens
+        if told != self._told:
             if self._first_at is None:
                 self._begin()
-            self._told = self._delivered.output_tokens
+            self._told = told
             reason = self._counted()
             if reason is not None:
                 self._stop(reason)
