@@ -91,6 +91,7 @@ class ClientStream:
         if not self._reader.done:
             raise UpstreamError(self._reader.failure or "the stream ended before its end")
         self._push(self._reader.take_held())
+        self._journey.pool.answered(self._told / self._journey.ask.choices)
 
     def end_with(self, events: bytes) -> None:
         """Pass on the end of an answer that its replica could no longer tell."""
@@ -168,8 +169,10 @@ class ClientStream:
         sent, picked = self._journey.trace.tries[-1].sent, self._journey.picked
         if sent is None or picked is None or self._before:
             return
-        picked.answered(told.prompt_tokens, told.cached_tokens)
-        uncached = told.prompt_tokens - told.cached_tokens or picked.uncached
+        uncached = picked.uncached
+        if replica.kind == "argosy":  # others tell at the end, if at all
+            uncached = told.prompt_tokens - told.cached_tokens
+            picked.answered(told.prompt_tokens, told.cached_tokens)
         replica.first_token(attempt.last - sent, uncached, attempt.last)
 
     def _measure(self) -> None:
