@@ -54,11 +54,6 @@ class Ask:
         return max(1, len(self.prompt) // BYTES_PER_TOKEN)
 
     @property
-    def output_tokens(self) -> int:
-        """Expected at most, all choices together."""
-        return (DEFAULT_OUTPUT if self.max_output is None else self.max_output) * self.choices
-
-    @property
     def gathers(self) -> bool:
         """Whether its whole answer can be put together from a stream of ours."""
         return self.fields.keys().isdisjoint(WHOLE_ONLY)

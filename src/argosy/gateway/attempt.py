@@ -38,7 +38,7 @@ class Attempt:
         if kept is None:
             return
         try:
-            await asyncio.shield(self.head)
+            await self.head
         except UpstreamError as error:
             if not error.untouched:
                 raise

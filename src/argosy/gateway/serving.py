@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -115,7 +115,7 @@ class Serving:
         if most is not None and ask.least_tokens > most:
             message = f"The prompt is longer than the {most} tokens that {ask.model!r} can take."
             raise ApiError(413, "context_length_exceeded", message, param=api.prompt_field)
-        answer_id = f"{api.id_prefix}-{uuid.uuid4().hex}"
+        answer_id = f"{api.id_prefix}-{os.urandom(16).hex()}"
         journey = Journey(
             exchange,
             ask,

@@ -91,6 +91,7 @@ class ClientStream:
         if not self._reader.done:
             raise UpstreamError(self._reader.failure or "the stream ended before its end")
         self._push(self._reader.take_held())
+        self._journey.pool.answered(self._told / self._journey.ask.choices)
 
     def end_with(self, events: bytes) -> None:
         """Pass on the end of an answer that its replica could no longer tell."""
@@ -148,12 +149,13 @@ class ClientStream:
         if self._reader is None or self.stopped is not None:
             return
         data = self._reader.feed(body)
-        if data:
-            self._push(data)
-        if self._delivered.output_tokens != self._told:
+        if data and not self.gone:
+            self._out.push(data)
+        told = self._delivered.output_tokens
+        if told != self._told:
             if self._first_at is None:
                 self._begin()
-            self._told = self._delivered.output_tokens
+            self._told = told
             reason = self._counted()
             if reason is not None:
                 self._stop(reason)
@@ -167,8 +169,10 @@ class ClientStream:
         sent, picked = self._journey.trace.tries[-1].sent, self._journey.picked
         if sent is None or picked is None or self._before:
             return
-        picked.answered(told.prompt_tokens, told.cached_tokens)
-        uncached = told.prompt_tokens - told.cached_tokens or picked.uncached
+        uncached = picked.uncached
+        if replica.kind == "argosy":  # others tell at the end, if at all
+            uncached = told.prompt_tokens - told.cached_tokens
+            picked.answered(told.prompt_tokens, told.cached_tokens)
         replica.first_token(attempt.last - sent, uncached, attempt.last)
 
     def _measure(self) -> None:
