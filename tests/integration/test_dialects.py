@@ -41,7 +41,7 @@ from argosy.gateway import ReplicaConfig, Timeouts
 from argosy.gateway.dialects import Carry
 
 Family = type[Double]
-KINDS: tuple[Literal["error", "stall"], ...] = ("error", "stall")
+KINDS: tuple[Literal["error", "abort", "stall"], ...] = ("error", "abort", "stall")
 USAGE = {"include_usage": True}
 FOUND: dict[Family, tuple[str, int | None, float, int]] = {
     Vllm: ("vllm", 5, 0.25, 0),
@@ -188,7 +188,7 @@ async def test_a_stream_goes_on_wherever_its_server_dies(family: Family) -> None
 
 
 @each_family
-async def test_an_error_in_the_stream_and_a_stall_are_deaths_too(family: Family) -> None:
+async def test_errors_in_the_stream_and_stalls_are_deaths_too(family: Family) -> None:
     one, two = family(), family()
     timeouts = Timeouts(first_token_s=5.0, between_tokens_s=0.3, recovery_s=2.0)
     async with (
@@ -199,6 +199,10 @@ async def test_an_error_in_the_stream_and_a_stall_are_deaths_too(family: Family)
             one.faults.append(Fault(kind, 4))
             seen = await stream(client, COMPLETION)
             assert (seen.text, seen.finish, seen.done, seen.errors) == (WHOLE, ["stop"], 1, [])
+            if kind != "stall":
+                one.faults.append(Fault(kind, 4))  # more than text: nobody can go on
+                seen = await stream(client, COMPLETION, n=2)
+                assert (seen.done, len(seen.errors)) == (0, 1)
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETION])
