@@ -18,10 +18,10 @@ from tests.integration.gateway.doubles.behind import CHAT, COMPLETION, Seen, gat
 from argosy.gateway import ReplicaConfig
 from argosy.models import BUNDLED
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 PEER = Path(os.environ.get("ARGOSY_LLAMA_CPP", ROOT / ".venv-peers" / "llama-cpp"))
 SERVER = PEER / "build" / "bin" / "llama-server"
-EXPORT = Path(__file__).parent / "doubles" / "export_gguf.py"
+EXPORT = Path(__file__).parent / "gateway" / "doubles" / "export_gguf.py"
 BODIES: dict[str, dict[str, object]] = {
     CHAT: {"messages": [{"role": "user", "content": "Tell me a story about a cat."}]},
     COMPLETION: {"prompt": "Once upon a time"},
