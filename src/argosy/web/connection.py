@@ -22,6 +22,7 @@ from argosy.web.wire import RequestWire
 
 HEADER_LIMIT_BYTES = 64 * 1024
 """Most bytes of request line and headers together."""
+TOO_LARGE = "the request's headers are too large"
 
 
 class Connection(asyncio.Protocol):
@@ -128,12 +129,16 @@ class Connection(asyncio.Protocol):
 
     def on_url(self, url: bytes) -> None:
         """A part of the request line came."""
-        self._count(len(url))
+        self._header_bytes += len(url)
+        if self._header_bytes > HEADER_LIMIT_BYTES:
+            raise ValueError(TOO_LARGE)
         self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """A header came."""
-        self._count(len(name) + len(value))
+        self._header_bytes += len(name) + len(value)
+        if self._header_bytes > HEADER_LIMIT_BYTES:
+            raise ValueError(TOO_LARGE)
         self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
@@ -232,11 +237,6 @@ class Connection(asyncio.Protocol):
         self.transport.close()
 
     # --- within ----------------------------------------------------------------------------------
-
-    def _count(self, size: int) -> None:
-        self._header_bytes += size
-        if self._header_bytes > HEADER_LIMIT_BYTES:
-            raise ValueError("the request's headers are too large")
 
     def _scope(self) -> Scope:
         url = httptools.parse_url(self._url)
