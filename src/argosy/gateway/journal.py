@@ -51,6 +51,7 @@ class JournalReader:
         self._held: list[bytes] = []
         self.done = False
         """`[DONE]` came: what is still held may be passed on."""
+        self.failure = ""
 
     def feed(self, body: bytes) -> bytes:
         """What may be passed on now."""

@@ -29,7 +29,7 @@ from tests.services import RedisServer, running_redis
 
 from argosy.gateway.journey import Journey
 from argosy.gateway.limits import Limits
-from argosy.policy import Ask, Grant
+from argosy.policy import Ask, Grant, period
 from argosy.protocol import ApiError
 from argosy.store import Limit, Unsure, UsageSum, steady
 from argosy.store.redis_state import RedisState
@@ -92,7 +92,7 @@ async def test_hammering_three_gateways_lets_no_more_requests_in_than_the_limit(
         assert refused.code == "rate_limit_exceeded"
         assert "the key's limit of 100 requests per hour" in refused.message
     assert 90 <= count <= 100
-    assert await _kept(server, "key-requests-hour-None:requests:hour") == count
+    assert await _kept(server, "key:k1:requests:hour:") == count
 
 
 async def test_streams_of_three_gateways_deliver_no_more_than_the_limit_and_some_pieces(
@@ -124,7 +124,7 @@ async def test_streams_of_three_gateways_deliver_no_more_than_the_limit_and_some
     assert stopped > 0
     # Past the limit: what the streams that were lent to got until Redis had said no.
     assert 0.75 * most <= delivered <= most + 45 * 20 * piece
-    assert await _kept(server, "key-tokens-hour-None:tokens:hour") == delivered
+    assert await _kept(server, "key:k1:tokens:hour:") == delivered
 
 
 async def test_what_runs_at_a_time_is_limited_over_all_gateways(server: RedisServer) -> None:
@@ -211,7 +211,7 @@ async def test_while_redis_hangs_open_projects_go_on_with_their_share_and_it_is_
         assert counts == [9, 9, 9]
 
         async def told() -> bool:
-            return await _kept(server, "key-requests-hour-None:requests:hour") == 30
+            return await _kept(server, "key:k1:requests:hour:") == 30
 
         await until(told)
         assert not any([await let_in(stage) for stage in stages for _ in range(5)])
@@ -259,6 +259,46 @@ async def test_a_redis_that_comes_back_empty_learns_from_the_ledger(server: Redi
             await until(full)
 
 
+@pytest.mark.parametrize(("unsure", "most"), [("closed", 90), ("open", 2 * 90)])
+async def test_hammering_while_redis_is_killed_passes_the_limit_by_no_more_than_is_said(
+    server: RedisServer, unsure: Unsure, most: int
+) -> None:
+    async with gateways(server, limit("requests", 90, "hour"), unsure=unsure) as stages:
+        for stage in stages:  # each is told how many there are
+            assert await let_in(stage) is not None
+        count = 3
+
+        async def hammer(stage: Limits) -> None:
+            nonlocal count
+            for _ in range(100):
+                journey = await let_in(stage)
+                count += journey is not None
+                if count == 45:
+                    server.process.kill()
+
+        await asyncio.gather(*(hammer(stage) for stage in stages))
+        assert server.process.wait() == -signal.SIGKILL
+    assert 45 <= count <= most
+
+
+async def test_a_budget_that_is_set_later_counts_what_the_ledger_has(server: RedisServer) -> None:
+    asked = list[str]()
+
+    def spent(kind: str, owner: str, since: float, model: str | None) -> UsageSum:
+        asked.append(f"{kind} {owner} {model}")
+        return UsageSum(requests=48)
+
+    async with gateways(server, count=2) as stages:
+        for stage in stages:
+            stage.update(directory(limit("requests", 50, "month", "project", "big")))
+            await stage.seed(spent)
+            await stage.seed(spent)
+        assert asked == ["project shop big"] * 2
+        got = [await let_in(stage) is not None for stage in stages * 2]
+        assert got == [True, True, False, False]
+        assert await _kept(server, f"project:shop:requests:month:big:{_month()}") == 50
+
+
 async def test_nobody_waits_for_a_redis_that_is_not_there() -> None:
     state = RedisState("unix:///nowhere/redis.sock")
     stage = Limits(state)
@@ -270,7 +310,7 @@ async def test_nobody_waits_for_a_redis_that_is_not_there() -> None:
 
 async def test_redis_grants_what_the_model_grants(server: RedisServer) -> None:
     draw = random.Random(7)
-    model = Authority(born=steady())
+    model = Authority()
     numbers = [0, 0, 0]
     slots: dict[str, list[tuple[int, int]]] = {"hour": [], "day": [], "new": []}
     async with Redis.from_url(server.url) as redis:
@@ -286,8 +326,9 @@ async def test_redis_grants_what_the_model_grants(server: RedisServer) -> None:
                     slots.get(name, []), min(draw.randrange(3), len(slots.get(name, [])))
                 )
                 units = [draw.randint(0, 5) for _ in backs]
-                seeds = tuple(
-                    (draw.uniform(0, 7000), draw.randrange(9)) for _ in range(draw.randrange(3))
+                seeds, owed = (
+                    tuple((draw.uniform(0, 7000), draw.randrange(9)) for _ in range(count))
+                    for count in (draw.randrange(3), draw.choice([0, 0, 2]))
                 )
                 ask = Ask(
                     kind=kind,  # type: ignore[arg-type]
@@ -298,7 +339,8 @@ async def test_redis_grants_what_the_model_grants(server: RedisServer) -> None:
                     slot={"day": 1000, "new": int(steady()) + 10**6}.get(name, 0),
                     need=draw.choice([0, draw.randrange(30)]),
                     ahead=draw.choice([0, draw.randrange(30)]),
-                    used=draw.choice([0, 0, draw.randrange(9)]),
+                    kept=draw.choice([0, 0, draw.randrange(9)]),
+                    owed=owed,
                     back=tuple((real, n) for (real, _), n in zip(backs, units, strict=True)),
                     seeds=draw.choice([None, seeds]),
                 )
@@ -311,7 +353,7 @@ async def test_redis_grants_what_the_model_grants(server: RedisServer) -> None:
                 "alive_s": 1000.0,
                 "asks": [ask for _, ask in asks],
             }
-            keys = [f"gateway:g{who}", "gateways", "born", *(name for name, _ in asks)]
+            keys = [f"gateway:g{who}", "gateways", *(name for name, _ in asks)]
             packed = await script(keys=keys, args=[msgspec.msgpack.encode(body)])
             answer = msgspec.msgpack.decode(packed, type=dict[str, int | list[Grant]])
             granted = answer["grants"]
@@ -324,6 +366,10 @@ async def test_redis_grants_what_the_model_grants(server: RedisServer) -> None:
             for (name, _), real, ours in zip(asks, granted, expected, strict=fresh):
                 if fresh and name in slots and real.granted:
                     slots[name].append((real.slot, ours.slot))
+
+
+def _month() -> int:
+    return int(period("month", steady())[0])
 
 
 async def _is_in(stage: Limits) -> bool:
