@@ -155,6 +155,7 @@ class Connection(asyncio.Protocol):
         expects = any(n == b"expect" and v.lower() == b"100-continue" for n, v in self._headers)
         wire = RequestWire(self, scope, keep_alive=keep_alive, expects_continue=expects)
         scope["state"] = {WIRE: wire}
+        self._headers = []  # for what may come behind the body, which nobody is told
         self._incoming = wire
         if self._current is None:
             self._start(wire, scope)
