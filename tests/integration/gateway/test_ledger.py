@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import psycopg
 import pytest
@@ -22,7 +22,6 @@ from argosy.policy import LeastCost
 from argosy.protocol import ApiError
 from argosy.store import Directory, Price, Spool, SpoolFullError, UsageRow, open_store
 from argosy.web import Exchange
-from argosy.web.exchange import WIRE
 
 NOW = 5000.0
 PRICES = (
@@ -32,28 +31,11 @@ PRICES = (
 )
 
 
-async def never() -> dict[str, Any]:
-    raise AssertionError("nobody reads or writes here")
-
-
-async def nothing(message: object) -> None:
-    raise AssertionError("nobody reads or writes here")
-
-
 def journey(tier: int = 1, number: int = 1) -> Journey:
-    scope = {
-        "state": {WIRE: None},
-        "http_version": "1.1",
-        "method": "POST",
-        "path": "/v1/chat/completions",
-        "query_string": b"",
-        "headers": [],
-    }
-    exchange = Exchange(scope, never, nothing, None)  # type: ignore[arg-type]
     ask = read(b'{"model": "m", "messages": []}', "messages")
     caller = Caller(organisation="acme", project="web", key="k", user="ann", tier=tier)
     identity = b"chatcmpl-%d 5000" % number
-    return Journey(exchange, ask, CHAT, Pool("m", [], LeastCost()), identity, caller)
+    return Journey(Mock(spec=Exchange), ask, CHAT, Pool("m", [], LeastCost()), identity, caller)
 
 
 @pytest.fixture
