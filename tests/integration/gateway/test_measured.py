@@ -13,12 +13,13 @@ from tests.integration.serving import MODEL, chat, completion, serve
 from argosy.engine import EngineConfig
 from argosy.engine.serving.core.client import EngineClient
 from argosy.engine.serving.text.tokenizer import Tokenizer
+from argosy.engine.serving.wire import Stats
 from argosy.gateway import ReplicaConfig
 from argosy.gateway.probing import Prober
 from argosy.gateway.replicas import Replica
 from argosy.gateway.upstream import Upstream
 from argosy.models import BUNDLED
-from argosy.policy import BLOCK_BYTES, BLOCK_TOKENS, PrefixIndex, ReplicaLoad, chain
+from argosy.policy import BLOCK_BYTES, BLOCK_TOKENS, Outcome, PrefixIndex, ReplicaLoad, chain
 from argosy.protocol import parse_endpoint
 
 UNKNOWN = ReplicaLoad("unknown")
@@ -136,6 +137,27 @@ def test_what_was_sent_counts_until_it_was_computed_whether_or_not_the_server_re
     for _ in range(4):
         replica.ended(None, 11.0)
     assert load.sent_tokens == 0
+
+
+async def test_a_replica_that_was_started_anew_is_believed_to_have_nothing(
+    tokenizer: Tokenizer,
+) -> None:
+    engine = FakeEngine(tokenizer, always(says(tokenizer, "Yes.")))
+    keys = chain(b"", b"x" * 1000, BLOCK_BYTES)
+    async with serve(engine) as served:
+        replica = Replica("r", "argosy", MODEL, Upstream(parse_endpoint(served.url)))
+        prober = Prober(replica)
+        replica.prefixes.sent(keys)
+        for step, believed in ((7, 3), (8, 3), (2, 0)):
+            engine.stats = Stats(step=step, blocks_total=1024)
+            await prober.probe()
+            assert len(replica.prefixes) == believed
+        replica.prefixes.sent(keys)
+        for _ in range(3):
+            replica.sent(1)
+            replica.ended(Outcome.FAILURE, 0.0)
+        assert len(replica.prefixes) == 0
+        replica.upstream.close()
 
 
 def test_memory_is_flat_under_many_distinct_prompts() -> None:
