@@ -425,8 +425,7 @@ def test_cancelling_twice_is_harmless(most: int) -> None:
 
 
 def test_queued_tokens_are_those_of_the_queue_and_what_running_prefills_lack() -> None:
-    limits = Limits(max_seqs=2, max_step_tokens=10, block_size=4, num_blocks=64)
-    rig = Rig(limits)
+    rig = Rig(limits(max_seqs=2, max_step_tokens=10, num_blocks=64))
     for name, length in (("a", 25), ("b", 8), ("c", 12)):
         rig.add(name, list(range(length)), 3)
     told = [rig.scheduler.queued_tokens]
