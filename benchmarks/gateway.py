@@ -1,6 +1,6 @@
 """What a proxy before an engine costs: Argosy's gateway and others, in turns, in one run.
 
-    make peers/sglang-router peers/litellm; python -m benchmarks.gateway [--proxies argosy,nginx,...] [--rounds 3]
+    make proxies; python -m benchmarks.gateway [--proxies argosy,nginx,...] [--rounds 3]
 
 json: 32 clients in a closed loop of small requests: requests/s, CPU us per request.
 streams: 64, 256 and 512 streams of 100 tokens/s: CPU us per token, and what the proxy adds to the time to the first

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import secrets
 import shutil
 import signal
 import socket
@@ -201,10 +202,13 @@ def sglang_router(policy: str) -> Callable[[Place], Start]:
 def litellm(place: Place) -> Start:
     """LiteLLM's proxy, one worker, no database."""
     behind = {"model": f"openai/{MODEL}", "api_base": f"{place.behind}/v1", "api_key": KEY}
-    config = {"model_list": [{"model_name": MODEL, "litellm_params": behind}]}
+    key = f"sk-{secrets.token_urlsafe(32)}"  # it starts with no other
+    models = [{"model_name": MODEL, "litellm_params": behind}]
+    config = {"model_list": models, "general_settings": {"master_key": key}}
     path = place.write("litellm.yaml", json.dumps(config).encode())
     program = str(place.python.parent / "litellm")
-    return Start([program, "--config", str(path), "--host", "127.0.0.1", "--port", str(place.port)])
+    listening = ["--host", "127.0.0.1", "--port", str(place.port)]
+    return Start([program, "--config", str(path), *listening], key)
 
 
 PROXIES = {

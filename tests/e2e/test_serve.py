@@ -1,6 +1,7 @@
 """`argosy serve` as a person starts it: the bundled model, the OpenAI SDK, `argosy chat`, Ctrl-C."""
 
 import re
+import shutil
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +13,8 @@ import psutil
 import pytest
 from openai.types.chat import ChatCompletionUserMessageParam
 from tests.e2e.server import Server, argosy, serving
+
+from argosy.models import BUNDLED
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -169,6 +172,21 @@ def test_nobody_is_asked_when_that_is_said_by_name(tmp_path: Path) -> None:
     assert refused.returncode == 2
     assert "no URL of a database" in refused.stderr
     assert "Traceback" not in refused.stderr
+
+
+def test_it_gives_up_loudly_when_no_replica_can_be_started_any_more(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(BUNDLED, model)
+    with serving(str(model)) as server:
+        model.rename(tmp_path / "elsewhere")
+        (replica,) = server.replicas()
+        replica.kill()
+        said = "".join(server.said)
+        assert f"there is no directory {model}" in said.splitlines()[-1]
+        assert said.count("replica_restarts") > 2
+        assert "Traceback" not in said
+        with pytest.raises(httpx2.ConnectError):
+            httpx2.get(f"{server.url}/health")
 
 
 def test_killed_server_leaves_nothing_behind() -> None:

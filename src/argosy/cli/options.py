@@ -54,7 +54,7 @@ KvMemory = Annotated[
     Option(
         parser=parse_size,
         metavar="SIZE",
-        help="For the KV cache, like 8GiB; by default a part of what is free.",
+        help="For each replica's KV cache, like 8GiB; by default a part of what is free.",
         rich_help_panel=MEMORY,
     ),
 ]
@@ -85,7 +85,9 @@ PackCache = Annotated[
     ),
 ]
 
-Threads = Annotated[int | None, Option(min=1, help="CPU threads.", rich_help_panel=ADVANCED)]
+Threads = Annotated[
+    int | None, Option(min=1, help="CPU threads; for each replica.", rich_help_panel=ADVANCED)
+]
 MaxStepTokens = Annotated[
     int, Option(min=1, help="Token budget of a step.", rich_help_panel=ADVANCED)
 ]
@@ -125,5 +127,6 @@ Auth = Annotated[
     ),
 ]
 Replicas = Annotated[
-    int, Option(min=1, help="Processes that serve the model; they divide the machine's CPUs.")
+    int,
+    Option(min=1, help="Processes that serve the model; by default they divide CPUs and memory."),
 ]

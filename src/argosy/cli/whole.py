@@ -92,6 +92,8 @@ class Whole:
                 answering = asyncio.create_task(self._gateway.run(bound))
                 await asyncio.wait({answering, keeping}, return_when=asyncio.FIRST_COMPLETED)
                 self._gateway.stop()
+                if keeping.done():
+                    self._gateway.stop()  # at once: nobody is left to answer what runs
                 await answering
             if keeping.done():
                 await keeping

@@ -10,6 +10,7 @@ from argosy.gateway.config import (
 )
 from argosy.gateway.identity import AuthConfig, check_exposure
 from argosy.gateway.server import GatewayServer, serve_gateway
+from argosy.gateway.upstream_tls import UpstreamTls
 
 __all__ = [
     "AuthConfig",
@@ -19,6 +20,7 @@ __all__ = [
     "QueueConfig",
     "ReplicaConfig",
     "Timeouts",
+    "UpstreamTls",
     "check_exposure",
     "load_config",
     "serve_gateway",

@@ -31,7 +31,7 @@ from argosy.gateway.recorder import Recorder
 from argosy.gateway.serving import Serving
 from argosy.store import Directory
 from argosy.telemetry import GatewayMetrics, GatewayReading, configure_logs
-from argosy.web import Listener, bind, bind_unix, url_of
+from argosy.web import Certificates, Listener, bind, bind_unix, url_of
 
 YOUNG = 20_000
 """Objects that are made before the collector looks through them; Python's own default is 700."""
@@ -53,6 +53,7 @@ class GatewayServer:
         self._identity = Identity(Directory(), config.auth)
         self._metrics = GatewayMetrics()
         self._traces = Traces(config.explain)
+        self._certificates = None if config.tls is None else Certificates(config.tls)
         self._leave = asyncio.Event()
         self._at_once = asyncio.Event()
 
@@ -118,11 +119,14 @@ class GatewayServer:
     async def _listen(
         self, front: Front, bound: socket.socket, caring: list[Coroutine[Any, Any, None]]
     ) -> None:
-        listener = Listener(front)
+        certificates = self._certificates
+        listener = Listener(front, certificates)
         listening = asyncio.create_task(listener.serve(sockets=[bound]))
         leaving = asyncio.create_task(self._leave.wait())
         tasks = [asyncio.create_task(care) for care in caring]
-        url = url_of(bound)
+        if certificates is not None:
+            tasks.append(asyncio.create_task(certificates.watch()))
+        url = url_of(bound, "http" if certificates is None else "https")
         log.info("ready", url=url, models=[model.name for model in self._config.models])
         self._on_ready(url)
         try:

@@ -17,13 +17,14 @@ from argosy.policy.limits import (
     running,
     worst,
 )
-from argosy.policy.measured import Line, PeakEwma, Rate
+from argosy.policy.measured import Line, Mean, PeakEwma, Rate
 from argosy.policy.order import PROMOTED_EACH, QUANTUM, DispatchQueue, Waiting
 from argosy.policy.prices import NO_CHARGE, Priced, PriceList, Rates
 from argosy.policy.retries import RetryBudget, backoff_s
 from argosy.policy.routing import (
     CHOOSERS,
     BoundedHash,
+    Candidate,
     Chooser,
     Cost,
     LatencyAware,
@@ -54,6 +55,7 @@ __all__ = [
     "BoundedHash",
     "Breaker",
     "BreakerLimits",
+    "Candidate",
     "Chooser",
     "Concurrency",
     "Cost",
@@ -68,6 +70,7 @@ __all__ = [
     "LeastCost",
     "Life",
     "Line",
+    "Mean",
     "Meter",
     "Outcome",
     "OutputEstimates",

@@ -43,6 +43,10 @@ def _json_text(_logger: WrappedLogger, _method: str, event: EventDict) -> str:
     return _encode(event).decode()
 
 
+def _encoded(_logger: WrappedLogger, _method: str, line: EventDict | str) -> bytes:
+    return str(line).encode("utf-8", "backslashreplace")
+
+
 def configure_logs(log_format: LogFormat, level: str = "info", replica: str = "") -> None:
     """Send every log event of the process, the libraries' too, to standard error. Call once.
 
@@ -50,22 +54,19 @@ def configure_logs(log_format: LogFormat, level: str = "info", replica: str = ""
     pass the standard library's logging, which would make each ten times as dear.
     """
     shared = [*_SHARED, _named(replica)] if replica else _SHARED
-    factory: structlog.BytesLoggerFactory | structlog.PrintLoggerFactory
     if log_format == "json":
         explain: list[Processor] = [structlog.processors.format_exc_info]
         ours, theirs = [*explain, _json], [*explain, _json_text]
-        factory = structlog.BytesLoggerFactory(sys.stderr.buffer)
     else:
         # Plain tracebacks: the pretty ones print local variables, and those hold what users wrote.
         render = structlog.dev.ConsoleRenderer(
             colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
         )
-        ours = theirs = [render]
-        factory = structlog.PrintLoggerFactory(sys.stderr)
+        ours, theirs = [render, _encoded], [render]
     structlog.configure(
         processors=[*shared, *ours],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=factory,
+        logger_factory=structlog.BytesLoggerFactory(sys.stderr.buffer),
         cache_logger_on_first_use=True,
     )
     handler = logging.StreamHandler(sys.stderr)

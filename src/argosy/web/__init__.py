@@ -15,12 +15,14 @@ from argosy.web.exchange import (
     Watcher,
 )
 from argosy.web.listen import GOODBYE_S, Listener, bind, bind_unix, url_of
+from argosy.web.tls import Certificates, TlsConfig
 
 __all__ = [
     "EXCHANGE",
     "GOODBYE_S",
     "JSON",
     "App",
+    "Certificates",
     "Deadlines",
     "DisconnectedError",
     "Exchange",
@@ -30,6 +32,7 @@ __all__ = [
     "Scope",
     "Send",
     "SlowReaderError",
+    "TlsConfig",
     "Watcher",
     "bind",
     "bind_unix",

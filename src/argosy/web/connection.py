@@ -69,6 +69,9 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client connected."""
         self.transport = transport
+        peer = transport.get_extra_info("socket")
+        if peer is not None and peer.family != socket.AF_UNIX:
+            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # not every loop does
         self._server.connections.add(self)  # type: ignore[arg-type] # uvicorn names its own classes
         self._place = {
             "server": get_local_addr(transport),

@@ -108,6 +108,8 @@ class Exchange:
         self._send = send
         self._limits = limits
         self._wire: Wire = scope["state"][WIRE]
+        self.push = self._wire.push
+        """Send a part of a stream at once; `watch` tells when the client is behind."""
         self.arrived = time.monotonic()
         self.method: str = scope["method"]
         self.path: str = scope["path"]
@@ -214,10 +216,6 @@ class Exchange:
     async def write(self, data: bytes) -> None:
         """Send a part of a stream, waiting while the client is behind."""
         await self._room()
-        self._wire.push(data)
-
-    def push(self, data: bytes) -> None:
-        """Send a part of a stream at once; `watch` tells when the client is behind."""
         self._wire.push(data)
 
     def watch(self, watcher: Watcher | None) -> None:

@@ -16,7 +16,8 @@ from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.gateway import ReplicaConfig
 from argosy.gateway.probing import Prober
 from argosy.gateway.replicas import Replica
-from argosy.gateway.upstream import Upstream, parse_endpoint
+from argosy.gateway.upstream import Upstream
+from argosy.protocol import parse_endpoint
 from argosy.models import BUNDLED
 from argosy.policy import BLOCK_BYTES, BLOCK_TOKENS, PrefixIndex, ReplicaLoad, chain
 
@@ -107,8 +108,38 @@ async def test_a_hit_that_was_none_corrects_what_is_believed_of_the_cache(
         assert await believed(9) == 3
 
 
+async def test_a_server_that_does_not_tell_is_believed_to_have_what_it_was_sent() -> None:
+    watching = Watching()
+    async with (
+        rough_server() as other,
+        front([watching], ReplicaConfig(url=other.url, kind="openai", model="rough")) as running,
+    ):
+        for number in (1, 2, 3, 1):
+            prompt = f"{number}: " + "and so on " * 100
+            body = completion(prompt, model="big", max_tokens=3, stream=True)
+            assert (await running.client.post("/v1/completions", json=body)).is_success
+        (replica,) = watching.left[-1].pool.replicas.values()
+        assert len(replica.prefixes) == 3 * (len(watching.left[-1].ask.prompt) // BLOCK_BYTES)
+
+
 def test_memory_is_flat_under_many_distinct_prompts() -> None:
     index = PrefixIndex(1000)
     for number in range(20_000):
         index.sent(chain(b"%d" % number, b"x" * BLOCK_BYTES * 2, BLOCK_BYTES))
         assert len(index) <= 1000
+
+
+async def test_answers_are_expected_to_be_as_long_as_those_before(tokenizer: Tokenizer) -> None:
+    watching = Watching()
+    engine = FakeEngine(tokenizer, always(says(tokenizer, "Yes.")))
+    async with (
+        serve(engine) as served,
+        front([watching], ReplicaConfig(url=served.url, model=MODEL)) as running,
+    ):
+        for _ in range(100):
+            body = chat("Is it so?", model="big", n=2)
+            assert (await running.client.post("/v1/chat/completions", json=body)).is_success
+        journey = watching.left[-1]
+        decode_s = journey.pool.loads()[0].decode_s
+        (cost,) = journey.trace.tries[-1].costs
+        assert cost.decode_s < 100 * decode_s

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy.policy import Line, PeakEwma, Rate
+from argosy.policy import Line, Mean, PeakEwma, Rate
 
 SECONDS = st.floats(0.001, 100)
 
@@ -30,6 +30,17 @@ def test_a_rate_follows_a_machine_that_has_become_slower() -> None:
     for _ in range(50):
         rate.add(100, 1.0)
     assert rate.per_s == pytest.approx(100, rel=0.2)
+
+
+@given(st.lists(SECONDS, min_size=1, max_size=50), SECONDS)
+def test_a_mean_lies_among_its_samples_and_follows_them(samples: list[float], then: float) -> None:
+    mean = Mean(half_life=4.0, start=samples[0])
+    for sample in samples:
+        mean.add(sample)
+    assert min(samples) * 0.999 <= mean.value <= max(samples) * 1.001
+    for _ in range(100):
+        mean.add(then)
+    assert mean.value == pytest.approx(then, rel=0.01)
 
 
 @given(st.lists(st.tuples(st.floats(0, 30), SECONDS), min_size=1, max_size=50), st.floats(0, 100))

@@ -14,11 +14,13 @@ import pytest
 from argosy.policy import (
     BLOCK_TOKENS,
     CHOOSERS,
+    Candidate,
     Chooser,
     PrefixIndex,
     ReplicaLoad,
     RouteRequest,
     chain,
+    cost,
 )
 
 REPORT_EACH_S = 0.5
@@ -81,10 +83,10 @@ class PrefixOnly:
     """The longest cached prefix, whatever waits there; else anyone."""
 
     def choose(
-        self, request: RouteRequest, candidates: Sequence[ReplicaLoad], draw: float, now: float
-    ) -> ReplicaLoad:
-        most = max(request.hits.get(load.name, 0) for load in candidates)
-        best = [load for load in candidates if request.hits.get(load.name, 0) == most]
+        self, request: RouteRequest, candidates: Sequence[Candidate], draw: float, now: float
+    ) -> Candidate:
+        most = max(request.hits.get(one.load.name, 0) for one in candidates)
+        best = [one for one in candidates if request.hits.get(one.load.name, 0) == most]
         return best[int(draw * len(best))]
 
 
@@ -107,7 +109,8 @@ def replay(world: World, rule: Chooser, seed: int) -> float:
         keys = chain(b"", request.prompt, BLOCK_TOKENS)
         hits = {name: len(m.index.find(keys)) * BLOCK_TOKENS for name, m in machines.items()}
         ask = RouteRequest(len(request.prompt), request.output, keys[0].hex() if keys else "", hits)
-        chosen = machines[rule.choose(ask, loads, draws.random(), request.at).name]
+        candidates = [Candidate(load, cost(ask, load, request.at)) for load in loads]
+        chosen = machines[rule.choose(ask, candidates, draws.random(), request.at).load.name]
         chosen.index.sent(keys)
         seconds = chosen.take(request, keys)
         chosen.load.in_flight += 1
