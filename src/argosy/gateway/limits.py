@@ -194,12 +194,12 @@ class Limits:
         return self._extend(held, told.prompt_tokens, told.cached_tokens, told.output_tokens)
 
     def leave(self, journey: Journey) -> None:
-        """Give back what was not used; of a request that got nothing because of us, all."""
+        """Give back what was not used; of a request that was sent nowhere, or got nothing because of us, all."""
         held = self._held.pop(id(journey), None)
         if held is None:
             return
         told, now = journey.delivered, self._clock()
-        if not told.output_tokens and journey.status == "failed":
+        if not told.output_tokens and (journey.status == "failed" or not journey.route):
             held.reservation.settle(Use(), now)
             return
         prompt = told.prompt_tokens

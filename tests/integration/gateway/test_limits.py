@@ -200,10 +200,10 @@ async def test_what_a_prompt_really_was_and_what_was_cached_is_what_counts(clock
 
 async def test_a_request_that_got_nothing_because_of_us_costs_nothing(clock: Clock) -> None:
     limits = in_force(clock, limit("requests", 1), limit("concurrency", 1), limit("tokens", 100))
-    for _ in range(3):
+    for route in ("", "replica", ""):
         journey = request()
         await limits.enter(journey)
-        leave(limits, journey, "failed")
+        leave(limits, journey, "failed" if route else "cancelled", route)
     journey = request()
     await limits.enter(journey)
     leave(limits, journey, "cancelled")
