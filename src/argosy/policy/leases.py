@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -72,6 +72,10 @@ class Grant:
     """Whether what was used before has been told, by whomever."""
 
 
+def _nothing() -> None:
+    """There is nobody to tell."""
+
+
 @dataclass(slots=True)
 class _Granted:
     slot: int
@@ -120,6 +124,8 @@ class Lease:
         self._own = own
         self.unknown = own.unknown
         self.dry_until = -math.inf
+        self.on_news: Callable[[], None] = _nothing
+        """Called when there is something to tell that nobody waits for."""
         self._seconds = own.seconds if isinstance(own, Window) else 0.0
         self._lease_s = min(LEASE_S, self._seconds / 10 or LEASE_S)
         self._grants: deque[_Granted] = deque()
@@ -173,12 +179,14 @@ class Lease:
         self._expire(now)
         own = self._own.add(units, now)
         rest, slot = units, None
-        for grant in self._grants:
+        while rest and self._grants:
+            grant = self._grants[0]
             taken = min(grant.left, rest)
-            if taken:
-                grant.left -= taken
-                rest -= taken
-                slot = grant.slot if slot is None else slot
+            grant.left -= taken
+            rest -= taken
+            slot = grant.slot if slot is None else slot
+            if not grant.left:
+                self._grants.popleft()
         self._left -= units - rest
         self._spent += units
         if rest:
@@ -186,6 +194,7 @@ class Lease:
             if len(self._owed) > MOST_OWED:
                 del self._owed[next(iter(self._owed))]  # longer ago than a window
             self._credit = max(0, self._credit - rest)
+            self.on_news()
         if slot is not None:
             self._origins.setdefault(own, slot)
         return own
@@ -202,6 +211,7 @@ class Lease:
             origin = self._origins[slot]
             self._back[origin] = self._back.get(origin, 0) - units
             self.dry_until = -math.inf  # there is this again
+            self.on_news()
         return True
 
     def wait_s(self, units: int, now: float) -> float:
@@ -316,9 +326,8 @@ class Lease:
             self._return(self._grants.popleft())
 
     def _return(self, grant: _Granted) -> None:
-        if grant.left:
-            self._back[grant.slot] = self._back.get(grant.slot, 0) + grant.left
-            self._left -= grant.left
+        self._back[grant.slot] = self._back.get(grant.slot, 0) + grant.left
+        self._left -= grant.left
 
     def _turn(self, now: float) -> None:
         """A new period: nothing of the old one matters. Whoever sees it begin knows that nothing was used before."""
