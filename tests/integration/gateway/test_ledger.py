@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import psycopg
 import pytest
@@ -42,7 +43,7 @@ async def nothing(message: object) -> None:
 
 def journey(tier: int = 1, number: int = 1) -> Journey:
     scope = {
-        "state": {WIRE: None},
+        "state": {WIRE: Mock()},
         "http_version": "1.1",
         "method": "POST",
         "path": "/v1/chat/completions",

@@ -17,9 +17,9 @@ from argosy.gateway import ReplicaConfig
 from argosy.gateway.probing import Prober
 from argosy.gateway.replicas import Replica
 from argosy.gateway.upstream import Upstream
-from argosy.protocol import parse_endpoint
 from argosy.models import BUNDLED
 from argosy.policy import BLOCK_BYTES, BLOCK_TOKENS, PrefixIndex, ReplicaLoad, chain
+from argosy.protocol import parse_endpoint
 
 UNKNOWN = ReplicaLoad("unknown")
 
