@@ -69,9 +69,14 @@ class Replica:
     _decode: Rate = field(default_factory=lambda: Rate(DECODE_HALF_LIFE), init=False)
 
     @property
+    def seats(self) -> int:
+        """Requests that it runs at a time."""
+        return self.load.capacity or self.most
+
+    @property
     def has_room(self) -> bool:
         """Whether one more request would not have to wait there (or hardly)."""
-        return self.load.in_flight < (self.load.capacity or self.most)
+        return self.load.in_flight < self.seats
 
     def __post_init__(self) -> None:
         self.load = ReplicaLoad(self.name)
@@ -158,6 +163,13 @@ class Pool:
             for name in self.alive()
             if self.replicas[name].has_room and not self.replicas[name].breaker.cooling(now)
         ]
+
+    def seats(self, now: float) -> tuple[int, int]:
+        """How many seats are free on those that may be used now, full or not, and how many they have."""
+        able = [self.replicas[name] for name in self.alive()]
+        able = [replica for replica in able if not replica.breaker.cooling(now)]
+        free = sum(max(0, replica.seats - replica.load.in_flight) for replica in able)
+        return free, sum(replica.seats for replica in able)
 
     def pick(self, ask: Ask, domain: str, tried: Collection[str], now: float) -> Picked | None:
         """The replica for a request, not one of `tried`. None: there is no room for it now."""

@@ -4,6 +4,7 @@ from argosy.policy.affinity import BLOCK_BYTES, BLOCK_TOKENS, PrefixIndex, chain
 from argosy.policy.breaker import Breaker, BreakerLimits, Outcome, classify, usable
 from argosy.policy.estimates import OutputEstimates
 from argosy.policy.fairness import INPUT_PRICE, OUTPUT_PRICE, Account, TenantShares
+from argosy.policy.headroom import lowest_tier
 from argosy.policy.leases import Ask, Grant, Lease, Shared, SlotLease
 from argosy.policy.limits import (
     Hold,
@@ -17,7 +18,7 @@ from argosy.policy.limits import (
     worst,
 )
 from argosy.policy.measured import Line, PeakEwma, Rate
-from argosy.policy.order import PROMOTED_EACH, QUANTUM, DispatchQueue, Waiting
+from argosy.policy.order import PROMOTED_EACH, QUANTUM, DispatchQueue, Held, Waiting
 from argosy.policy.prices import NO_CHARGE, Priced, PriceList, Rates
 from argosy.policy.retries import RetryBudget, backoff_s
 from argosy.policy.routing import (
@@ -33,7 +34,7 @@ from argosy.policy.routing import (
     RouteRequest,
     cost,
 )
-from argosy.policy.shedding import admits, saturation
+from argosy.policy.shedding import admits, fits, saturation
 from argosy.policy.windows import Concurrency, Counter, Period, Window, period
 
 __all__ = [
@@ -56,6 +57,7 @@ __all__ = [
     "Counter",
     "DispatchQueue",
     "Grant",
+    "Held",
     "Hold",
     "LatencyAware",
     "Lease",
@@ -89,6 +91,8 @@ __all__ = [
     "chain",
     "classify",
     "cost",
+    "fits",
+    "lowest_tier",
     "never",
     "period",
     "reserve",
