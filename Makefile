@@ -6,6 +6,7 @@
 #   make bench                                    run the benchmarks
 #   make peers                                    install the engines that `python -m benchmarks.engine`
 #                                                 compares with; one: make peers/vllm
+#   make proxies                                  the same for `python -m benchmarks.gateway` (and apt's nginx)
 #   make format                                   let ruff rewrite the sources
 #   make clean                                    remove the environment and every cache
 #
@@ -29,7 +30,7 @@ PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -
 export PIP_CONSTRAINT := constraints.txt
 
 .DELETE_ON_ERROR:
-.PHONY: serve test check bench peers format clean
+.PHONY: serve test check bench peers proxies format clean
 
 serve: .venv/.serve
 	$(BIN)/argosy serve $(MODEL) --port $(PORT)
@@ -52,6 +53,7 @@ PEERS := .venv-peers
 LLAMA_CPP := llama-cpp-python==0.3.36
 
 peers: peers/vllm peers/openvino peers/llama-cpp
+proxies: peers/sglang-router peers/litellm
 
 peers/%: $(PEERS)/%/.ready ;
 

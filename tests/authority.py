@@ -14,14 +14,12 @@ class _Limit:
     slots: dict[int, int] = field(default_factory=dict)
     places: dict[str, int] = field(default_factory=dict)
     known: bool = False
-    touched: bool = False
 
 
 @dataclass
 class Authority:
-    """All limits, and who is alive. `born` is when its memory began."""
+    """All limits, and who is alive."""
 
-    born: float = 0.0
     limits: dict[str, _Limit] = field(default_factory=dict)
     alive: dict[str, float] = field(default_factory=dict)
     answered: dict[str, tuple[int, list[Grant]]] = field(default_factory=dict)
@@ -49,27 +47,22 @@ class Authority:
 
     def _units(self, name: str, ask: Ask, now: float) -> Grant:
         limit = self.limits.setdefault(name, _Limit())
-        slot, oldest, begun, width = ask.slot, ask.slot, float(ask.slot), 0.0
+        slot, oldest, width = ask.slot, ask.slot, 0.0
         if ask.kind == "window":
             width = ask.seconds / SLOTS
             slot = int(now // width)
             oldest = int((now - ask.lease_s) // width) - SLOTS
-            begun = now - ask.seconds
-        if not limit.touched:
-            limit.touched, limit.known = True, self.born <= begun
         limit.slots = {at: units for at, units in limit.slots.items() if at >= oldest}
         slot = max([slot, *limit.slots])
         for at, units in ask.back:
             if at in limit.slots:
                 limit.slots[at] -= units
-        if ask.seeds is not None and not limit.known:
-            for age, units in ask.seeds:
-                at = int((now - age) // width) if width else slot
-                if at >= oldest:
-                    limit.slots[at] = limit.slots.get(at, 0) + units
-            limit.known = True
-        if ask.used:
-            limit.slots[slot] = limit.slots.get(slot, 0) + ask.used
+        seeds = ask.seeds if ask.seeds is not None and not limit.known else ()
+        for age, units in (*seeds, *ask.owed):
+            at = int((now - age) // width) if width else slot
+            if at >= oldest:
+                limit.slots[at] = limit.slots.get(at, 0) + units
+        limit.known = limit.known or ask.seeds is not None
         granted = self._share(ask, ask.limit - sum(limit.slots.values()))
         if granted:
             limit.slots[slot] = limit.slots.get(slot, 0) + granted
@@ -80,6 +73,6 @@ class Authority:
         for other in set(places) - set(self.alive):
             del places[other]
         others = sum(held for other, held in places.items() if other != gateway)
-        granted = self._share(ask, ask.limit - others - ask.used)
-        places[gateway] = ask.used + granted
-        return Grant(granted, 0, others + ask.used + granted, 0.0, 0.0, known=True)
+        granted = self._share(ask, ask.limit - others - ask.kept)
+        places[gateway] = ask.kept + granted
+        return Grant(granted, 0, others + ask.kept + granted, 0.0, 0.0, known=True)

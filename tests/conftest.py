@@ -1,7 +1,10 @@
-"""What every test shares: how hypothesis behaves, and the databases."""
+"""What every test shares: how hypothesis behaves, the databases, and state that is not the user's own."""
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
 pytest_plugins = ("tests.services",)
@@ -10,3 +13,12 @@ pytest_plugins = ("tests.services",)
 settings.register_profile("default", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Whatever keeps state for its user keeps it here."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("state")
+        patch.setenv("XDG_STATE_HOME", str(folder))
+        yield folder

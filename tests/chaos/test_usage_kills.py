@@ -1,4 +1,4 @@
-"""A process that keeps usage is killed at random moments, or finds the disk full: no row is lost, none is there twice."""
+"""A process that keeps usage is killed at any moment, or finds the disk full: no row is lost, none is there twice."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import msgspec
 from argosy.policy import Rates
 from argosy.store import Spool, UsageRow
 
-KILLS = 20
+KILLS = 15
 RATES = Rates(3, 1, 5)
 Fate = tuple[str, int]
 """How a request ended, and its tokens."""

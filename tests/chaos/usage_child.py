@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 
 import msgspec
+import structlog
 
 from argosy.policy import Rates
 from argosy.store import Slot, Spool, SpoolFullError, UsageRow
@@ -94,5 +95,9 @@ def bound() -> int:
 
 
 if __name__ == "__main__":
-    task, *paths = sys.argv[1:]
-    {"count": count_until_killed, "fill": fill_the_disk}[task](*map(Path, paths))
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    task, folder, *store = sys.argv[1:]
+    if task == "count":
+        count_until_killed(Path(folder), Path(*store))
+    else:
+        fill_the_disk(Path(folder))

@@ -16,13 +16,16 @@ import pytest
 
 ARGOSY = str(Path(sys.executable).with_name("argosy"))
 CORE = "argosy.engine.serving.core.process"
-URL = re.compile(r"http://127\.0\.0\.1:\d+")
+REPLICA = "argosy.fleet.child"
+URL = re.compile(r"http://(127\.0\.0\.1|0\.0\.0\.0):\d+")
 
 
 @dataclass(frozen=True)
 class Server:
     url: str
     process: psutil.Process
+    said: Iterator[str]
+    """Further lines of its standard error."""
 
     def processes(self) -> list[psutil.Process]:
         return [self.process, *self.process.children(recursive=True)]
@@ -31,17 +34,21 @@ class Server:
         """The engine core's process, as soon as there is one that serves."""
         while httpx2.get(f"{self.url}/ready").status_code != 200:
             time.sleep(0.05)
-        (core,) = [p for p in self.process.children() if CORE in p.cmdline()]
+        (core,) = [p for p in self.process.children(recursive=True) if CORE in p.cmdline()]
         return core
+
+    def replicas(self) -> list[psutil.Process]:
+        """The replicas' processes."""
+        return [p for p in self.process.children() if REPLICA in p.cmdline()]
 
     def client(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
 
 
 @contextmanager
-def serving() -> Iterator[Server]:
+def serving(*arguments: str) -> Iterator[Server]:
     """A server from its start to its end; killed if it is still there at the end of the test."""
-    command = [ARGOSY, "serve", "--port", "0", "--threads", "1", "--kv-memory", "64MiB"]
+    command = [ARGOSY, "serve", "--port", "0", "--threads", "1", "--kv-memory", "64MiB", *arguments]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         try:
@@ -51,7 +58,8 @@ def serving() -> Iterator[Server]:
                     break
             else:
                 pytest.fail("the server ended before it was ready")
-            yield Server(found.group(), psutil.Process(process.pid))
+            url = found.group().replace("0.0.0.0", "127.0.0.1")  # noqa: S104 - the other way round
+            yield Server(url, psutil.Process(process.pid), process.stderr)
         finally:
             process.kill()
 

@@ -1,8 +1,12 @@
 """The README's examples do what they say."""
 
+import os
 import re
+import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import openai
@@ -15,11 +19,14 @@ README = (Path(__file__).parents[2] / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 PYTHON = [code for language, code in BLOCKS if language == "python"]
 YAML = [code for language, code in BLOCKS if language == "yaml"]
+PEOPLE = [code for language, code in BLOCKS if language == "sh" and "keys create" in code]
 CURL = [code for language, code in BLOCKS if language == "sh" and code.startswith("curl")]
 
 
-def run(command: list[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def run(command: list[str], **environment: str) -> str:
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=os.environ | environment
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -37,25 +44,44 @@ def test_curl(code: str, server: Server) -> None:
     assert streamed.endswith("data: [DONE]\n\n")
 
 
-def test_fleet(server: Server, tmp_path: Path) -> None:
-    """`argosy gateway` with the example's file, its replicas being the one server that runs."""
-    (example,) = YAML
-    (tmp_path / "fleet.yaml").write_text(
-        re.sub(r"http://127\.0\.0\.1:800\d", server.url, example, count=1)
-    )
-    command = [ARGOSY, "gateway", "--config", str(tmp_path / "fleet.yaml"), "--port", "0"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+@contextmanager
+def running(*arguments: str) -> Iterator[str]:
+    """The URL of `argosy ...`, once it says it; it leaves in order at the end."""
+    with subprocess.Popen([ARGOSY, *arguments], stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         try:
-            url = next(found.group() for line in process.stderr if (found := URL.search(line)))
-            with openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
-                reply = client.completions.create(model="argosy-mini", prompt="The", max_tokens=5)
-            assert reply.usage is not None
-            assert reply.usage.completion_tokens == 5
+            yield next(found.group() for line in process.stderr if (found := URL.search(line)))
         finally:
             process.terminate()
         process.stderr.read()
         assert process.wait() == 0
+
+
+def test_fleet(tmp_path: Path) -> None:
+    """`argosy gateway` with the example's file, the second replica not there yet."""
+    (example,) = YAML
+    small = ("--threads", "1", "--kv-memory", "64MiB")
+    with running("replica", "--port", "0", *small) as replica:
+        told = re.sub(r"http://127\.0\.0\.1:800\d", replica, example, count=1)
+        (tmp_path / "fleet.yaml").write_text(told)
+        with (
+            running("gateway", "--config", str(tmp_path / "fleet.yaml"), "--port", "0") as url,
+            openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client,
+        ):
+            reply = client.completions.create(model="argosy-mini", prompt="The", max_tokens=5)
+    assert reply.usage is not None
+    assert reply.usage.completion_tokens == 5
+
+
+def test_people(tmp_path: Path) -> None:
+    """The commands on accounts, one after the other on one store."""
+    (example,) = PEOPLE
+    store = f"sqlite:///{tmp_path / 'argosy.db'}"
+    for line in example.splitlines():
+        words = shlex.split(line, comments=True)
+        said = run([ARGOSY, *words[1:]], ARGOSY_STORE=store)
+        assert words[1] != "keys" or said.startswith("sk-argosy-")
+    assert "acme" in run([ARGOSY, "tenants", "list"], ARGOSY_STORE=store)
 
 
 def test_there_are_examples() -> None:

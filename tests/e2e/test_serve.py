@@ -1,18 +1,34 @@
 """`argosy serve` as a person starts it: the bundled model, the OpenAI SDK, `argosy chat`, Ctrl-C."""
 
+import re
+import shutil
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from queue import SimpleQueue
 
 import httpx2
+import openai
 import psutil
 import pytest
 from openai.types.chat import ChatCompletionUserMessageParam
 from tests.e2e.server import Server, argosy, serving
 
+from argosy.models import BUNDLED
+
 pytestmark = pytest.mark.timeout(300)
 
+KEY = re.compile(r"sk-argosy-[\w-]+")
 HELLO: ChatCompletionUserMessageParam = {"role": "user", "content": "Hello! How are you?"}
+
+
+def listens(server: Server) -> bool:
+    """Whether new connections are taken."""
+    try:
+        httpx2.get(f"{server.url}/health")
+    except httpx2.ConnectError:
+        return False
+    return True
 
 
 def story(server: Server, pieces: SimpleQueue[str]) -> str:
@@ -101,7 +117,7 @@ def test_interrupt_drains_and_leaves_nothing() -> None:
     with serving() as server:
         story_before = story(server, SimpleQueue())
         processes = server.processes()
-        assert len(processes) == 2
+        assert len(processes) == 3  # the gateway, its replica, the replica's engine core
         with ThreadPoolExecutor(1) as pool:
             pieces: SimpleQueue[str] = SimpleQueue()
             answer = pool.submit(story, server, pieces)
@@ -114,9 +130,92 @@ def test_interrupt_drains_and_leaves_nothing() -> None:
             httpx2.get(f"{server.url}/health")
 
 
-def test_killed_server_leaves_no_core_behind() -> None:
+def test_a_second_interrupt_leaves_at_once() -> None:
+    with serving("--drain-deadline", "600") as server:
+        processes = server.processes()
+        with ThreadPoolExecutor(1) as pool:
+            pieces: SimpleQueue[str] = SimpleQueue()
+            answer = pool.submit(story, server, pieces)
+            pieces.get()
+            server.core().suspend()  # it cannot finish
+            server.process.send_signal(signal.SIGINT)
+            while listens(server):
+                pass
+            server.process.send_signal(signal.SIGINT)
+            with pytest.raises((openai.OpenAIError, httpx2.TransportError)):
+                answer.result()
+        _, alive = psutil.wait_procs(processes, timeout=60)
+        assert not alive
+
+
+def test_the_first_key_is_made_where_others_can_connect(tmp_path: Path) -> None:
+    store = ("--store", f"sqlite:///{tmp_path / 'argosy.db'}")
+    with serving("--host", "0.0.0.0", *store) as server:  # noqa: S104 - that is what is tested
+        key = KEY.search("".join(next(server.said) for _ in range(6)))
+        assert key is not None
+        asked = ("chat", "--url", server.url, "--max-tokens", "5", "Hello")
+        refused = argosy(*asked)
+        assert refused.returncode != 0
+        assert "Send an API key" in refused.stderr
+        assert argosy(*asked, "--api-key", key.group()).returncode == 0
+        used = argosy("usage", "--json", *store)
+        assert '"requests": 1' in used.stdout, used.stdout
+    with serving(*store) as server:
+        assert argosy("chat", "--url", server.url, "Hello").returncode != 0  # once there are keys
+
+
+def test_nobody_is_asked_when_that_is_said_by_name(tmp_path: Path) -> None:
+    store = ("--store", f"sqlite:///{tmp_path / 'argosy.db'}")
+    with serving("--host", "0.0.0.0", "--auth", "off", *store) as server:  # noqa: S104 - as above
+        assert argosy("chat", "--url", server.url, "--max-tokens", "5", "Hello").returncode == 0
+    refused = argosy("serve", "--port", "0", "--store", "mysql://nowhere")
+    assert refused.returncode == 2
+    assert "no URL of a database" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def test_it_gives_up_loudly_when_no_replica_can_be_started_any_more(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(BUNDLED, model)
+    with serving(str(model)) as server:
+        model.rename(tmp_path / "elsewhere")
+        (replica,) = server.replicas()
+        replica.kill()
+        said = "".join(server.said)
+        assert f"there is no directory {model}" in said.splitlines()[-1]
+        assert said.count("replica_restarts") > 2
+        assert "Traceback" not in said
+        with pytest.raises(httpx2.ConnectError):
+            httpx2.get(f"{server.url}/health")
+
+
+def test_killed_server_leaves_nothing_behind() -> None:
     with serving() as server:
         processes = server.processes()
         server.process.kill()
         _, alive = psutil.wait_procs(processes, timeout=60)
         assert not alive
+
+
+def test_two_replicas_share_the_work_and_one_may_die() -> None:
+    with serving("--replicas", "2", "--served-model-name", "mini") as server:
+        while len(server.replicas()) < 2:
+            pass
+        with server.client() as client:
+            assert [card.id for card in client.models.list()] == ["mini"]
+        for number in range(2):
+            metrics = httpx2.get(f"{server.url}/replicas/replica-{number}/metrics")
+            assert "argosy_step_seconds_total" in metrics.text
+        assert httpx2.get(f"{server.url}/replicas/replica-2/metrics").status_code == 404
+        undisturbed = story(server, SimpleQueue())
+        victim, _ = server.replicas()
+        pieces: SimpleQueue[str] = SimpleQueue()
+        with ThreadPoolExecutor(4) as pool:
+            answers = [pool.submit(story, server, pieces) for _ in range(4)]
+            for _ in range(80):
+                pieces.get()
+            victim.kill()
+            assert {answer.result() for answer in answers} == {undisturbed}
+        while len(server.replicas()) < 2:
+            pass
+        assert victim.pid not in {replica.pid for replica in server.replicas()}

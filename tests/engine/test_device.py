@@ -47,7 +47,12 @@ def test_threads_are_set_and_checked(device: Device) -> None:
 def test_all_usable_cpus_by_default() -> None:
     before = torch.get_num_threads()
     cpu_device(None)
-    assert 1 <= torch.get_num_threads() <= len(os.sched_getaffinity(0))
+    alone = torch.get_num_threads()
+    assert 1 <= alone <= len(os.sched_getaffinity(0))
+    cpu_device(None, neighbours=1)
+    assert torch.get_num_threads() == max(1, alone // 2)
+    cpu_device(None, neighbours=1000)
+    assert torch.get_num_threads() == 1
     torch.set_num_threads(before)
 
 

@@ -75,8 +75,15 @@ class Rough:
     refuses: set[str] = field(default_factory=set)
     """Fields of bodies and of stream options that it does not know."""
     _at_once: int = 0
+    _writers: set[asyncio.StreamWriter] = field(default_factory=set)
+
+    def close(self) -> None:
+        """Close all connections."""
+        for writer in self._writers:
+            writer.close()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             while True:
                 await self._one(reader, writer)
@@ -84,6 +91,7 @@ class Rough:
                 if writer.is_closing():
                     break
         writer.close()
+        self._writers.discard(writer)
 
     async def _one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
@@ -132,6 +140,5 @@ async def rough_server(script: Answer = plain) -> AsyncIterator[Rough]:
         yield rough
     finally:
         server.close()
-        for asked in rough.asked:
-            asked.writer.close()
+        rough.close()
         await asyncio.sleep(0)

@@ -22,6 +22,7 @@ importlib.import_module(sys.argv[1])
         "argosy.engine",
         "argosy.engine.scheduling",
         "argosy.engine.serving",
+        "argosy.fleet",
         "argosy.gateway",
         "argosy.policy",
         "argosy.protocol",

@@ -13,63 +13,13 @@ import ssl
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import cast
-from urllib.parse import unquote, urlsplit
 
 import httptools
-import msgspec
 
-from argosy.bench.problem import BenchError
 from argosy.bench.reply import Reply
+from argosy.protocol import Endpoint
 
 Clock = Callable[[], float]
-
-
-class Address(msgspec.Struct, frozen=True):
-    """Where a server is."""
-
-    host: str
-    port: int
-    path: str
-    """Before `/v1/...`; no slash at the end."""
-    tls: bool = False
-    socket: str | None = None
-    """Path of the Unix socket that takes the place of host and port."""
-
-    @property
-    def authority(self) -> str:
-        """For the `Host` header."""
-        if self.socket is not None:
-            return self.host
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{host}:{self.port}"
-
-    @property
-    def name(self) -> str:
-        """For people."""
-        return self.authority if self.socket is None else f"unix:{self.socket}"
-
-
-def parse_url(url: str) -> Address:
-    """The server at a URL; a `/v1` at the end is dropped. Raises BenchError.
-
-    `http://HOST:PORT[/PATH]`, `https://...`, `unix:/PATH/OF.sock`, or `http+unix://%2FPATH%2FOF.sock[/PATH]`.
-    """
-    try:
-        parts = urlsplit(url)
-        port = parts.port if parts.scheme in {"http", "https"} else None
-    except ValueError as error:
-        raise BenchError(f"{url!r} is no URL ({error}): write http://HOST:PORT.") from error
-    path = parts.path.rstrip("/").removesuffix("/v1")
-    if parts.scheme == "unix" and parts.path:
-        return Address("localhost", 0, "", socket=parts.path)
-    if parts.scheme == "http+unix" and parts.netloc:
-        return Address("localhost", 0, path, socket=unquote(parts.netloc))
-    if parts.scheme not in {"http", "https"} or not parts.hostname:
-        raise BenchError(
-            f"{url!r} is no URL of a server: write http://HOST:PORT, or unix:/PATH/OF.sock."
-        )
-    tls = parts.scheme == "https"
-    return Address(parts.hostname, port or (443 if tls else 80), path, tls)
 
 
 class Connection(asyncio.Protocol):
@@ -171,7 +121,7 @@ class Client:
     """All connections to one server."""
 
     def __init__(
-        self, address: Address, clock: Clock, headers: Mapping[str, str], timeout_s: float
+        self, address: Endpoint, clock: Clock, headers: Mapping[str, str], timeout_s: float
     ) -> None:
         self._address = address
         self._clock = clock
@@ -236,8 +186,8 @@ class Client:
     async def _connect(self) -> Connection:
         loop, address = asyncio.get_running_loop(), self._address
         made = partial(Connection, self._clock)
-        if address.socket is not None:
-            _, connection = await loop.create_unix_connection(made, address.socket)
+        if address.unix is not None:
+            _, connection = await loop.create_unix_connection(made, address.unix)
         else:
             _, connection = await loop.create_connection(
                 made, address.host, address.port, ssl=self._tls

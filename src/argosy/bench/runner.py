@@ -11,7 +11,7 @@ from typing import Protocol
 import msgspec
 
 from argosy.bench.arrivals import Arrivals
-from argosy.bench.client import Client, parse_url, raise_file_limit
+from argosy.bench.client import Client, raise_file_limit
 from argosy.bench.drive import Driver
 from argosy.bench.measure import Objectives, Row, summarize
 from argosy.bench.plan import Plan
@@ -21,6 +21,7 @@ from argosy.bench.search import rate_search
 from argosy.bench.target import meet
 from argosy.bench.workload import Load, make_plan
 from argosy.bench.writer import Writer
+from argosy.protocol import parse_endpoint
 
 
 class Watcher(Protocol):
@@ -52,7 +53,10 @@ class _Bench:
         self._settings = settings
         self._watcher = watcher
         raise_file_limit()
-        address = parse_url(settings.wishes.url)
+        try:
+            address = parse_endpoint(settings.wishes.url)
+        except ValueError as error:
+            raise BenchError(f"{error}.") from error
         self._client = Client(address, time.perf_counter, headers, settings.timeout_s)
         self._points: list[Point] = []
 

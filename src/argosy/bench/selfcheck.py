@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 import msgspec
 
 from argosy.bench.arrivals import Arrivals
-from argosy.bench.client import Client, parse_url
+from argosy.bench.client import Client
 from argosy.bench.drive import Driver
 from argosy.bench.lengths import Lengths
 from argosy.bench.measure import Row, Stats, stats
@@ -23,6 +23,7 @@ from argosy.bench.stub import MODEL, Delays, Served
 from argosy.bench.target import Target
 from argosy.bench.workload import Load, Workload, make_plan
 from argosy.bench.writer import Writer
+from argosy.protocol import parse_endpoint
 
 _RUN = "check"
 _SLOW = Delays(first_s=0.05, gap_s=0.01)
@@ -147,7 +148,7 @@ async def _stub(delays: Delays) -> AsyncIterator[Client]:
     url = (await process.stdout.readline()).decode().strip()
     if not url:
         raise BenchError("The self-check failed: its own server did not start.")
-    client = Client(parse_url(url), time.perf_counter, {}, 60.0)
+    client = Client(parse_endpoint(url), time.perf_counter, {}, 60.0)
     try:
         yield client
     finally:

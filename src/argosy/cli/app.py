@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import typer
 
-from argosy.cli import audit, bench, chat, explain, gateway, keys, models, serve, tenants, usage
+from argosy.cli import (
+    audit,
+    bench,
+    chat,
+    explain,
+    gateway,
+    keys,
+    models,
+    replica,
+    serve,
+    tenants,
+    usage,
+)
 
 app = typer.Typer(
     name="argosy",
@@ -14,8 +26,8 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,  # they would show people's prompts
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("serve", help=serve.SERVE_HELP)(serve.command(serve.Panel))
-app.command("replica", help=serve.REPLICA_HELP)(serve.command(serve.Plain))
+app.command("serve")(serve.serve)
+app.command("replica")(replica.replica)
 app.command("gateway")(gateway.gateway)
 app.command("chat")(chat.chat)
 app.add_typer(keys.app, name="keys")

@@ -9,6 +9,7 @@ import msgspec
 import typer
 
 from argosy.cli.failure import fail
+from argosy.cli.tls import TlsCert, TlsClientCa, TlsKey, tls_of
 
 
 def gateway(
@@ -20,13 +21,17 @@ def gateway(
         str | None, typer.Option(help="Address to listen on (overrides the file).")
     ] = None,
     port: Annotated[int | None, typer.Option(help="Port; 0 takes a free one.")] = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_client_ca: TlsClientCa = None,
 ) -> None:
     """Route requests to the replicas of a fleet, and carry streams on when one dies."""
     from argosy.gateway import load_config, serve_gateway
 
     try:
         settings = load_config(config)
-        given = {"host": host, "port": port}
+        tls = tls_of(tls_cert, tls_key, tls_client_ca)
+        given = {"host": host, "port": port, "tls": tls}
         settings = msgspec.structs.replace(
             settings, **{name: value for name, value in given.items() if value is not None}
         )

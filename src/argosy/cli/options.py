@@ -11,6 +11,7 @@ from argosy.cli.sizes import parse_size
 Level = Literal["debug", "info", "warning", "error"]
 MODEL = "Model"
 MEMORY = "Memory"
+ACCESS = "Access"
 ADVANCED = "Advanced"
 
 Model = Annotated[
@@ -53,7 +54,7 @@ KvMemory = Annotated[
     Option(
         parser=parse_size,
         metavar="SIZE",
-        help="For the KV cache, like 8GiB; by default a part of what is free.",
+        help="For each replica's KV cache, like 8GiB; by default a part of what is free.",
         rich_help_panel=MEMORY,
     ),
 ]
@@ -84,7 +85,9 @@ PackCache = Annotated[
     ),
 ]
 
-Threads = Annotated[int | None, Option(min=1, help="CPU threads.", rich_help_panel=ADVANCED)]
+Threads = Annotated[
+    int | None, Option(min=1, help="CPU threads; for each replica.", rich_help_panel=ADVANCED)
+]
 MaxStepTokens = Annotated[
     int, Option(min=1, help="Token budget of a step.", rich_help_panel=ADVANCED)
 ]
@@ -113,4 +116,17 @@ VllmMetrics = Annotated[
     bool,
     Option("--vllm-metrics", help="Also under vLLM's metric names.", rich_help_panel=ADVANCED),
 ]
-LogLevel = Annotated[Level | None, Option(help="How much the log says.", rich_help_panel=ADVANCED)]
+LogLevel = Annotated[Level, Option(help="How much the log says.", rich_help_panel=ADVANCED)]
+
+Auth = Annotated[
+    Literal["auto", "keys", "off"],
+    Option(
+        help="Who needs an API key: auto lets this machine in while there are no keys, and makes the first"
+        " one when others can connect; keys asks everybody; off asks nobody.",
+        rich_help_panel=ACCESS,
+    ),
+]
+Replicas = Annotated[
+    int,
+    Option(min=1, help="Processes that serve the model; by default they divide CPUs and memory."),
+]

@@ -8,15 +8,20 @@ from argosy.gateway.config import (
     Timeouts,
     load_config,
 )
+from argosy.gateway.identity import AuthConfig, check_exposure
 from argosy.gateway.server import GatewayServer, serve_gateway
+from argosy.gateway.upstream_tls import UpstreamTls
 
 __all__ = [
+    "AuthConfig",
     "GatewayConfig",
     "GatewayServer",
     "ModelConfig",
     "QueueConfig",
     "ReplicaConfig",
     "Timeouts",
+    "UpstreamTls",
+    "check_exposure",
     "load_config",
     "serve_gateway",
 ]

@@ -118,6 +118,8 @@ class Gathered:
         self._events = EventParser()
         self._choices = [_Choice() for _ in range(journey.ask.choices)]
         self._identity: dict[str, Any] = {}
+        self._prompt_ids: list[int] | None = None
+        """A chat's, which has one prompt."""
 
     async def begin(self) -> None:
         """See `Out`."""
@@ -129,6 +131,7 @@ class Gathered:
                 continue
             chunk = msgspec.json.decode(told)
             self._identity = chunk
+            self._prompt_ids = chunk.get("prompt_token_ids", self._prompt_ids)
             for choice in chunk["choices"]:
                 self._choices[choice["index"]].add(choice)
 
@@ -153,9 +156,8 @@ class Gathered:
             "choices": [write(index, choice) for index, choice in enumerate(self._choices)],
             "usage": usage(self._journey.delivered),
         }
-        told = self._choices[0].prompt_token_ids
-        if chat and told is not None:
-            whole["prompt_token_ids"] = told
+        if self._prompt_ids is not None:
+            whole["prompt_token_ids"] = self._prompt_ids
         await self._journey.exchange.answer(200, _encode(whole))
 
 

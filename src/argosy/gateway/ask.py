@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -39,6 +38,8 @@ class Ask:
     session: str
     include_usage: bool = False
     """Its stream is to end with the usage."""
+    drew_seed: bool = False
+    """The seed was drawn here; the client gave none."""
 
     @property
     def least_tokens(self) -> int:
@@ -53,25 +54,9 @@ class Ask:
         return max(1, len(self.prompt) // BYTES_PER_TOKEN)
 
     @property
-    def output_tokens(self) -> int:
-        """Expected at most, all choices together."""
-        return (DEFAULT_OUTPUT if self.max_output is None else self.max_output) * self.choices
-
-    @property
     def gathers(self) -> bool:
         """Whether its whole answer can be put together from a stream of ours."""
         return self.fields.keys().isdisjoint(WHOLE_ONLY)
-
-    def body(self, model: str, changes: Mapping[str, Any]) -> bytes:
-        """The body for a replica that knows the model as `model`, with some fields changed."""
-        changed = {"model": model, **changes}
-        encoded = {name: Raw(msgspec.json.encode(value)) for name, value in changed.items()}
-        return msgspec.json.encode(self.fields | encoded)
-
-    def usage_options(self) -> dict[str, Any]:
-        """Its `stream_options`, changed so that the stream ends with the usage."""
-        options = msgspec.json.decode(self.fields.get("stream_options", b"null")) or {}
-        return {**options, "include_usage": True}
 
 
 def read(raw: bytes, prompt_field: str) -> Ask:
@@ -86,7 +71,8 @@ def read(raw: bytes, prompt_field: str) -> Ask:
         )
     choices = _field(fields, "n", int)
     limit = _field(fields, "max_completion_tokens", int)
-    if _field(fields, "seed", int) is None:
+    drew_seed = _field(fields, "seed", int) is None
+    if drew_seed:
         # Drawn here, so that whichever replica carries the answer on draws the same tokens.
         fields = fields | {"seed": Raw(b"%d" % secrets.randbits(62))}
     return Ask(
@@ -98,6 +84,7 @@ def read(raw: bytes, prompt_field: str) -> Ask:
         prompt=bytes(prompt),
         session=_field(fields, "session_id", str) or "",
         include_usage=_includes_usage(fields),
+        drew_seed=drew_seed,
     )
 
 

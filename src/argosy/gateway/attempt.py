@@ -7,6 +7,9 @@ from collections.abc import Callable
 
 from argosy.gateway.upstream import Connection, Upstream, UpstreamError
 
+WHOLE_LIMIT_BYTES = 64 * 1024 * 1024
+"""Most bytes of an answer that are kept until somebody takes them."""
+
 
 class Attempt:
     """A `Sink` whose end can be awaited. Body pieces that come before `deliver` are kept for it."""
@@ -23,7 +26,8 @@ class Attempt:
         self._clock = clock
         self._connection: Connection | None = None
         self._early: list[bytes] = []
-        self._take: Callable[[bytes], None] = self._early.append
+        self._kept = 0
+        self._take: Callable[[bytes], None] = self._keep
 
     async def send(self, upstream: Upstream, request: bytes) -> None:
         """Send the request on a kept connection, or a new one. Raises UpstreamError when there is none."""
@@ -34,7 +38,7 @@ class Attempt:
         if kept is None:
             return
         try:
-            await asyncio.shield(self.head)
+            await self.head
         except UpstreamError as error:
             if not error.untouched:
                 raise
@@ -49,7 +53,7 @@ class Attempt:
         early, self._early = self._early, []
         self._take = take
         for piece in early:
-            take(piece)
+            self._give(piece)
 
     async def whole(self) -> bytes:
         """The whole body. Raises UpstreamError."""
@@ -84,7 +88,7 @@ class Attempt:
     def on_body(self, body: bytes) -> None:
         """See `Sink`."""
         self.last = self._clock()
-        self._take(body)
+        self._give(body)
 
     def on_end(self) -> None:
         """See `Sink`."""
@@ -99,3 +103,16 @@ class Attempt:
             if not future.done():
                 future.set_exception(error)
                 future.exception()  # it may be that nobody asks
+
+    def _give(self, piece: bytes) -> None:
+        try:
+            self._take(piece)
+        except (ValueError, LookupError) as error:
+            self.abandon(f"the replica's stream cannot be read ({error})")
+
+    def _keep(self, piece: bytes) -> None:
+        self._kept += len(piece)
+        if self._kept > WHOLE_LIMIT_BYTES:
+            self.abandon(f"the replica's answer is larger than {WHOLE_LIMIT_BYTES} bytes")
+        else:
+            self._early.append(piece)

@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -59,8 +59,8 @@ class Books:
         """Accounts were changed here: do not wait to read them."""
         self._changed.set()
 
-    async def keep_fresh(self, update: Callable[[Directory], None]) -> None:
-        """Tell `update` of all accounts whenever they have changed, for as long as the gateway runs."""
+    async def keep_fresh(self, update: Callable[[Directory], Awaitable[None]]) -> None:
+        """Tell `update` of all accounts each second, for as long as the gateway runs."""
         failing = False
         while True:
             with contextlib.suppress(TimeoutError):
@@ -68,16 +68,14 @@ class Books:
                     await self._changed.wait()
             self._changed.clear()
             try:
-                fresh = await asyncio.to_thread(self._read)
+                self.directory = await asyncio.to_thread(self._read)
+                await update(self.directory)
             except StoreError as error:
                 if not failing:
                     log.warning("accounts_not_fresh", reason=str(error))
                 failing = True
-                continue
-            failing = False
-            if fresh is not None:
-                self.directory = fresh
-                update(fresh)
+            else:
+                failing = False
 
     async def forget(self) -> None:
         """Sum up old usage, if it is not to be kept, for as long as the gateway runs."""
@@ -97,10 +95,10 @@ class Books:
         await asyncio.to_thread(self.spool.close)
         await asyncio.to_thread(self.store.close)
 
-    def _read(self) -> Directory | None:
-        """The accounts, if they have changed. Raises StoreError."""
+    def _read(self) -> Directory:
+        """The accounts: the same object for as long as they have not changed. Raises StoreError."""
         if self.store.version() == self.directory.version:
-            return None
+            return self.directory
         return self.store.directory()
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 
 from argosy.gateway.answer import usage
+from argosy.gateway.dialects import Identity
 from argosy.gateway.journey import CHAT, Journey
-from argosy.gateway.plain import Identity
 from argosy.protocol import SSE_DONE, event
 
 

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
+from argosy.gateway.dialects import Carry, Kind
 from argosy.gateway.explain import ExplainConfig
 from argosy.gateway.identity import AuthConfig
 from argosy.gateway.limits import LimitsConfig
-from argosy.gateway.replicas import Kind
+from argosy.gateway.upstream_tls import UpstreamTls
 from argosy.store import StoreConfig
+from argosy.web import TlsConfig
 
 Routing = Literal["least-cost", "round-robin", "power-of-two", "latency", "hash"]
+_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_HEADER_VALUE = re.compile(r"[\x20-\x7e]*")
 Positive = Annotated[float, Meta(gt=0)]
 
 
@@ -23,13 +28,26 @@ class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """One server behind a model."""
 
     url: str
-    kind: Kind = "argosy"
+    name: str | None = None
+    """What metrics, explanations and the ledger call it; by default its URL."""
+    kind: Kind = "auto"
+    """What it is; `auto` asks it."""
     model: str | None = None
     """What it calls the model; by default the public name."""
     max_requests: Annotated[int, Meta(ge=1)] = 256
     """Most requests that it gets at a time, unless it says itself how many it runs."""
     api_key_env: str | None = None
     """Environment variable that holds its key."""
+    key_header: str = "authorization"
+    key_prefix: str = "Bearer "
+    """What is put before the key in that header."""
+    headers: dict[str, str] = {}
+    """Sent with every request: an organisation, a project, an API version."""
+    carry: Carry = "exact"
+    """How a stream that broke may be carried on, at most."""
+    stream_usage: bool = True
+    """Ask for the usage of streams; off for servers that refuse `stream_options`."""
+    tls: UpstreamTls = UpstreamTls()
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -69,6 +87,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """0 takes a free one."""
     uds: str | None = None
     """Path of a Unix domain socket to listen on instead."""
+    tls: TlsConfig | None = None
+    """Listen over TLS."""
     store: StoreConfig | None = None
     """Accounts, keys, limits, prices and the ledger; None: one person, on their own machine."""
     auth: AuthConfig = AuthConfig()
@@ -100,11 +120,15 @@ def load_config(path: Path) -> GatewayConfig:
     return config
 
 
-def key_of(replica: ReplicaConfig) -> str | None:
-    """The replica's key from the environment. Raises ValueError when it is not set."""
-    if replica.api_key_env is None:
-        return None
-    key = os.environ.get(replica.api_key_env)
-    if not key:
-        raise ValueError(f"{replica.url}: set the environment variable {replica.api_key_env}")
-    return key
+def headers_of(replica: ReplicaConfig) -> tuple[tuple[bytes, bytes], ...]:
+    """What every request to it carries. Raises ValueError when its key is not set, or what is set is no header."""
+    headers = dict(replica.headers)
+    if replica.api_key_env is not None:
+        key = os.environ.get(replica.api_key_env)
+        if not key:
+            raise ValueError(f"{replica.url}: set the environment variable {replica.api_key_env}")
+        headers[replica.key_header] = replica.key_prefix + key
+    for name, value in headers.items():
+        if not (_HEADER_NAME.fullmatch(name) and _HEADER_VALUE.fullmatch(value)):
+            raise ValueError(f"{replica.url}: {name!r} cannot be sent as a header; use plain ASCII")
+    return tuple((name.lower().encode(), value.encode()) for name, value in headers.items())

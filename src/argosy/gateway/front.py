@@ -14,17 +14,19 @@ from argosy.gateway.caller import ANYONE, Caller
 from argosy.gateway.config import GatewayConfig
 from argosy.gateway.models import Models
 from argosy.gateway.operating import Operating
-from argosy.gateway.passing import Passing
+from argosy.gateway.passing import METRICS, REPLICAS, Passing
 from argosy.gateway.serving import Serving
 from argosy.protocol import ApiError, Status, Version
 from argosy.telemetry import GatewayMetrics, request_context
-from argosy.web import DisconnectedError, Exchange, Receive, Scope, Send, SlowReaderError
+from argosy.web import App, DisconnectedError, Exchange, Receive, Scope, Send, SlowReaderError
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
 Handler = Callable[[Exchange, Caller], Awaitable[None]]
 MODELS = "/v1/models/"
-_QUIET = frozenset({"/health", "/ready", "/metrics"})
+ADMIN = "/admin/"
+ANY = ""
+_QUIET = frozenset({"/health", "/ready", "/metrics", "/replicas/{name}/metrics"})
 _encode = msgspec.json.Encoder().encode
 
 
@@ -35,6 +37,7 @@ class Route:
     name: str
     """For metrics."""
     method: str
+    """`ANY`: the handler knows."""
     handler: Handler
     open: bool = False
     """Everybody may ask; else the caller is identified, before anything else is read."""
@@ -50,11 +53,13 @@ class Front:
         operating: Operating,
         *,
         identify: Callable[[Exchange], Caller],
+        admin: App,
         metrics: GatewayMetrics,
         config: GatewayConfig,
     ) -> None:
         self._models = models
         self._identify = identify
+        self._admin = admin
         self._metrics = metrics
         self._config = config
         passing = Passing(models)
@@ -71,6 +76,8 @@ class Front:
             Route("/version", "GET", self._version, open=True),
         )
         self._routes = {route.name: route for route in routes}
+        self._admin_route = Route(ADMIN, ANY, self._administer, open=True)
+        self._replica_route = Route(REPLICAS + "{name}" + METRICS, "GET", passing.metrics)
         self._card_route = Route(MODELS + "{model}", "GET", self._card)
         self.in_flight = 0
         self.idle = asyncio.Event()
@@ -94,19 +101,17 @@ class Front:
 
     def _find(self, path: str) -> Route | None:
         found = self._routes.get(path)
+        if found is None and path.startswith(ADMIN):
+            return self._admin_route
         if found is None and path.startswith(MODELS) and len(path) > len(MODELS):
             return self._card_route
+        if found is None and path.startswith(REPLICAS) and path.endswith(METRICS):
+            return self._replica_route
         return found
 
     async def _answer(self, exchange: Exchange, route: Route | None) -> None:
         try:
-            if route is None:
-                raise ApiError(404, "not_found", f"There is nothing at {exchange.path[:200]!r}.")
-            caller = ANYONE if route.open else self._identify(exchange)
-            if exchange.method not in {route.method, "HEAD" if route.method == "GET" else ""}:
-                message = f"{exchange.path} takes {route.method}, not {exchange.method[:20]}."
-                raise ApiError(405, "method_not_allowed", f"{message} Use {route.method}.")
-            await route.handler(exchange, caller)
+            await self._handle(exchange, route)
         except ApiError as error:
             exchange.failure = error.code
             await self._refuse(exchange, error)
@@ -119,6 +124,16 @@ class Front:
             exchange.failure = "internal_error"
             message = "An internal error. Report it with the request id."
             await self._refuse(exchange, ApiError(500, "internal_error", message))
+
+    async def _handle(self, exchange: Exchange, route: Route | None) -> None:
+        if route is None:
+            raise ApiError(404, "not_found", f"There is nothing at {exchange.path[:200]!r}.")
+        caller = ANYONE if route.open else self._identify(exchange)
+        method = "GET" if exchange.method == "HEAD" else exchange.method
+        if route.method not in {ANY, method}:
+            message = f"{exchange.path} takes {route.method}, not {exchange.method[:20]}."
+            raise ApiError(405, "method_not_allowed", f"{message} Use {route.method}.")
+        await route.handler(exchange, caller)
 
     async def _refuse(self, exchange: Exchange, error: ApiError) -> None:
         """Answer with `error`; when the answer has begun already, cutting it off is all there is."""
@@ -152,6 +167,10 @@ class Front:
     async def _card(self, exchange: Exchange, caller: Caller) -> None:
         name = exchange.path.removeprefix(MODELS)
         await exchange.answer(200, _encode(self._models.card(name, caller)))
+
+    async def _administer(self, exchange: Exchange, caller: Caller) -> None:
+        del caller  # the admin API asks itself
+        await exchange.hand_to(self._admin)
 
     async def _health(self, exchange: Exchange, caller: Caller) -> None:
         del caller

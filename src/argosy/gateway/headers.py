@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from urllib.parse import quote
 
 from argosy.gateway.journey import Journey
@@ -36,6 +37,7 @@ def request_headers(
     return headers
 
 
+@lru_cache(maxsize=4096)
 def _value(text: str) -> bytes:
     """As a header can carry it, different texts staying different."""
     return quote(text, safe=_SAFE).encode()

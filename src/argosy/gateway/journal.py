@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+_END = b"\n\n"
 _MARK = b": argosy "
+_COMMENT = b"\n:"
+_EVENT = b"data:"
 _DONE = b"data: [DONE]"
 
 
@@ -48,9 +51,16 @@ class JournalReader:
         self._held: list[bytes] = []
         self.done = False
         """`[DONE]` came: what is still held may be passed on."""
+        self.failure = ""
 
     def feed(self, body: bytes) -> bytes:
         """What may be passed on now."""
+        if not self._rest and not self._held and body.endswith(_END):
+            # One token's piece comes like this: events, and the block that makes them count.
+            events, mark, entry = body[:-2].rpartition(_END + _MARK)
+            if mark and b"\n" not in entry and events[:5] == _EVENT and _COMMENT not in events:
+                self._count(entry)
+                return body[: len(events) + 2]
         whole, mark, self._rest = (self._rest + body).rpartition(b"\n\n")
         if not mark:
             return b""

@@ -61,6 +61,8 @@ class Journey:
     """What `argosy explain` shows."""
     route: str = ""
     """The replica that it was at last."""
+    picked: Picked | None = None
+    """Why it went there."""
     started_at: float = field(default_factory=time.time)
     """Seconds since the epoch."""
     status: Status = "failed"
@@ -82,7 +84,8 @@ class Journey:
     def goes_to(self, picked: Picked, now: float) -> Replica:
         """Note that it goes to this replica now."""
         replica = picked.replica
-        replica.sent(self.ask.prompt_tokens)
+        replica.sent(picked.uncached)
+        self.picked = picked
         self.route = replica.name
         told = self.delivered.output_tokens
         self.trace.tries.append(Try(replica.name, now, told, picked.costs))

@@ -1,4 +1,4 @@
-"""Usage of every request that was let in: a row in the local journal from its beginning, settled in the store after its end."""
+"""Usage of every request that was let in: a row in the local journal from its beginning, in the store after its end."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import contextlib
 import time
 from collections.abc import Callable
 
-import msgspec
 import structlog
 
 from argosy.gateway.caller import TIERS
@@ -25,13 +24,6 @@ RETRY_AFTER_S = 5.0
 
 Store = Callable[[list[UsageRow]], object]
 """Keeps rows; one that it has already, by its request, it passes over. Runs in a worker thread."""
-
-
-class LedgerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where usage is until the store has it."""
-
-    folder: str | None = None
-    """On a local disk; by default one in the user's state folder, for each store. Gateways of one store may share it."""
 
 
 class Ledger:
@@ -54,7 +46,7 @@ class Ledger:
         caller, model = journey.caller, journey.pool.model
         rates = self._prices.rates(model, TIERS[caller.tier], self._clock())
         row = UsageRow(
-            request=journey.identity.partition(b" ")[0].decode(),
+            request=journey.id,
             organisation=caller.organisation,
             project=caller.project,
             key=caller.key,

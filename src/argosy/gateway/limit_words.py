@@ -13,11 +13,7 @@ SOON_S = 1.0
 """When to come back where nobody knows."""
 NANO = 1_000_000_000
 
-_TOKENS = {"tokens", "input_tokens", "output_tokens"}
-_HEADERS = {
-    kind: tuple(f"x-ratelimit-{what}-{kind}".encode() for what in ("limit", "remaining", "reset"))
-    for kind in ("requests", "tokens")
-}
+_COUNTED = {"requests": {"requests"}, "tokens": {"tokens", "input_tokens", "output_tokens"}}
 
 
 def refused(refusals: Sequence[Refusal]) -> ApiError:
@@ -57,20 +53,37 @@ def unavailable() -> ApiError:
     return ApiError(503, "limits_unavailable", message, retry_after_s=SOON_S)
 
 
-def headers(meters: Sequence[Meter], now: float) -> list[tuple[bytes, bytes]]:
-    """`x-ratelimit-*` of the limits on requests and on tokens that have the least left."""
-    tightest: dict[str, tuple[int, Meter]] = {}
-    for meter in meters:
-        kind = "tokens" if meter.unit in _TOKENS else meter.unit
-        if kind in _HEADERS:
-            left = meter.counter.limit - meter.counter.used
-            if kind not in tightest or left < tightest[kind][0]:
-                tightest[kind] = left, meter
-    told = []
-    for kind, (left, meter) in tightest.items():
-        values = (str(meter.counter.limit), str(max(0, left)), duration(meter.counter.reset_s(now)))
-        told += [(name, value.encode()) for name, value in zip(_HEADERS[kind], values, strict=True)]
-    return told
+class Headers:
+    """`x-ratelimit-*` of those of some limits on requests, and on tokens, that have the least left."""
+
+    def __init__(self, meters: Sequence[Meter]) -> None:
+        self._told = [
+            (*_names(kind), [meter.counter for meter in meters if meter.unit in units])
+            for kind, units in _COUNTED.items()
+            if any(meter.unit in units for meter in meters)
+        ]
+
+    def __call__(self, now: float) -> list[tuple[bytes, bytes]]:
+        """As they are now."""
+        told: list[tuple[bytes, bytes]] = []
+        for limit, remaining, reset, counters in self._told:
+            tightest = counters[0]
+            for counter in counters:
+                if counter.limit - counter.used < tightest.limit - tightest.used:
+                    tightest = counter
+            told += (
+                (limit, b"%d" % tightest.limit),
+                (remaining, b"%d" % max(0, tightest.limit - tightest.used)),
+                (reset, duration(tightest.reset_s(now)).encode()),
+            )
+        return told
+
+
+def _names(kind: str) -> tuple[bytes, bytes, bytes]:
+    limit, remaining, reset = (
+        f"x-ratelimit-{what}-{kind}".encode() for what in ("limit", "remaining", "reset")
+    )
+    return limit, remaining, reset
 
 
 def let_in(reservation: Reservation) -> list[dict[str, Any]]:

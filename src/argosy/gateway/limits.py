@@ -15,7 +15,7 @@ import structlog
 from argosy.gateway.ask import DEFAULT_OUTPUT
 from argosy.gateway.caller import TIERS
 from argosy.gateway.journey import Journey
-from argosy.gateway.limit_words import headers, kept_out, let_in, refused, unavailable
+from argosy.gateway.limit_words import Headers, kept_out, let_in, refused, unavailable
 from argosy.policy import (
     Meter,
     OutputEstimates,
@@ -24,6 +24,7 @@ from argosy.policy import (
     Refusal,
     Reservation,
     Use,
+    ended,
     reserve,
     running,
 )
@@ -80,6 +81,7 @@ class _Party:
     trusted: bool
     """It goes on while nobody can say how much is used."""
     asker: tuple[str, ...]
+    headers: Headers
 
 
 @dataclass(slots=True)
@@ -173,7 +175,7 @@ class Limits:
         answered = True
         if isinstance(found, list):
             found, answered = await self._reserve(party, likely, least, found)
-        journey.headers += headers(party.meters, now)
+        journey.headers += party.headers(now)
         if isinstance(found, list):
             journey.card["limits"] = kept_out(found)
             raise refused(found) if answered or party.trusted else unavailable()
@@ -203,8 +205,8 @@ class Limits:
         prompt = told.prompt_tokens
         if not prompt and told.output_tokens:
             prompt = held.prompt  # nobody said
-        use = _use(held.rates, prompt, told.cached_tokens, told.output_tokens)
-        held.reservation.settle(use, now)
+        cost = held.rates.cost(prompt, told.cached_tokens, told.output_tokens)
+        held.reservation.settle(ended(prompt, told.output_tokens, cost), now)
         if journey.status == "completed":
             length = told.output_tokens // journey.ask.choices
             self._estimates.learn(held.party.asker, length, DEFAULT_OUTPUT)
@@ -283,7 +285,7 @@ class Limits:
                 if meter.model in {None, model, asked}
             )
             asker = (caller.key or caller.user or caller.project, model)
-            party = _Party(meters, caller.project not in self._closed, asker)
+            party = _Party(meters, caller.project not in self._closed, asker, Headers(meters))
             self._parties[name] = party
         return party
 

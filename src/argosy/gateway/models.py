@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 
 from argosy.gateway.caller import Caller
+from argosy.gateway.identity import check_model, may_use
 from argosy.gateway.replicas import Pool
 from argosy.protocol import ApiError, ModelCard, ModelList
 
@@ -21,12 +22,10 @@ class Models:
     def pool(self, name: str, caller: Caller) -> Pool:
         """The pool for a model that the caller asked for. Raises ApiError 404 or 403."""
         pool = self._named.get(name)
+        check_model(caller, name, name if pool is None else pool.model)
         if pool is None:
             message = f"The model {name[:200]!r} is not served here. See /v1/models."
             raise ApiError(404, "model_not_found", message, param="model")
-        if not _may_use(caller, name, pool):
-            message = f"This key may not use the model {name[:200]!r}. See /v1/models."
-            raise ApiError(403, "model_not_found", message, param="model")
         return pool
 
     def only(self, caller: Caller) -> Pool:
@@ -37,8 +36,11 @@ class Models:
         raise ApiError(400, "missing_required_parameter", message, param="model")
 
     def card(self, name: str, caller: Caller) -> ModelCard:
-        """What is told of a model. Raises ApiError 404 or 403."""
-        pool = self.pool(name, caller)
+        """What is told of a model. Raises ApiError 404."""
+        pool = self._named.get(name)
+        if pool is None or not may_use(caller, name, pool.model):
+            message = f"The model {name[:200]!r} is not served here. See /v1/models."
+            raise ApiError(404, "model_not_found", message, param="model")
         return ModelCard(
             id=name,
             created=self._created,
@@ -51,11 +53,7 @@ class Models:
         cards = [
             self.card(name, caller)
             for name, pool in self._named.items()
-            if _may_use(caller, name, pool)
+            if may_use(caller, name, pool.model)
         ]
         first, last = (cards[0].id, cards[-1].id) if cards else (None, None)
         return ModelList(data=cards, first_id=first, last_id=last)
-
-
-def _may_use(caller: Caller, name: str, pool: Pool) -> bool:
-    return caller.models is None or name in caller.models or pool.model in caller.models

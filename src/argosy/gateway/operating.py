@@ -9,6 +9,7 @@ from collections.abc import Callable
 import msgspec
 
 from argosy.gateway.caller import Caller
+from argosy.gateway.identity import check_role
 from argosy.gateway.models import Models
 from argosy.gateway.replicas import Pool, Replica
 from argosy.protocol import ApiError, Status
@@ -37,9 +38,7 @@ class Operating:
 
     async def metrics(self, exchange: Exchange, caller: Caller) -> None:
         """`GET /metrics`: they name tenants, so those who only ask models do not get them."""
-        if caller.role == "caller":
-            message = "This takes the role viewer; yours is caller. Use another key."
-            raise ApiError(403, "insufficient_role", message)
+        check_role(caller, "viewer")
         shown = await asyncio.to_thread(self._metrics.exposition, self._read())
         await exchange.answer(200, shown, CONTENT_TYPE)
 

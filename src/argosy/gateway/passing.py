@@ -12,14 +12,17 @@ from msgspec import Raw
 from argosy.gateway.attempt import Attempt
 from argosy.gateway.caller import Caller
 from argosy.gateway.dispatch import unavailable
+from argosy.gateway.identity import check_role
 from argosy.gateway.models import Models
 from argosy.gateway.replicas import Pool, Replica
 from argosy.gateway.upstream import UpstreamError
 from argosy.policy import Outcome, classify
-from argosy.protocol import parse
+from argosy.protocol import ApiError, parse
 from argosy.web import JSON, Exchange
 
 TIMEOUT_S = 30.0
+REPLICAS = "/replicas/"
+METRICS = "/metrics"
 
 
 class Passing:
@@ -50,6 +53,20 @@ class Passing:
                     return
         raise unavailable(self._models.pools[0])
 
+    async def metrics(self, exchange: Exchange, caller: Caller) -> None:
+        """`GET /replicas/{name}/metrics`: those of one replica, which may be out of the scraper's reach."""
+        check_role(caller, "viewer")
+        name = exchange.path.removeprefix(REPLICAS).removesuffix(METRICS)
+        for pool in self._models.pools:
+            replica = pool.replicas.get(name)
+            if replica is not None:
+                if await _passed(exchange, replica, b"", METRICS):
+                    return
+                raise unavailable(pool)
+        raise ApiError(
+            404, "replica_not_found", f"There is no replica {name[:200]!r}. See /metrics."
+        )
+
 
 def _by_load(pool: Pool) -> Iterable[Replica]:
     """The replicas that may be used, the least busy first."""
@@ -57,11 +74,15 @@ def _by_load(pool: Pool) -> Iterable[Replica]:
     return sorted(alive, key=lambda replica: replica.load.in_flight)
 
 
-async def _passed(exchange: Exchange, replica: Replica, body: bytes) -> bool:
-    """Whether the replica had an answer, which has then been passed on."""
+async def _passed(
+    exchange: Exchange, replica: Replica, body: bytes, path: str | None = None
+) -> bool:
+    """Whether the replica had an answer, which has then been passed on; `path` replaces the request's own."""
     headers = [(b"content-type", JSON), (b"x-request-id", exchange.request_id.encode())]
     upstream, attempt = replica.upstream, Attempt(time.monotonic)
-    request = upstream.request(exchange.method.encode(), exchange.path.encode(), body, headers)
+    request = upstream.request(
+        exchange.method.encode(), (path or exchange.path).encode(), body, headers
+    )
     outcome = Outcome.FAILURE
     replica.sent(0)
     try:

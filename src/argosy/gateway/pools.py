@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from argosy.gateway.config import GatewayConfig, ModelConfig, Timeouts, key_of
+from argosy.gateway.config import GatewayConfig, ModelConfig, Timeouts, headers_of
 from argosy.gateway.models import Models
 from argosy.gateway.replicas import Pool, Replica
-from argosy.gateway.upstream import Upstream, parse_endpoint
+from argosy.gateway.upstream import Upstream
+from argosy.gateway.upstream_tls import client_context
 from argosy.policy import CHOOSERS
+from argosy.protocol import parse_endpoint
 
 
 def build_models(config: GatewayConfig) -> Models:
@@ -24,11 +26,22 @@ def build_models(config: GatewayConfig) -> Models:
 def _pool(model: ModelConfig, timeouts: Timeouts) -> Pool:
     replicas = []
     for wanted in model.replicas:
-        key = key_of(wanted)
-        headers = () if key is None else ((b"authorization", b"Bearer " + key.encode()),)
+        endpoint = parse_endpoint(wanted.url)
         upstream = Upstream(
-            parse_endpoint(wanted.url), headers=headers, connect_timeout_s=timeouts.connect_s
+            endpoint,
+            headers=headers_of(wanted),
+            connect_timeout_s=timeouts.connect_s,
+            tls=client_context(wanted.tls) if endpoint.tls else None,
+            server_name=wanted.tls.server_name,
         )
-        name = wanted.model or model.name
-        replicas.append(Replica(wanted.url, wanted.kind, name, upstream, most=wanted.max_requests))
+        replica = Replica(
+            wanted.name or wanted.url,
+            wanted.kind,
+            wanted.model or model.name,
+            upstream,
+            most=wanted.max_requests,
+            carry=wanted.carry,
+            stream_usage=wanted.stream_usage,
+        )
+        replicas.append(replica)
     return Pool(model.name, replicas, CHOOSERS[model.routing](), model.routing)

@@ -9,6 +9,7 @@ import msgspec
 import structlog
 
 from argosy.gateway.attempt import Attempt
+from argosy.gateway.dialects import LoadSource, find
 from argosy.gateway.replicas import Replica
 from argosy.gateway.upstream import UpstreamError
 from argosy.policy import BLOCK_TOKENS, Outcome
@@ -17,19 +18,13 @@ from argosy.protocol import Load
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
 OURS_EACH_S = 0.5
+LOADS_EACH_S = 1.0
 OTHERS_EACH_S = 5.0
 TIMEOUT_S = 2.0
-
-
-class _Card(msgspec.Struct):
-    id: str
-    max_model_len: int | None = None
-
-
-class _Cards(msgspec.Struct):
-    """What is read of `/v1/models`; vLLM and SGLang tell how long a prompt may be."""
-
-    data: list[_Card]
+WAITING_TOKENS = 512
+"""A request that waits somewhere else counts as so many prompt tokens: others do not say how long theirs are."""
+NOT_THERE = frozenset({401, 403, 404, 405, 501})
+"""A server that answers this when asked for its load does not tell it that way."""
 
 
 class Prober:
@@ -37,8 +32,10 @@ class Prober:
 
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
-        self._path = b"/load" if replica.kind == "argosy" else b"/v1/models"
-        self._each_s = OURS_EACH_S if replica.kind == "argosy" else OTHERS_EACH_S
+        self._loads = list(replica.dialect.loads)
+        """Where it may tell its load; what it has not is dropped."""
+        self._met = replica.kind == "argosy"
+        """It has been asked what it is."""
         self._step = 0
         """The engine's, when it told last."""
 
@@ -46,7 +43,9 @@ class Prober:
         """Probe again and again."""
         while True:
             await self.probe()
-            await asyncio.sleep(self._each_s)
+            ours = self._replica.kind in {"argosy", "auto"}
+            others_s = LOADS_EACH_S if self._loads else OTHERS_EACH_S
+            await asyncio.sleep(OURS_EACH_S if ours else others_s)
 
     async def probe(self) -> None:
         """Ask once and take in the answer."""
@@ -59,36 +58,65 @@ class Prober:
         outcome = Outcome.FAILURE
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                status, body = await self._ask()
-            outcome = Outcome.SUCCESS if status < 500 else Outcome.FAILURE
-            if status == 200:
-                self._learn(body)
+                met = self._met or await self._meet()
+                if met and await self._look():
+                    outcome = Outcome.SUCCESS
         except (UpstreamError, TimeoutError, msgspec.DecodeError) as error:
             log.debug("probe_failed", replica=replica.name, reason=str(error))
         finally:
             if probing or outcome is Outcome.FAILURE:
                 breaker.record(outcome, time.monotonic())
 
-    async def _ask(self) -> tuple[int, bytes]:
+    async def _meet(self) -> bool:
+        """Find out what it is and which models it has; whether that is known now."""
+        replica = self._replica
+        found = await find(self._ask)
+        if found is None:
+            return replica.kind != "auto"
+        self._met = True
+        if replica.kind == "auto":
+            replica.kind = found.kind
+            self._loads = list(replica.dialect.loads)
+            replica.taking = True
+        replica.max_model_len = found.models.get(replica.model)
+        models = list(found.models)[:10]
+        log.info("replica_found", replica=replica.name, kind=replica.kind, models=models)
+        if found.models and replica.model not in found.models:
+            log.warning("replica_has_other_models", replica=replica.name, wanted=replica.model)
+        replica.on_change()
+        return True
+
+    async def _look(self) -> bool:
+        """Ask for its load, or else its health; whether it is well."""
+        replica = self._replica
+        if replica.kind == "argosy":
+            status, body = await self._ask(b"/load")
+            if status == 200:
+                self._learn(msgspec.json.decode(body, type=Load))
+            return status < 500
+        while self._loads:
+            source = self._loads[0]
+            status, body = await self._ask(source.path)
+            if status == 200 and self._take_in(source, body):
+                return True
+            if status not in {200, *NOT_THERE}:
+                break
+            self._loads.pop(0)
+            log.info("load_not_told", replica=replica.name, path=source.path.decode())
+        status, _ = await self._ask(replica.dialect.health)
+        return status < 500
+
+    async def _ask(self, path: bytes) -> tuple[int, bytes]:
         attempt = Attempt(time.monotonic)
         upstream = self._replica.upstream
         try:
-            await attempt.send(upstream, upstream.request(b"GET", self._path, b"", []))
+            await attempt.send(upstream, upstream.request(b"GET", path, b"", []))
             return await attempt.head, await attempt.whole()
         except BaseException:
             attempt.abandon("the probe took too long")
             raise
 
-    def _learn(self, body: bytes) -> None:
-        """Take in what it said. Raises msgspec.DecodeError."""
-        if self._replica.kind == "argosy":
-            self._learn_load(msgspec.json.decode(body, type=Load))
-        else:
-            cards = msgspec.json.decode(body, type=_Cards).data
-            known = {card.id: card.max_model_len for card in cards}
-            self._replica.max_model_len = known.get(self._replica.model)
-
-    def _learn_load(self, told: Load) -> None:
+    def _learn(self, told: Load) -> None:
         replica, load = self._replica, self._replica.load
         replica.taking = told.state == "ready"
         replica.max_model_len = told.max_model_len or None
@@ -106,3 +134,21 @@ class Prober:
         load.reported_at = time.monotonic()
         load.sent_tokens = 0
         replica.on_change()
+
+    def _take_in(self, source: LoadSource, body: bytes) -> bool:
+        """What a server of another kind says; what it does not say stays as it was. Whether it could be read."""
+        try:
+            told = source.read(body)
+        except (ValueError, msgspec.DecodeError) as error:
+            log.warning("load_not_read", replica=self._replica.name, reason=str(error))
+            return False
+        load = self._replica.load
+        load.running = load.running if told.running is None else told.running
+        load.waiting = load.waiting if told.waiting is None else told.waiting
+        load.kv_used = load.kv_used if told.kv_used is None else told.kv_used
+        load.capacity = load.capacity if told.capacity is None else told.capacity
+        load.queued_tokens = load.waiting * WAITING_TOKENS
+        load.reported_at = time.monotonic()
+        load.sent_tokens = 0
+        self._replica.on_change()
+        return True

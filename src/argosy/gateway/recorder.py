@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from argosy.gateway.explain import Traces
+from argosy.gateway.explain import Trace, Traces
 from argosy.gateway.journey import Journey
 from argosy.telemetry import GatewayMetrics
+
+GAPS = 64
+"""Times between tokens that are kept of a stream before the metrics are told."""
 
 
 class Recorder:
@@ -40,7 +43,9 @@ class Recorder:
         if trace.last is None:
             trace.first = now
         elif trace.stream:
-            self._metrics.next_tokens(trace.model, now - trace.last)
+            trace.gaps.append(now - trace.last)
+            if len(trace.gaps) >= GAPS:
+                self._tell_gaps(trace)
         trace.last = now
         tried = trace.tries[-1]
         if tried.first is None:
@@ -60,8 +65,13 @@ class Recorder:
         trace.cached_tokens = delivered.cached_tokens
         trace.output_tokens = delivered.output_tokens
         trace.finished = delivered.finished
+        self._tell_gaps(trace)
         self._traces.end(trace, now)
         self._measure(journey, now)
+
+    def _tell_gaps(self, trace: Trace) -> None:
+        self._metrics.next_tokens(trace.model, trace.gaps)
+        trace.gaps.clear()
 
     def _measure(self, journey: Journey, now: float) -> None:
         metrics, trace, delivered = self._metrics, journey.trace, journey.delivered

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from argosy.gateway.ask import BYTES_PER_TOKEN, Ask
+from argosy.gateway.ask import BYTES_PER_TOKEN, DEFAULT_OUTPUT, Ask
+from argosy.gateway.dialects import Carry, Dialect, Kind, dialect_of
 from argosy.gateway.upstream import Upstream
 from argosy.policy import (
     BLOCK_BYTES,
     Breaker,
+    Candidate,
     Chooser,
     Cost,
+    Mean,
     Outcome,
     PrefixIndex,
     Rate,
@@ -25,15 +29,13 @@ from argosy.policy import (
     usable,
 )
 
-Kind = Literal["argosy", "openai"]
-"""Ours, whose streams can be carried on anywhere; or any other OpenAI-compatible server."""
-
 LONGEST_AFFINITY_BYTES = 64 * 1024
 DEFAULT_MOST = 256
 LEAST_PREFILL = 64
 """The first token of a shorter prompt says nothing of the rate at which prompts are computed."""
 PREFILL_HALF_LIFE = 8192.0
 DECODE_HALF_LIFE = 256.0
+OUTPUT_HALF_LIFE = 32.0
 
 
 def _nothing() -> None:
@@ -53,8 +55,11 @@ class Replica:
     load: ReplicaLoad = field(init=False)
     most: int = DEFAULT_MOST
     """Requests at a time, as long as it does not say itself."""
-    taking: bool = True
-    """It says that it takes new requests; a replica that drains does not."""
+    carry: Carry = "exact"
+    stream_usage: bool = True
+    """It may be asked for the usage of streams."""
+    taking: bool = field(init=False)
+    """It says that it takes new requests; one that drains does not, nor one whose kind is not known yet."""
     on_change: Callable[[], None] = _nothing
     """Called when there may be room that there was not before."""
     prefixes: PrefixIndex = field(default_factory=PrefixIndex)
@@ -78,11 +83,17 @@ class Replica:
         """Whether one more request would not have to wait there (or hardly)."""
         return self.load.in_flight < self.seats
 
+    @property
+    def dialect(self) -> Dialect:
+        """How it is spoken to."""
+        return dialect_of(self.kind, self.carry, usage=self.stream_usage)
+
     def __post_init__(self) -> None:
         self.load = ReplicaLoad(self.name)
+        self.taking = self.kind != "auto"
 
     def sent(self, tokens: int) -> None:
-        """A request with so many prompt tokens goes there."""
+        """A request goes there; it probably has so many prompt tokens that are not cached."""
         self.load.in_flight += 1
         self.load.sent_tokens += tokens
         self._alone = self.load.in_flight == 1
@@ -113,10 +124,23 @@ class Replica:
 
 
 class Picked(NamedTuple):
-    """The replica for a request, and what each candidate would have cost."""
+    """The replica for a request, and why."""
 
     replica: Replica
     costs: tuple[Cost, ...]
+    """Of each candidate."""
+    uncached: int
+    """Prompt tokens that the replica probably has to compute."""
+    blocks: float
+    """The prompt's length."""
+    found: list[int]
+    """Of the blocks that the replica is believed to have cached: see `PrefixIndex.find`."""
+
+    def answered(self, prompt_tokens: int, cached_tokens: int) -> None:
+        """The replica has told how much of the prompt it had: correct what is believed of its cache."""
+        # Rounded up, and one more: a template's tokens and the cache's own blocks make it inexact.
+        there = math.ceil(self.blocks * cached_tokens / max(1, prompt_tokens)) + 1
+        self.replica.prefixes.correct(self.found, there)
 
 
 class Pool:
@@ -131,6 +155,7 @@ class Pool:
         self.replicas = {replica.name: replica for replica in replicas}
         self.retries = RetryBudget()
         self._chooser = chooser
+        self._outputs = Mean(OUTPUT_HALF_LIFE, DEFAULT_OUTPUT)
 
     @property
     def max_model_len(self) -> int | None:
@@ -171,6 +196,10 @@ class Pool:
         free = sum(max(0, replica.seats - replica.load.in_flight) for replica in able)
         return free, sum(replica.seats for replica in able)
 
+    def answered(self, tokens: float) -> None:
+        """An answer came to its end after so many tokens, each of its choices on average."""
+        self._outputs.add(tokens)
+
     def pick(self, ask: Ask, domain: str, tried: Collection[str], now: float) -> Picked | None:
         """The replica for a request, not one of `tried`. None: there is no room for it now."""
         warm = [name for name in self.room(now) if name not in tried]
@@ -179,18 +208,30 @@ class Pool:
         keys = chain(
             f"{domain}\0{self.model}".encode(), ask.prompt[:LONGEST_AFFINITY_BYTES], BLOCK_BYTES
         )
-        hits = {
-            name: len(self.replicas[name].prefixes.find(keys)) * BLOCK_BYTES // BYTES_PER_TOKEN
-            for name in warm
-        }
+        found = {name: self.replicas[name].prefixes.find(keys) for name in warm}
+        hits = {n: len(held) * BLOCK_BYTES // BYTES_PER_TOKEN for n, held in found.items()}
         request = RouteRequest(
             prompt_tokens=ask.prompt_tokens,
-            output_tokens=ask.output_tokens,
+            output_tokens=self._expected(ask),
             key=ask.session or (keys[0].hex() if keys else ""),
             hits=hits,
         )
-        loads = [self.replicas[name].load for name in warm]
+        candidates = [
+            Candidate(load, cost(request, load, now))
+            for load in (self.replicas[name].load for name in warm)
+        ]
         draw = random.random()  # noqa: S311 - spreads load, guards nothing
-        chosen = self.replicas[self._chooser.choose(request, loads, draw, now).name]
+        chosen = self.replicas[self._chooser.choose(request, candidates, draw, now).load.name]
         chosen.prefixes.sent(keys)
-        return Picked(chosen, tuple(cost(request, load, now) for load in loads))
+        return Picked(
+            chosen,
+            costs=tuple(candidate.cost for candidate in candidates),
+            uncached=max(0, ask.prompt_tokens - hits[chosen.name]),
+            blocks=len(ask.prompt) / BLOCK_BYTES,
+            found=found[chosen.name],
+        )
+
+    def _expected(self, ask: Ask) -> int:
+        """Tokens of its answer, going by those of others."""
+        mean = round(self._outputs.value)
+        return ask.choices * (mean if ask.max_output is None else min(mean, ask.max_output))

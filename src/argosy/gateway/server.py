@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import signal
 import socket
 import time
@@ -14,11 +15,12 @@ from typing import Any
 import structlog
 import uvloop
 
+from argosy.gateway.admin import build_admin
 from argosy.gateway.books import Books
 from argosy.gateway.config import GatewayConfig
 from argosy.gateway.explain import Traces
 from argosy.gateway.front import Front
-from argosy.gateway.identity import Identity
+from argosy.gateway.identity import Identity, check_exposure
 from argosy.gateway.journey import Stage
 from argosy.gateway.ledger import Ledger
 from argosy.gateway.limits import Limits, shared_state
@@ -27,9 +29,12 @@ from argosy.gateway.pools import build_models
 from argosy.gateway.probing import Prober
 from argosy.gateway.recorder import Recorder
 from argosy.gateway.serving import Serving
-from argosy.store import Directory, StoreError
+from argosy.store import Directory
 from argosy.telemetry import GatewayMetrics, GatewayReading, configure_logs
-from argosy.web import Listener, bind, bind_unix, url_of
+from argosy.web import Certificates, Listener, bind, bind_unix, url_of
+
+YOUNG = 20_000
+"""Objects that are made before the collector looks through them; Python's own default is 700."""
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
@@ -45,71 +50,83 @@ class GatewayServer:
         self._on_ready = on_ready
         self._models = build_models(config)
         self.replicas = [one for pool in self._models.pools for one in pool.replicas.values()]
+        self._identity = Identity(Directory(), config.auth)
         self._metrics = GatewayMetrics()
         self._traces = Traces(config.explain)
+        self._certificates = None if config.tls is None else Certificates(config.tls)
         self._leave = asyncio.Event()
+        self._at_once = asyncio.Event()
 
     def stop(self) -> None:
-        """Drain, then leave. Call it on the event loop's thread."""
+        """Drain, then leave; called again, leave at once. Call it on the event loop's thread."""
+        if self._leave.is_set():
+            self._at_once.set()
         self._leave.set()
 
-    async def run(self) -> None:
-        """Serve until told to stop. Raises ValueError or OSError, saying what to change, when it cannot."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            with contextlib.suppress(ValueError, RuntimeError):  # not in the main thread
-                loop.add_signal_handler(number, self.stop)
-        store = self._config.store
-        books = None if store is None else await Books.open(store)
-        try:
-            await self._run(books)
-        finally:
-            for replica in self.replicas:
-                replica.upstream.close()
-            if books is not None:
-                await books.close()
+    async def run(self, bound: socket.socket | None = None) -> None:
+        """Serve until told to stop, on `bound` if that is given.
 
-    async def _run(self, books: Books | None) -> None:
-        directory = Directory() if books is None else books.directory
-        identity = Identity(directory, self._config.auth)
-        limits = Limits(shared_state(self._config.limits))
-        stages: list[Stage] = [Recorder(self._traces, self._metrics, time.monotonic), limits]
-        caring: list[Coroutine[Any, Any, None]] = []
-        if books is not None:
-            ledger = Ledger(books.spool)
-            stages.append(ledger)
+        Raises ValueError or OSError, saying what to change, when it cannot.
+        """
+        stages: list[Stage] = [Recorder(self._traces, self._metrics, time.monotonic)]
+        async with contextlib.AsyncExitStack() as closing:
+            closing.callback(self._close_upstreams)
+            books, keeping = None, None
+            if self._config.store is not None:
+                books = await Books.open(self._config.store)
+                closing.push_async_callback(books.close)
+                limits = Limits(shared_state(self._config.limits))
+                await limits.start()
+                closing.push_async_callback(limits.close)
+                ledger = Ledger(books.spool)
+                stages += [limits, ledger]
+                keeping = _Keeping(books, self._identity, limits, ledger)
+                await keeping.update(books.directory)
+            if bound is None:
+                bound = self._bind(books)
+            caring: list[Coroutine[Any, Any, None]] = []
+            if books is not None and keeping is not None:
+                caring = [books.keep_fresh(keeping.update), books.forget()]
+            await self._serve(stages, books, bound, caring)
 
-            def update(directory: Directory) -> None:
-                identity.update(directory)
-                limits.update(directory)
-                ledger.update(directory)
-
-            update(directory)
-            await _seed(limits, books)
-            caring += [books.keep_fresh(update), books.forget(), _keep_seeded(limits, books)]
+    async def _serve(
+        self,
+        stages: list[Stage],
+        books: Books | None,
+        bound: socket.socket,
+        caring: list[Coroutine[Any, Any, None]],
+    ) -> None:
         serving = Serving(self._models, self._config, stages)
         front = Front(
             self._models,
             serving,
             Operating(self._models, self._metrics, lambda: self._read(front, serving, books)),
-            identify=identity.identify,
+            identify=self._identity.identify,
+            admin=build_admin(
+                None if books is None else books.store,
+                self._identity,
+                self._explain,
+                _nothing if books is None else books.changed,
+            ),
             metrics=self._metrics,
             config=self._config,
         )
         probers = [Prober(replica) for replica in self.replicas]
-        await asyncio.gather(limits.start(), *(prober.probe() for prober in probers))
+        await asyncio.gather(*(prober.probe() for prober in probers))
         caring += [serving.tend(), *(prober.run() for prober in probers)]
-        try:
-            await self._listen(front, caring)
-        finally:
-            await limits.close()
+        await self._listen(front, bound, caring)
 
-    async def _listen(self, front: Front, caring: list[Coroutine[Any, Any, None]]) -> None:
-        bound, listener = self._bind(), Listener(front)
+    async def _listen(
+        self, front: Front, bound: socket.socket, caring: list[Coroutine[Any, Any, None]]
+    ) -> None:
+        certificates = self._certificates
+        listener = Listener(front, certificates)
         listening = asyncio.create_task(listener.serve(sockets=[bound]))
         leaving = asyncio.create_task(self._leave.wait())
         tasks = [asyncio.create_task(care) for care in caring]
-        url = url_of(bound)
+        if certificates is not None:
+            tasks.append(asyncio.create_task(certificates.watch()))
+        url = url_of(bound, "http" if certificates is None else "https")
         log.info("ready", url=url, models=[model.name for model in self._config.models])
         self._on_ready(url)
         try:
@@ -121,8 +138,11 @@ class GatewayServer:
             listener.should_exit = True
             await listening
             await asyncio.gather(*tasks, return_exceptions=True)
-            if self._config.uds is not None:
-                Path(self._config.uds).unlink(missing_ok=True)
+            self._unlink()
+
+    def _explain(self, request: str) -> dict[str, Any] | None:
+        trace = self._traces.find(request)
+        return None if trace is None else trace.tell()
 
     def _read(self, front: Front, serving: Serving, books: Books | None) -> GatewayReading:
         return GatewayReading(
@@ -137,36 +157,79 @@ class GatewayServer:
         log.info("draining", in_flight=front.in_flight)
         for server in listener.servers:
             server.close()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._config.drain_deadline_s):
-                await front.idle.wait()
+        idle = asyncio.create_task(front.idle.wait())
+        at_once = asyncio.create_task(self._at_once.wait())
+        await asyncio.wait(
+            {idle, at_once},
+            timeout=self._config.drain_deadline_s,
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        idle.cancel()
+        at_once.cancel()
         listener.force_exit = not front.idle.is_set()
 
-    def _bind(self) -> socket.socket:
+    def _bind(self, books: Books | None) -> socket.socket:
+        """Raises ValueError when anybody could come in who should not, OSError when the address is taken."""
+        config = self._config
+        if config.uds is not None:
+            return bind_unix(Path(config.uds))
+        check_exposure(config.host, config.auth, Directory() if books is None else books.directory)
+        return bind(config.host, config.port)
+
+    def _unlink(self) -> None:
         if self._config.uds is not None:
-            return bind_unix(Path(self._config.uds))
-        return bind(self._config.host, self._config.port)
+            Path(self._config.uds).unlink(missing_ok=True)
+
+    def _close_upstreams(self) -> None:
+        for replica in self.replicas:
+            replica.upstream.close()
 
 
-async def _keep_seeded(limits: Limits, books: Books) -> None:
-    """Tell limits that are new what was used of them, for as long as the gateway runs."""
-    while True:
-        await asyncio.sleep(1.0)
-        await _seed(limits, books)
+class _Keeping:
+    """Tells whoever goes by the accounts what they are now."""
+
+    def __init__(self, books: Books, identity: Identity, limits: Limits, ledger: Ledger) -> None:
+        self._books = books
+        self._identity = identity
+        self._limits = limits
+        self._ledger = ledger
+        self._known: Directory | None = None
+
+    async def update(self, directory: Directory) -> None:
+        """Called each second. Raises StoreError."""
+        if directory is not self._known:
+            self._known = directory
+            self._identity.update(directory)
+            self._limits.update(directory)
+            self._ledger.update(directory)
+        await self._limits.seed(self._books.store.usage.spent)
 
 
-async def _seed(limits: Limits, books: Books) -> None:
-    try:
-        await limits.seed(books.store.usage.spent)
-    except StoreError as error:
-        log.warning("limits_not_seeded", reason=str(error))
+def _nothing() -> None:
+    """Nobody has accounts that could change."""
+
+
+def calm_collector() -> None:
+    """Leave what has been made so far to itself, and look for cycles less often: requests leave hardly any."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(YOUNG, 20, 100)
 
 
 def serve_gateway(config: GatewayConfig, on_ready: Callable[[str], None]) -> None:
     """Serve until SIGTERM or SIGINT. Raises ValueError or OSError, saying what to change."""
     configure_logs(config.log_format, config.log_level)
 
+    def ready(url: str) -> None:
+        calm_collector()
+        on_ready(url)
+
     async def run() -> None:
-        await GatewayServer(config, on_ready).run()
+        server = GatewayServer(config, ready)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            with contextlib.suppress(ValueError, RuntimeError):  # not in the main thread
+                loop.add_signal_handler(number, server.stop)
+        await server.run()
 
     uvloop.run(run())

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import structlog
 
@@ -18,6 +17,7 @@ from argosy.gateway.ask import Ask, read
 from argosy.gateway.attempt import Attempt
 from argosy.gateway.caller import Caller
 from argosy.gateway.config import GatewayConfig
+from argosy.gateway.dialects import Carrier, whole_request
 from argosy.gateway.dispatch import RETRY_AFTER_S, Dispatcher, QueueLimits
 from argosy.gateway.explain import Trace
 from argosy.gateway.headers import request_headers
@@ -115,7 +115,7 @@ class Serving:
         if most is not None and ask.least_tokens > most:
             message = f"The prompt is longer than the {most} tokens that {ask.model!r} can take."
             raise ApiError(413, "context_length_exceeded", message, param=api.prompt_field)
-        answer_id = f"{api.id_prefix}-{uuid.uuid4().hex}"
+        answer_id = f"{api.id_prefix}-{os.urandom(16).hex()}"
         journey = Journey(
             exchange,
             ask,
@@ -134,9 +134,11 @@ class Serving:
         task = asyncio.current_task()
         assert task is not None  # noqa: S101 - this is a coroutine
         dispatcher = self._dispatchers[journey.pool.model]
+        carrier = Carrier(journey.ask, journey.api.path, journey.delivered)
         stream = ClientStream(
             journey,
             out,
+            carrier,
             counted=partial(counted, passed, journey),
             charge=partial(dispatcher.charge, journey),
             leave=task.cancel,
@@ -146,7 +148,7 @@ class Serving:
         try:
             await enter(self._stages, passed, journey)
             journey.trace.admitted = self._clock()
-            while not await self._answer_from(journey, stream, out):
+            while not await self._answer_from(journey, stream, carrier, out):
                 pass
         except asyncio.CancelledError:
             if not stream.gone:
@@ -163,7 +165,9 @@ class Serving:
         await out.end()
         journey.status = "completed" if stream.stopped is None else "stopped"
 
-    async def _answer_from(self, journey: Journey, stream: ClientStream, out: Out) -> bool:
+    async def _answer_from(
+        self, journey: Journey, stream: ClientStream, carrier: Carrier, out: Out
+    ) -> bool:
         """Let one replica give what it can; whether the answer is whole."""
         replica = await self._next(journey)
         before = journey.delivered.output_tokens
@@ -171,7 +175,7 @@ class Serving:
         outcome: Outcome | None = None
         answered: Outcome | None = None
         try:
-            whole = await self._attempt(journey, replica, attempt, stream, out)
+            whole = await self._attempt(journey, replica, attempt, stream, carrier, out)
             outcome = Outcome.SUCCESS
         except _RefusedError as error:
             outcome = answered = error.outcome
@@ -190,34 +194,49 @@ class Serving:
             replica.ended(outcome, tried.ended, _retry_after(attempt))
         if tried.reason:
             self._failed(journey, replica, tried.reason, answered)
-            if replica.kind != "argosy":
-                _start_over(stream)
+            if answered is None:
+                return _ended(stream, carrier)
             return False
         if whole is not None:
             await self._pass_on(journey, stream, whole)
         return True
 
     async def _attempt(
-        self, journey: Journey, replica: Replica, attempt: Attempt, stream: ClientStream, out: Out
+        self,
+        journey: Journey,
+        replica: Replica,
+        attempt: Attempt,
+        stream: ClientStream,
+        carrier: Carrier,
+        out: Out,
     ) -> _Whole | None:
         """Ask one replica. Its whole answer; None when it was a stream, which has been passed on.
 
         Raises UpstreamError or TimeoutError when it gave none, _RefusedError when it gave one of no use.
         """
-        if journey.delivered.output_tokens and replica.kind != "argosy":
+        ask, timeouts, dialect = journey.ask, self._config.timeouts, replica.dialect
+        flows = ask.stream or (dialect.journal and ask.gathers)
+        leg = None
+        if flows:
+            leg = carrier.leg(dialect, replica.model, replica.max_model_len or 0)
+        if journey.delivered.output_tokens and leg is None:
             _start_over(stream)
-        ask, timeouts = journey.ask, self._config.timeouts
-        flows = ask.stream or (replica.kind == "argosy" and ask.gathers)
-        request = _request(journey, replica, flows=flows)
+        if flows and leg is None:
+            raise _cut_off()
+        outgoing = (
+            leg.outgoing if leg else whole_request(ask, journey.api.path, dialect, replica.model)
+        )
+        headers = request_headers(journey, replica, journaled=flows)
+        request = replica.upstream.request(b"POST", outgoing.path, outgoing.body, headers)
         journey.trace.tries[-1].sent = self._clock()
         async with asyncio.timeout(timeouts.first_token_s if flows else timeouts.total_s):
             await attempt.send(replica.upstream, request)
             status = await attempt.head
-            streamed = flows and status == 200
+            streamed = leg is not None and status == 200
             content = b"" if streamed else await attempt.whole()
-        if streamed:
+        if leg is not None and streamed:
             await out.begin()
-            stream.feed_from(attempt, replica)
+            stream.feed_from(attempt, replica, leg.reader)
             await attempt.end
             stream.finish()
             return None
@@ -296,26 +315,26 @@ class _RefusedError(Exception):
         self.outcome = classify(status)
 
 
-def _request(journey: Journey, replica: Replica, *, flows: bool) -> bytes:
-    """The bytes of the request; `flows`: it is to be answered by a stream."""
-    ask, delivered = journey.ask, journey.delivered
-    changes: dict[str, Any] = {}
-    if flows and not ask.stream:
-        changes["stream"] = True
-    if delivered.output_tokens:
-        changes["resume"] = {"token_ids": delivered.resumption(ask.choices)}
-    if flows and replica.kind != "argosy":
-        changes["stream_options"] = ask.usage_options()
-    headers = request_headers(journey, replica, journaled=flows)
-    body = ask.body(replica.model, changes)
-    return replica.upstream.request(b"POST", journey.api.path, body, headers)
+def _ended(stream: ClientStream, carrier: Carrier) -> bool:
+    """A replica failed: had it told all but the end? Raises ApiError 502 when nobody could go on."""
+    ending = carrier.ending()
+    if ending is not None:
+        stream.end_with(ending)
+        return True
+    if not carrier.can_go_on:
+        raise _cut_off()
+    return False
 
 
 def _start_over(stream: ClientStream) -> None:
     """Forget what the replica gave. Raises ApiError 502 when the client has it already."""
     if not stream.start_over():
-        message = "The replica failed in the middle of the answer, and it cannot be carried on."
-        raise ApiError(502, "upstream_failed", message)
+        raise _cut_off()
+
+
+def _cut_off() -> ApiError:
+    message = "The replica failed in the middle of the answer, and it cannot be carried on."
+    return ApiError(502, "upstream_failed", message)
 
 
 def _retry_after(attempt: Attempt) -> float | None:

@@ -9,9 +9,8 @@ from argosy.gateway.answer import Out
 from argosy.gateway.ask import BYTES_PER_TOKEN
 from argosy.gateway.attempt import Attempt
 from argosy.gateway.closing import closing
-from argosy.gateway.journal import JournalReader
+from argosy.gateway.dialects import Carrier, Identity, StreamReader, Usage, usage_of
 from argosy.gateway.journey import Journey
-from argosy.gateway.plain import Identity, PlainReader, Usage, usage_of
 from argosy.gateway.replicas import Replica
 from argosy.gateway.upstream import UpstreamError
 
@@ -43,6 +42,7 @@ class ClientStream:
         self,
         journey: Journey,
         out: Out,
+        carrier: Carrier,
         *,
         counted: Callable[[], str | None],
         charge: Callable[[int], None],
@@ -54,6 +54,7 @@ class ClientStream:
         self._journey = journey
         self._delivered = journey.delivered
         self._out = out
+        self._carrier = carrier
         self._counted = counted
         self._charge = charge
         self._leave = leave
@@ -67,19 +68,16 @@ class ClientStream:
         self._full_since: float | None = None
         self._attempt: Attempt | None = None
         self._replica: Replica | None = None
-        self._reader: JournalReader | PlainReader | None = None
+        self._reader: StreamReader | None = None
         self._shown_at = 0.0
 
-    def feed_from(self, attempt: Attempt, replica: Replica) -> None:
-        """Pass on what `attempt` gives; `out` must have begun."""
+    def feed_from(self, attempt: Attempt, replica: Replica, reader: StreamReader) -> None:
+        """Pass on what `reader` makes of what `attempt` gives; `out` must have begun."""
         self._attempt = attempt
         self._replica = replica
         self._before = self._told
         self._first_at = None
-        if replica.kind == "argosy":
-            self._reader = JournalReader(self._delivered)
-        else:
-            self._reader = PlainReader(self._delivered, self._journey.ask)
+        self._reader = reader
         if self._full:
             attempt.pause()
         attempt.deliver(self._take)
@@ -91,8 +89,13 @@ class ClientStream:
         self.settle()
         assert self._reader is not None  # noqa: S101 - the attempt has fed it
         if not self._reader.done:
-            raise UpstreamError("the stream ended before its end")
+            raise UpstreamError(self._reader.failure or "the stream ended before its end")
         self._push(self._reader.take_held())
+        self._journey.pool.answered(self._told / self._journey.ask.choices)
+
+    def end_with(self, events: bytes) -> None:
+        """Pass on the end of an answer that its replica could no longer tell."""
+        self._push(events)
 
     def let_go(self) -> None:
         """The attempt failed: what was not told for good is forgotten."""
@@ -146,12 +149,13 @@ class ClientStream:
         if self._reader is None or self.stopped is not None:
             return
         data = self._reader.feed(body)
-        if data:
-            self._push(data)
-        if self._delivered.output_tokens != self._told:
+        if data and not self.gone:
+            self._out.push(data)
+        told = self._delivered.output_tokens
+        if told != self._told:
             if self._first_at is None:
                 self._begin()
-            self._told = self._delivered.output_tokens
+            self._told = told
             reason = self._counted()
             if reason is not None:
                 self._stop(reason)
@@ -162,10 +166,14 @@ class ClientStream:
         if attempt is None or replica is None:
             return
         self._first_at = attempt.last
-        sent = self._journey.trace.tries[-1].sent
-        if sent is not None and not self._before:
+        sent, picked = self._journey.trace.tries[-1].sent, self._journey.picked
+        if sent is None or picked is None or self._before:
+            return
+        uncached = picked.uncached
+        if replica.kind == "argosy":  # others tell at the end, if at all
             uncached = told.prompt_tokens - told.cached_tokens
-            replica.first_token(attempt.last - sent, uncached, attempt.last)
+            picked.answered(told.prompt_tokens, told.cached_tokens)
+        replica.first_token(attempt.last - sent, uncached, attempt.last)
 
     def _measure(self) -> None:
         """The attempt is over: so many tokens came in so long."""
@@ -182,11 +190,9 @@ class ClientStream:
         if len(self._delivered.finished) == journey.ask.choices:
             return
         self.stopped = reason
-        if isinstance(self._reader, PlainReader):
-            identity = self._reader.identity
-        else:
-            name, _, created = journey.identity.decode().partition(" ")
-            identity = Identity(name, int(created), replica.model)
+        name, _, created = journey.identity.decode().partition(" ")
+        ours = Identity(name, int(created), replica.model)
+        identity = self._carrier.identity or ours
         self._push(closing(journey, identity, reason))
         attempt.abandon("a limit has ended the answer")
 

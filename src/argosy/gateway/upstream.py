@@ -12,15 +12,17 @@ import socket
 import ssl
 from collections.abc import Callable
 from typing import Protocol, cast
-from urllib.parse import unquote, urlsplit
 
 import httptools
-import msgspec
+
+from argosy.protocol import Endpoint
 
 IDLE_S = 60.0
 """An idle connection is closed after this long: sooner than servers close theirs."""
 MAX_IDLE = 256
 CONNECT_TIMEOUT_S = 2.0
+OVERHEAD_LIMIT_BYTES = 64 * 1024
+"""Most bytes in a row that are no body: heads, interim answers, chunk sizes, trailers."""
 
 
 class UpstreamError(Exception):
@@ -30,46 +32,6 @@ class UpstreamError(Exception):
         super().__init__(message)
         self.untouched = untouched
         """Nothing of an answer had come."""
-
-
-class Endpoint(msgspec.Struct, frozen=True):
-    """Where a replica listens: a host and port, or a Unix socket."""
-
-    host: str
-    port: int = 0
-    unix: str | None = None
-    tls: bool = False
-    path: str = ""
-    """Put before each request's path; no slash at the end."""
-
-    @property
-    def authority(self) -> bytes:
-        """The `Host` header."""
-        if self.unix is not None:
-            return b"localhost"
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        usual = 443 if self.tls else 80
-        return (host if self.port == usual else f"{host}:{self.port}").encode()
-
-
-def parse_endpoint(url: str) -> Endpoint:
-    """`http(s)://host[:port][/path]` or `unix:/path/of.sock`; a `/v1` at the end is dropped. Raises ValueError."""
-    remedy = "write http://HOST:PORT, https://HOST or unix:/PATH"
-    if url.startswith("unix:"):
-        path = unquote(url.removeprefix("unix:").removeprefix("//"))
-        if not path.startswith("/"):
-            raise ValueError(f"{url!r} is no address of a replica: {remedy}")
-        return Endpoint("localhost", unix=path)
-    try:
-        parts = urlsplit(url)
-        port = parts.port
-    except ValueError as error:
-        raise ValueError(f"{url!r} is no address of a replica ({error}): {remedy}") from error
-    if parts.scheme not in {"http", "https"} or not parts.hostname:
-        raise ValueError(f"{url!r} is no address of a replica: {remedy}")
-    tls = parts.scheme == "https"
-    path = parts.path.rstrip("/").removesuffix("/v1")
-    return Endpoint(parts.hostname, port or (443 if tls else 80), tls=tls, path=path)
 
 
 class Sink(Protocol):
@@ -100,6 +62,8 @@ class Connection(asyncio.Protocol):
         self._framed = False
         """The answer says where it ends."""
         self._status = 0
+        self._overhead = 0
+        """Bytes since the last piece of a body."""
         self._whole = False
         """The answer's end was parsed; what it means waits until all bytes at hand are."""
         self.closed = False
@@ -112,7 +76,7 @@ class Connection(asyncio.Protocol):
     def ask(self, request: bytes, sink: Sink) -> None:
         """Send a request; the answer goes to `sink`."""
         self._sink = sink
-        self._status = 0
+        self._status = self._overhead = 0
         assert self.transport is not None  # noqa: S101 - it is connected, or it would not be handed out
         self.transport.write(request)
 
@@ -125,6 +89,12 @@ class Connection(asyncio.Protocol):
         """Go on taking."""
         if self.transport is not None and not self.closed:
             self.transport.resume_reading()
+
+    def close(self) -> None:
+        """Close an idle connection, with TLS's goodbye where it has one."""
+        self.closed = True
+        if self.transport is not None:
+            self.transport.close()
 
     def abort(self) -> None:
         """Close at once: the replica sees that nobody waits. The sink hears nothing more."""
@@ -147,12 +117,15 @@ class Connection(asyncio.Protocol):
         if self._sink is None:  # nobody asked: it is not in step with us
             self.abort()
             return
+        self._overhead += len(data)
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._fail(f"the replica's answer is no HTTP ({error})")
         if self._whole:
             self._end()
+        elif self._overhead > OVERHEAD_LIMIT_BYTES:
+            self._fail("the replica's answer has too many headers")
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cut, or closed."""
@@ -188,6 +161,7 @@ class Connection(asyncio.Protocol):
 
     def on_body(self, body: bytes) -> None:
         """A piece of the body."""
+        self._overhead = 0
         if self._sink is not None and not self._whole:
             self._sink.on_body(body)
 
@@ -225,11 +199,13 @@ class Upstream:
         headers: tuple[tuple[bytes, bytes], ...] = (),
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
         tls: ssl.SSLContext | None = None,
+        server_name: str | None = None,
     ) -> None:
         self.endpoint = endpoint
         self._connect_timeout_s = connect_timeout_s
         self._tls = (tls or ssl.create_default_context()) if endpoint.tls else None
-        fixed = [(b"host", endpoint.authority), *headers]
+        self._server_name = (server_name or endpoint.host) if endpoint.tls else None
+        fixed = [(b"host", endpoint.authority.encode()), *headers]
         self._fixed = b"".join(name + b": " + value + b"\r\n" for name, value in fixed)
         self._path = endpoint.path.encode()
         self._idle: list[Connection] = []
@@ -263,7 +239,11 @@ class Upstream:
                     _, made = await loop.create_unix_connection(self._make, endpoint.unix)
                 else:
                     _, made = await loop.create_connection(
-                        self._make, endpoint.host, endpoint.port, ssl=self._tls
+                        self._make,
+                        endpoint.host,
+                        endpoint.port,
+                        ssl=self._tls,
+                        server_hostname=self._server_name,
                     )
         except TimeoutError as error:
             message = f"no connection within {self._connect_timeout_s:g} s"
@@ -289,5 +269,5 @@ class Upstream:
             connection.abort()
             return
         loop = asyncio.get_running_loop()
-        connection.expiry = loop.call_later(IDLE_S, connection.abort)
+        connection.expiry = loop.call_later(IDLE_S, connection.close)
         self._idle.append(connection)

@@ -12,18 +12,20 @@ from argosy.policy.limits import (
     Refusal,
     Reservation,
     Use,
+    ended,
     never,
     reserve,
     running,
     worst,
 )
-from argosy.policy.measured import Line, PeakEwma, Rate
+from argosy.policy.measured import Line, Mean, PeakEwma, Rate
 from argosy.policy.order import PROMOTED_EACH, QUANTUM, DispatchQueue, Held, Waiting
 from argosy.policy.prices import NO_CHARGE, Priced, PriceList, Rates
 from argosy.policy.retries import RetryBudget, backoff_s
 from argosy.policy.routing import (
     CHOOSERS,
     BoundedHash,
+    Candidate,
     Chooser,
     Cost,
     LatencyAware,
@@ -35,6 +37,7 @@ from argosy.policy.routing import (
     cost,
 )
 from argosy.policy.shedding import admits, fits, saturation
+from argosy.policy.supervision import Action, Custody, CustodyLimits, Life
 from argosy.policy.windows import Concurrency, Counter, Period, Window, period
 
 __all__ = [
@@ -47,14 +50,18 @@ __all__ = [
     "PROMOTED_EACH",
     "QUANTUM",
     "Account",
+    "Action",
     "Ask",
     "BoundedHash",
     "Breaker",
     "BreakerLimits",
+    "Candidate",
     "Chooser",
     "Concurrency",
     "Cost",
     "Counter",
+    "Custody",
+    "CustodyLimits",
     "DispatchQueue",
     "Grant",
     "Held",
@@ -62,7 +69,9 @@ __all__ = [
     "LatencyAware",
     "Lease",
     "LeastCost",
+    "Life",
     "Line",
+    "Mean",
     "Meter",
     "Outcome",
     "OutputEstimates",
@@ -91,6 +100,7 @@ __all__ = [
     "chain",
     "classify",
     "cost",
+    "ended",
     "fits",
     "lowest_tier",
     "never",

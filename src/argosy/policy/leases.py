@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -26,6 +26,7 @@ LEASE_S = 2.0
 """Most that a grant is good for; of a window, a tenth of it at most."""
 DRY_S = 0.05
 """How long nothing is asked for after the authority had too little."""
+MOST_OWED = 2 * SLOTS
 LARGEST = 2**53 - 1
 """The authority counts in floating point."""
 
@@ -46,12 +47,14 @@ class Ask:
     need: int
     ahead: int
     """More that would be good to have, where there is plenty."""
-    used: int
-    """Without a grant; of slots, those that are kept."""
+    kept: int
+    """Of what runs at a time: places that are kept."""
+    owed: tuple[tuple[float, int], ...]
+    """Used without a grant: how long ago, in seconds, and units."""
     back: tuple[tuple[int, int], ...]
     """Slot and units that were granted there, and not used."""
     seeds: tuple[tuple[float, int], ...] | None
-    """Used before anybody counted: how long ago, in seconds, and units. None: nobody has looked."""
+    """Used before anybody counted, likewise. None: nobody has looked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +181,8 @@ class Lease:
         self._spent += units
         if rest:
             self._owed[own] = self._owed.get(own, 0) + rest
+            if len(self._owed) > MOST_OWED:
+                del self._owed[next(iter(self._owed))]  # longer ago than a window
             self._credit = max(0, self._credit - rest)
         if slot is not None:
             self._origins.setdefault(own, slot)
@@ -194,6 +199,7 @@ class Lease:
         elif slot in self._origins:
             origin = self._origins[slot]
             self._back[origin] = self._back.get(origin, 0) - units
+            self.dry_until = -math.inf  # there is this again
         return True
 
     def wait_s(self, units: int, now: float) -> float:
@@ -215,6 +221,7 @@ class Lease:
 
     def since(self, now: float) -> tuple[float, ...]:
         """See `Counter`."""
+        self._expire(now)
         return self._own.since(now)
 
     def recall(self, used: Iterable[tuple[float, int]]) -> None:
@@ -244,7 +251,8 @@ class Lease:
         """See `Shared`."""
         self._expire(now)
         need = self._need
-        self._pace = max(self._spent, self._pace // 2)
+        # What is needed before it was time to renew was too little: twice as much, until it lasts.
+        self._pace = 2 * max(self._spent, self._pace) if need else max(self._spent, self._pace // 2)
         ahead = max(0, max(self._pace, need) - self._left)
         if not self._spent and not need:
             ahead = 0
@@ -261,7 +269,8 @@ class Lease:
             slot=int(self._starts),
             need=need,
             ahead=ahead,
-            used=sum(self._owed.values()),
+            kept=0,
+            owed=tuple(self._aged(now)),
             back=tuple(self._back.items()),
             seeds=None if seeds is None else tuple((now - at, units) for at, units in seeds),
         )
@@ -289,6 +298,12 @@ class Lease:
         if not grant.known and self._seeds is None:
             self.unknown = self._seconds == 0.0 or self._seconds > SHORT_S
 
+    def _aged(self, now: float) -> Iterator[tuple[float, int]]:
+        """What is owed, as used at the latest at the end of the slot in which it was."""
+        width = self._seconds / SLOTS
+        for own, units in self._owed.items():
+            yield max(0.0, now - (own + 1) * width) if width else 0.0, units
+
     def _expire(self, now: float) -> None:
         if now >= self._ends:
             self._turn(now)
@@ -301,12 +316,14 @@ class Lease:
             self._left -= grant.left
 
     def _turn(self, now: float) -> None:
-        """A new period: nothing of the old one matters."""
+        """A new period: nothing of the old one matters, and whoever saw it begin knows that nothing was used before."""
+        saw = self._ends > 0.0
         if isinstance(self._own, Period):
             self._starts, self._ends = period(self._own.calendar, now)
         self._grants.clear()
         self._left = self._spent = self._pace = 0
-        self._owed, self._origins, self._back, self._seeds = {}, {}, {}, None
+        self._owed, self._origins, self._back = {}, {}, {}
+        self._seeds = [] if saw else None
         self._told = Grant(0, 0, 0, 0.0, 0.0, known=True)
 
 
@@ -408,7 +425,8 @@ class SlotLease:
             slot=0,
             need=self._need,
             ahead=used + spare - self._allowed,
-            used=self._allowed,
+            kept=self._allowed,
+            owed=(),
             back=(),
             seeds=None,
         )
@@ -417,7 +435,7 @@ class SlotLease:
 
     def answer(self, ask: Ask, grant: Grant, asked_at: float, now: float) -> None:
         """See `Shared`."""
-        self._allowed = ask.used + grant.granted
+        self._allowed = ask.kept + grant.granted
         self._others = grant.used - self._allowed
         self._until = asked_at + self._alive_s
         self._told_at = now

@@ -31,6 +31,12 @@ def running(input_tokens: int, output_tokens: int, nano_dollars: int) -> Use:
     return Use(1, tokens, input_tokens, output_tokens, nano_dollars, 1)
 
 
+def ended(input_tokens: int, output_tokens: int, nano_dollars: int) -> Use:
+    """What a request used that has ended."""
+    tokens = input_tokens + output_tokens
+    return Use(1, tokens, input_tokens, output_tokens, nano_dollars, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class Meter:
     """One limit of one owner."""
@@ -137,12 +143,12 @@ class Reservation:
         if not self._open:
             return
         self._open = False
-        use = use._replace(concurrency=0)
-        self.count(use, now)
         for hold in self.holds:
-            spare = hold.units - use[hold.meter.index]
-            if spare > 0:
-                hold.give_back(spare, now)
+            more = use[hold.meter.index] - hold.units
+            if more > 0:
+                hold.add(more, now)
+            elif more < 0:
+                hold.give_back(-more, now)
 
 
 def reserve(

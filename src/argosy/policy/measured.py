@@ -27,6 +27,26 @@ class Rate:
         return self._units / self._seconds if self._seconds > 0 else 0.0
 
 
+class Mean:
+    """Over the last samples: what is `half_life` samples ago counts half."""
+
+    __slots__ = ("_left", "_value")
+
+    def __init__(self, half_life: float, start: float) -> None:
+        """`start` is what is presumed before anything was measured."""
+        self._left = 0.5 ** (1.0 / half_life)
+        self._value = start
+
+    def add(self, sample: float) -> None:
+        """One more sample."""
+        self._value = self._value * self._left + sample * (1.0 - self._left)
+
+    @property
+    def value(self) -> float:
+        """The mean."""
+        return self._value
+
+
 class PeakEwma:
     """A latency that rises to a larger sample at once and falls with time (as Finagle's peak EWMA).
 

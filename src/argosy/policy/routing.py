@@ -17,7 +17,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -57,8 +57,7 @@ class ReplicaLoad:
     """Time to the first token, as this gateway saw it."""
 
 
-@dataclass(frozen=True, slots=True)
-class RouteRequest:
+class RouteRequest(msgspec.Struct, frozen=True):
     """What routing needs to know of a request."""
 
     prompt_tokens: int
@@ -66,7 +65,7 @@ class RouteRequest:
     """Expected."""
     key: str = ""
     """What should stay together: a session, else the prompt's beginning. Empty: nothing."""
-    hits: Mapping[str, int] = field(default_factory=dict)
+    hits: Mapping[str, int] = {}
     """Replica -> prompt tokens that it probably has cached."""
 
 
@@ -86,12 +85,19 @@ class Cost(msgspec.Struct, frozen=True, gc=False):
         return self.queue_s + self.prefill_s + self.decode_s + self.memory_s + self.stale_s
 
 
+class Candidate(NamedTuple):
+    """A replica that could get the request, and what that would cost."""
+
+    load: ReplicaLoad
+    cost: Cost
+
+
 class Chooser(Protocol):
     """A routing rule. `draw` is uniform in [0, 1)."""
 
     def choose(
-        self, request: RouteRequest, candidates: Sequence[ReplicaLoad], draw: float, now: float
-    ) -> ReplicaLoad:
+        self, request: RouteRequest, candidates: Sequence[Candidate], draw: float, now: float
+    ) -> Candidate:
         """One of `candidates` (at least one)."""
         ...
 
@@ -116,12 +122,13 @@ class LeastCost:
     """The cheapest in seconds; `draw` decides between equals."""
 
     def choose(
-        self, request: RouteRequest, candidates: Sequence[ReplicaLoad], draw: float, now: float
-    ) -> ReplicaLoad:
+        self, request: RouteRequest, candidates: Sequence[Candidate], draw: float, now: float
+    ) -> Candidate:
         """See `Chooser`."""
-        priced = [(cost(request, load, now).total_s, load) for load in candidates]
-        least = min(total for total, _ in priced)
-        equal = [load for total, load in priced if total <= least + 1e-9]
+        del request, now
+        totals = [candidate.cost.total_s for candidate in candidates]
+        least = min(totals) + 1e-9
+        equal = [one for one, total in zip(candidates, totals, strict=True) if total <= least]
         return equal[int(draw * len(equal))]
 
 
@@ -132,13 +139,13 @@ class RoundRobin:
         self._last = ""
 
     def choose(
-        self, request: RouteRequest, candidates: Sequence[ReplicaLoad], draw: float, now: float
-    ) -> ReplicaLoad:
+        self, request: RouteRequest, candidates: Sequence[Candidate], draw: float, now: float
+    ) -> Candidate:
         """See `Chooser`."""
         del request, draw, now
-        ordered = sorted(candidates, key=lambda load: load.name)
-        chosen = next((load for load in ordered if load.name > self._last), ordered[0])
-        self._last = chosen.name
+        ordered = sorted(candidates, key=lambda one: one.load.name)
+        chosen = next((one for one in ordered if one.load.name > self._last), ordered[0])
+        self._last = chosen.load.name
         return chosen
 
 
@@ -146,8 +153,8 @@ class PowerOfTwo:
     """The less loaded of two at random (Mitzenmacher 2001)."""
 
     def choose(
-        self, request: RouteRequest, candidates: Sequence[ReplicaLoad], draw: float, now: float
-    ) -> ReplicaLoad:
+        self, request: RouteRequest, candidates: Sequence[Candidate], draw: float, now: float
+    ) -> Candidate:
         """See `Chooser`."""
         del request, now
         count = len(candidates)
@@ -156,25 +163,25 @@ class PowerOfTwo:
         pair = int(draw * count * (count - 1))
         first, second = divmod(pair, count - 1)
         second += second >= first
-        return min(candidates[first], candidates[second], key=lambda load: load.in_flight)
+        return min(candidates[first], candidates[second], key=_in_flight)
 
 
 class LatencyAware:
     """The least smoothed time to the first token, times who is there already (as Finagle's balancer)."""
 
     def choose(
-        self, request: RouteRequest, candidates: Sequence[ReplicaLoad], draw: float, now: float
-    ) -> ReplicaLoad:
+        self, request: RouteRequest, candidates: Sequence[Candidate], draw: float, now: float
+    ) -> Candidate:
         """See `Chooser`. Who is not known yet gets one request, then counts as the slowest."""
         del request, draw
-        latencies = {load.name: load.latency.value(now) for load in candidates}
-        slowest = max(latencies.values()) or 1.0
+        slowest = max(one.load.latency.value(now) for one in candidates) or 1.0
 
-        def expected(load: ReplicaLoad) -> float:
-            latency = latencies[load.name] or (slowest if load.in_flight else 0.0)
-            return latency * (load.in_flight + 1)
+        def expected(one: Candidate) -> tuple[float, int]:
+            busy = one.load.in_flight
+            latency = one.load.latency.value(now) or (slowest if busy else 0.0)
+            return latency * (busy + 1), busy
 
-        return min(candidates, key=lambda load: (expected(load), load.in_flight))
+        return min(candidates, key=expected)
 
 
 class BoundedHash:
@@ -189,26 +196,30 @@ class BoundedHash:
         self._ring: list[tuple[int, str]] = []
 
     def choose(
-        self, request: RouteRequest, candidates: Sequence[ReplicaLoad], draw: float, now: float
-    ) -> ReplicaLoad:
+        self, request: RouteRequest, candidates: Sequence[Candidate], draw: float, now: float
+    ) -> Candidate:
         """See `Chooser`. Without a key the place is `draw`'s."""
         del now
-        loads = {load.name: load for load in candidates}
-        self._build(frozenset(loads))
-        busy = sum(load.in_flight for load in candidates) + 1
+        named = {one.load.name: one for one in candidates}
+        self._build(frozenset(named))
+        busy = sum(map(_in_flight, candidates)) + 1
         most = math.ceil(self._bound * busy / len(candidates))
         place = _place(request.key) if request.key else int(draw * 2**64)
         start = bisect_left(self._ring, (place, ""))
         for step in range(len(self._ring)):
-            load = loads[self._ring[(start + step) % len(self._ring)][1]]
-            if load.in_flight + 1 <= most:
-                return load
-        return min(candidates, key=lambda load: load.in_flight)
+            one = named[self._ring[(start + step) % len(self._ring)][1]]
+            if one.load.in_flight + 1 <= most:
+                return one
+        return min(candidates, key=_in_flight)
 
     def _build(self, names: frozenset[str]) -> None:
         if names != self._names:
             self._names = names
             self._ring = sorted((_place(f"{n} {i}"), n) for n in names for i in range(self.POINTS))
+
+
+def _in_flight(candidate: Candidate) -> int:
+    return candidate.load.in_flight
 
 
 def _place(key: str) -> int:

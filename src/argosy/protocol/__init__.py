@@ -1,5 +1,6 @@
 """What travels on the wire: OpenAI types, SSE framing, errors, sampling parameters."""
 
+from argosy.protocol.endpoint import Endpoint, parse_endpoint
 from argosy.protocol.errors import ApiError, invalid
 from argosy.protocol.openai import (
     ChatCompletionRequest,
@@ -62,6 +63,7 @@ __all__ = [
     "ContentPart",
     "DetokenizeRequest",
     "DrainRequest",
+    "Endpoint",
     "ErrorBody",
     "ErrorDetail",
     "EventParser",
@@ -87,5 +89,6 @@ __all__ = [
     "event",
     "invalid",
     "parse",
+    "parse_endpoint",
     "parse_query",
 ]

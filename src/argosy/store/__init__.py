@@ -22,7 +22,7 @@ from argosy.store.records import (
 )
 from argosy.store.shared import Clock, MemoryState, SharedState, Wants, open_shared, steady
 from argosy.store.slots import Slot
-from argosy.store.spool import Spool, SpoolError, SpoolFullError, spool_folder
+from argosy.store.spool import Spool, SpoolError, SpoolFullError
 from argosy.store.store import Store, StoreConfig, default_url, open_store
 from argosy.store.usage import Group, ReportRow, UsageFilter, UsageLog, UsageSum
 
@@ -67,6 +67,5 @@ __all__ = [
     "digest",
     "open_shared",
     "open_store",
-    "spool_folder",
     "steady",
 ]

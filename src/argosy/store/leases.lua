@@ -1,5 +1,5 @@
 -- Grants units of limits to gateways; `argosy.policy.leases` says what is asked and answered, and why.
--- KEYS: what this gateway was told last; who is alive; since when there is a memory; then one for each ask.
+-- KEYS: what this gateway was told last; who is alive; then one for each ask.
 -- ARGV: msgpack of {gateway, number, alive_s, asks}. The answer: msgpack of {gateways, grants}.
 
 local message = cmsgpack.unpack(ARGV[1])
@@ -13,8 +13,6 @@ local now = time[1] + time[2] / 1000000
 redis.call('ZADD', KEYS[2], now + message.alive_s, message.gateway)
 redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', now)
 local gateways = redis.call('ZCARD', KEYS[2])
-redis.call('SET', KEYS[3], now, 'NX')
-local born = tonumber(redis.call('GET', KEYS[3]))
 
 -- What of `room` is granted: what is needed as far as it goes, and a share of the rest.
 local function share(ask, room)
@@ -26,17 +24,15 @@ end
 -- Units over a sliding window (in 60 slots), or in a period (in one).
 local function units(ask, key)
   local sliding = ask.kind == 'window'
-  local slot, oldest, begun, width = ask.slot, ask.slot, ask.slot, 0
+  local slot, oldest, width = ask.slot, ask.slot, 0
   if sliding then
     width = ask.seconds / 60
     slot = math.floor(now / width)
     oldest = math.floor((now - ask.lease_s) / width) - 60
-    begun = now - ask.seconds
   end
 
-  local slots, used = {}, 0
+  local slots, used, known = {}, 0, false
   local fields = redis.call('HGETALL', key)
-  local known = #fields == 0 and born <= begun -- a memory that was there, and empty
   for i = 1, #fields, 2 do
     local at = tonumber(fields[i])
     if at == nil then
@@ -61,18 +57,19 @@ local function units(ask, key)
       count(back[1], -back[2])
     end
   end
-  if ask.seeds and not known then
-    for _, seed in ipairs(ask.seeds) do
-      local at = sliding and math.floor((now - seed[1]) / width) or slot
+  local function recall(aged)
+    for _, one in ipairs(aged) do
+      local at = sliding and math.floor((now - one[1]) / width) or slot
       if at >= oldest then
-        count(at, seed[2])
+        count(at, one[2])
       end
     end
+  end
+  if ask.seeds and not known then
+    recall(ask.seeds)
     known = true
   end
-  if ask.used > 0 then
-    count(slot, ask.used)
-  end
+  recall(ask.owed)
   local room = ask.limit - used
   local granted = share(ask, room)
   if granted > 0 then
@@ -115,8 +112,8 @@ local function places(ask, key)
       end
     end
   end
-  local granted = share(ask, ask.limit - others - ask.used)
-  local mine = ask.used + granted
+  local granted = share(ask, ask.limit - others - ask.kept)
+  local mine = ask.kept + granted
   if mine > 0 then
     redis.call('HSET', key, message.gateway, mine)
     redis.call('EXPIRE', key, math.ceil(ask.keep_s))
@@ -128,7 +125,7 @@ end
 
 local grants = {}
 for i, ask in ipairs(message.asks) do
-  grants[i] = (ask.kind == 'slots' and places or units)(ask, KEYS[3 + i])
+  grants[i] = (ask.kind == 'slots' and places or units)(ask, KEYS[2 + i])
 end
 local answer = cmsgpack.pack({ gateways = gateways, grants = grants })
 redis.call('HSET', KEYS[1], 'number', message.number, 'answer', answer)

@@ -24,7 +24,7 @@ from argosy.store.shared import Clock, Wants, own_counter, steady
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.store")
 
-WAIT_S = 0.025
+WAIT_S = 0.05
 """Longest that an exchange may take; who comes while one is under way waits for the next one too."""
 ALIVE_S = 5.0
 """A gateway that was silent for so long has died: what it ran at a time is free."""
@@ -107,7 +107,8 @@ class RedisState:
     def counter(self, limit: Limit) -> Counter:
         """See `SharedState`."""
         own = own_counter(limit)
-        name = f"{PREFIX}limit:{limit.id}:{limit.unit}:{limit.window or ''}"
+        what = limit.owner_kind, limit.owner, limit.unit, limit.window or "", limit.model or ""
+        name = f"{PREFIX}limit:{':'.join(what)}"
         if isinstance(own, Concurrency):
             return SlotLease(name, own, self._alive_s)
         return Lease(name, own)
@@ -170,7 +171,7 @@ class RedisState:
                     while self._wanting or self._message:
                         await self._exchange()
                 await self._redis.zrem(f"{PREFIX}gateways", self._gateway)
-        self._resolve(self._next)
+        self._release()
         await self._redis.aclose()
 
     def _want(self, lease: Shared, units: int) -> None:
@@ -189,7 +190,7 @@ class RedisState:
                         self._redis.ping()
                     )  # what is asked of a Redis that hangs would be done much later
                 await self._exchange()
-            except (RedisError, OSError, msgspec.DecodeError) as error:
+            except Exception as error:  # noqa: BLE001 - whatever it is, nobody may wait for it
                 self._lost(error)
                 failures += 1
                 draw = random.random()  # noqa: S311 - jitter
@@ -223,7 +224,7 @@ class RedisState:
             lease.answer(ask, grant, message.asked_at, now)
             if lease.idle:
                 self._active.pop(lease, None)
-        self._resolve(message.heard)
+        _resolve(message.heard)
 
     def _compose(self) -> _Message:
         now = self._clock()
@@ -239,7 +240,7 @@ class RedisState:
             "asks": [ask for _, ask in asked],
         }
         own = f"{PREFIX}gateway:{self._gateway}"
-        keys = [own, f"{PREFIX}gateways", f"{PREFIX}born", *(lease.name for lease, _ in asked)]
+        keys = [own, f"{PREFIX}gateways", *(lease.name for lease, _ in asked)]
         heard: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if not self._wanting:  # else those who wait wait for the next one
             heard, self._next = self._next or heard, None
@@ -249,11 +250,16 @@ class RedisState:
         if self._up or not self._found.is_set():
             self._found.set()
             log.warning("shared_state_lost", reason=str(error) or type(error).__name__)
+        self._release()
+
+    def _release(self) -> None:
+        """Nobody waits any longer."""
         self._up = False
         if self._message is not None:
-            self._resolve(self._message.heard)
-        self._resolve(self._next)
-        self._next = None
+            _resolve(self._message.heard)
+        if self._next is not None:
+            _resolve(self._next)
+            self._next = None
 
     def _reached(self) -> None:
         if not self._up:
@@ -261,10 +267,10 @@ class RedisState:
         self._up = True
         self._found.set()
 
-    @staticmethod
-    def _resolve(waiting: asyncio.Future[None] | None) -> None:
-        if waiting is not None and not waiting.done():
-            waiting.set_result(None)
+
+def _resolve(waiting: asyncio.Future[None]) -> None:
+    if not waiting.done():
+        waiting.set_result(None)
 
 
 def _leases(wants: Wants) -> list[tuple[Shared, int]]:

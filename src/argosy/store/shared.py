@@ -9,8 +9,6 @@ from typing import Protocol
 from argosy.policy import Concurrency, Counter, Period, Window
 from argosy.store.records import Limit
 
-_BEGAN = time.time() - time.monotonic()
-
 SECONDS = {"second": 1.0, "minute": 60.0, "hour": 3600.0}
 
 Wants = Sequence[tuple[Counter, int]]
@@ -97,6 +95,22 @@ def own_counter(limit: Limit) -> Window | Period | Concurrency:
     return Window(limit.amount, SECONDS[limit.window])
 
 
-def steady() -> float:
-    """Seconds since the epoch, read once and counted on from there: the system's clock may be set, this never jumps."""
-    return _BEGAN + time.monotonic()
+class SteadyClock:
+    """Seconds since the epoch that never go back: when the system is set back, they go on from where they are."""
+
+    def __init__(self) -> None:
+        self._ahead = 0.0
+        self._last = 0.0
+
+    def __call__(self) -> float:
+        """Now."""
+        now = time.time() + self._ahead
+        if now < self._last:
+            self._ahead += self._last - now
+            now = self._last
+        self._last = now
+        return now
+
+
+steady = SteadyClock()
+"""The one by which limits are kept, here and at whoever shares them."""

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import mmap
 import os
 import sys
@@ -34,7 +33,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import structlog
-from sqlalchemy import make_url
 
 from argosy.policy import NO_CHARGE, Rates
 from argosy.store.records import UsageRow
@@ -50,14 +48,6 @@ MEMORY_TABLES = 16
 BATCH = 500
 """Rows that the store is given at a time."""
 MAGIC = int.from_bytes(b"argosy\x00\x01")
-
-
-def spool_folder(url: str) -> Path:
-    """Where usage waits for the store with this URL: in the user's state folder, apart from other stores' usage."""
-    known_as = make_url(url).render_as_string(hide_password=True)
-    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    name = hashlib.sha256(known_as.encode()).hexdigest()[:16]
-    return Path(state) / "argosy" / "usage" / name
 
 
 class SpoolError(ValueError):

@@ -101,14 +101,15 @@ class _Spread:
         self._counts: dict[str, list[int]] = {}
         self._sums: dict[str, float] = {}
 
-    def observe(self, model: str, value: float) -> None:
-        """Count a value."""
+    def observe(self, model: str, *values: float) -> None:
+        """Count values."""
         counts = self._counts.get(model)
         if counts is None:
             counts = self._counts[model] = [0] * (len(self._buckets) + 1)
             self._sums[model] = 0.0
-        counts[bisect_left(self._buckets, value)] += 1
-        self._sums[model] += value
+        for value in values:
+            counts[bisect_left(self._buckets, value)] += 1
+        self._sums[model] += sum(values)
 
     def family(self) -> Metric:
         """As Prometheus has it."""
@@ -193,9 +194,10 @@ class GatewayMetrics(Collector):
         """A request got its first token."""
         self._ttft.observe(model, ttft_s)
 
-    def next_tokens(self, model: str, gap_s: float) -> None:
-        """It got more."""
-        self._itl.observe(model, gap_s)
+    def next_tokens(self, model: str, gaps_s: Sequence[float]) -> None:
+        """It got more, so often, each so long after the one before."""
+        if gaps_s:
+            self._itl.observe(model, *gaps_s)
 
     def placed(self, model: str, queued_s: float) -> None:
         """It was given to a replica."""

@@ -5,48 +5,75 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextvars import ContextVar, Token
+from types import TracebackType
 from typing import Literal
 
+import msgspec
 import structlog
+from structlog.typing import EventDict, Processor, WrappedLogger
 
 LogFormat = Literal["json", "console"]
 
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}.*")
-_SHARED: list[structlog.typing.Processor] = [
-    structlog.contextvars.merge_contextvars,
+_context: ContextVar[dict[str, str] | None] = ContextVar("argosy_request", default=None)
+
+
+def _add_context(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+    known = _context.get()
+    if known is not None:
+        event.update(known)
+    return event
+
+
+_SHARED: list[Processor] = [
+    _add_context,
     structlog.stdlib.add_log_level,
     structlog.stdlib.add_logger_name,
     structlog.processors.TimeStamper(fmt="iso", utc=True),
 ]
+_encode = msgspec.json.Encoder(enc_hook=repr).encode
 
 
-def configure_logs(log_format: LogFormat, level: str = "info") -> None:
-    """Send every log event of the process, the libraries' too, to standard error. Call once."""
+def _json(_logger: WrappedLogger, _method: str, event: EventDict) -> bytes:
+    return _encode(event)
+
+
+def _json_text(_logger: WrappedLogger, _method: str, event: EventDict) -> str:
+    return _encode(event).decode()
+
+
+def _encoded(_logger: WrappedLogger, _method: str, line: EventDict | str) -> bytes:
+    return str(line).encode("utf-8", "backslashreplace")
+
+
+def configure_logs(log_format: LogFormat, level: str = "info", replica: str = "") -> None:
+    """Send every log event of the process, the libraries' too, to standard error. Call once.
+
+    Each event carries the name of the `replica` that the process works for, if any. Our own events do not
+    pass the standard library's logging, which would make each ten times as dear.
+    """
+    shared = [*_SHARED, _named(replica)] if replica else _SHARED
     if log_format == "json":
-        render: list[structlog.typing.Processor] = [
-            structlog.processors.format_exc_info,
-            structlog.processors.JSONRenderer(),
-        ]
+        explain: list[Processor] = [structlog.processors.format_exc_info]
+        ours, theirs = [*explain, _json], [*explain, _json_text]
     else:
         # Plain tracebacks: the pretty ones print local variables, and those hold what users wrote.
-        render = [
-            structlog.dev.ConsoleRenderer(
-                colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
-            )
-        ]
+        render = structlog.dev.ConsoleRenderer(
+            colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
+        )
+        ours, theirs = [render, _encoded], [render]
     structlog.configure(
-        processors=[*_SHARED, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        processors=[*shared, *ours],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.stdlib.LoggerFactory(),
+        logger_factory=structlog.BytesLoggerFactory(sys.stderr.buffer),
         cache_logger_on_first_use=True,
     )
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
-            foreign_pre_chain=_SHARED,
-            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *render],
+            foreign_pre_chain=shared,
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *theirs],
         )
     )
     root = logging.getLogger()
@@ -56,17 +83,39 @@ def configure_logs(log_format: LogFormat, level: str = "info") -> None:
         logging.getLogger(talkative).setLevel(logging.WARNING)
 
 
+def _named(replica: str) -> Processor:
+    def name(_logger: object, _method: str, event: EventDict) -> EventDict:
+        event["replica"] = replica
+        return event
+
+    return name
+
+
 def get_log(name: str) -> structlog.typing.FilteringBoundLogger:
     """The logger of the module `name`."""
     log: structlog.typing.FilteringBoundLogger = structlog.get_logger(name)
     return log
 
 
-@contextmanager
-def request_context(request_id: str, traceparent: str = "") -> Iterator[None]:
+class request_context:  # noqa: N801 - used as a function is
     """Events logged inside carry `request_id`, and the trace id of a W3C `traceparent` header."""
-    known = {"request_id": request_id}
-    if trace := _TRACEPARENT.fullmatch(traceparent):
-        known["trace_id"] = trace[1]
-    with structlog.contextvars.bound_contextvars(**known):
-        yield
+
+    __slots__ = ("_known", "_token")
+
+    def __init__(self, request_id: str, traceparent: str = "") -> None:
+        self._known = {"request_id": request_id}
+        if traceparent and (trace := _TRACEPARENT.fullmatch(traceparent)):
+            self._known["trace_id"] = trace[1]
+        self._token: Token[dict[str, str] | None] | None = None
+
+    def __enter__(self) -> None:
+        self._token = _context.set(self._known)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        assert self._token is not None  # noqa: S101 - it was entered
+        _context.reset(self._token)

@@ -1,5 +1,6 @@
 """Serving HTTP/1.1: hardened connections, requests and answers under limits, listening sockets."""
 
+from argosy.web.deadlines import Deadlines
 from argosy.web.exchange import (
     EXCHANGE,
     JSON,
@@ -14,12 +15,15 @@ from argosy.web.exchange import (
     Watcher,
 )
 from argosy.web.listen import GOODBYE_S, Listener, bind, bind_unix, url_of
+from argosy.web.tls import Certificates, TlsConfig
 
 __all__ = [
     "EXCHANGE",
     "GOODBYE_S",
     "JSON",
     "App",
+    "Certificates",
+    "Deadlines",
     "DisconnectedError",
     "Exchange",
     "ExchangeLimits",
@@ -28,6 +32,7 @@ __all__ = [
     "Scope",
     "Send",
     "SlowReaderError",
+    "TlsConfig",
     "Watcher",
     "bind",
     "bind_unix",

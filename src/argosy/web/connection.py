@@ -1,127 +1,217 @@
-"""uvicorn's HTTP/1.1 connection, hardened: it can be cut, and headers are bounded in size and time."""
+"""An HTTP/1.1 connection of a client: parsed with httptools, answered in order, bounded in size and time."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
 import struct
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+from urllib.parse import unquote
 
+import httptools
 import msgspec
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.config import Config
+from uvicorn.protocols.utils import get_local_addr, get_remote_addr, is_ssl
+from uvicorn.server import ServerState
 
-from argosy.web.exchange import WIRE, Watcher
+from argosy.web.deadlines import Deadlines
+from argosy.web.exchange import WIRE, Scope
+from argosy.web.wire import RequestWire
 
 HEADER_LIMIT_BYTES = 64 * 1024
 """Most bytes of request line and headers together."""
-HEADER_TIMEOUT_S = 30.0
-"""A connection whose request line and headers take longer is dropped."""
 
 
-class RequestWire:
-    """The `Wire` of one request: the next one may already wait on the same connection.
+class Connection(asyncio.Protocol):
+    """A client's connection, as uvicorn's server makes and ends it.
 
-    `push` writes past uvicorn's request cycle, which costs a task's wake-up for each piece; head and end
-    of a stream go through it as ever.
+    Each request runs `app` in a task of its own, one at a time; the scope's `state` has its `RequestWire`.
+    `heads` and `idle` end connections whose headers take too long, and those that nobody uses.
     """
 
-    __slots__ = ("_connection", "_cycle")
+    transport: asyncio.Transport
 
-    def __init__(self, connection: Connection, cycle: RequestResponseCycle) -> None:
-        self._connection = connection
-        self._cycle = cycle
+    def __init__(
+        self,
+        heads: Deadlines[Connection],
+        idle: Deadlines[Connection],
+        *,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        del app_state  # there is no lifespan that could have made one
+        self._app = config.loaded_app
+        self._loop = _loop or asyncio.get_running_loop()
+        self._server = server_state
+        self._heads, self._idle = heads, idle
+        self._parser = httptools.HttpRequestParser(self)
+        self.full = False
+        self._held = False
+        """Reading is paused."""
+        self._deaf = False
+        """What comes now is not read: the last request has come, or something that is none."""
+        self._bad = False
+        """What came after the request that is being answered is no HTTP."""
+        self._incoming: RequestWire | None = None
+        self._current: RequestWire | None = None
+        self._waiting: deque[tuple[RequestWire, Scope]] = deque()
+        self._url = b""
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._header_bytes = 0
+        self._place: dict[str, Any] = {}
 
-    def cut(self) -> None:
-        """See `Wire`."""
-        self._connection.drop()
-
-    def push(self, data: bytes) -> None:
-        """See `Wire`."""
-        transport = self._connection.transport
-        if transport.is_closing():
-            return
-        if self._cycle.chunked_encoding:
-            data = b"%x\r\n%b\r\n" % (len(data), data)
-        transport.write(data)
-
-    def unframe(self) -> None:
-        """See `Wire`."""
-        self._cycle.chunked_encoding = False
-
-    def watch(self, watcher: Watcher | None) -> None:
-        """See `Wire`."""
-        self._connection.watcher = watcher
-        if watcher is not None and self._connection.transport.is_closing():
-            watcher.on_gone()
-
-
-class Connection(HttpToolsProtocol):
-    """A client's connection. The scope's `state` has its request's `RequestWire`."""
-
-    watcher: Watcher | None = None
-    _header_bytes = 0
-    _alarm: asyncio.TimerHandle | None = None
+    # --- asyncio's -------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client connected."""
-        super().connection_made(transport)
-        self._arm()
+        self.transport = transport
+        peer = transport.get_extra_info("socket")
+        if peer is not None and peer.family != socket.AF_UNIX:
+            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # not every loop does
+        self._server.connections.add(self)  # type: ignore[arg-type] # uvicorn names its own classes
+        self._place = {
+            "server": get_local_addr(transport),
+            "client": get_remote_addr(transport),
+            "scheme": "https" if is_ssl(transport) else "http",
+        }
+        self._heads.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """It is gone."""
-        self._disarm()
-        super().connection_lost(exc)
-        if self.watcher is not None:
-            self.watcher.on_gone()
+        del exc
+        self._server.connections.discard(self)
+        self._heads.remove(self)
+        self._idle.remove(self)
+        self._deaf = True
+        self._waiting.clear()
+        if self._current is not None:
+            self._current.client_gone()
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes of requests."""
+        if self._deaf:
+            return
+        try:
+            self._parser.feed_data(data)
+        except (
+            httptools.HttpParserUpgrade
+        ):  # answered as if it had not asked to speak something else
+            self._deaf = True
+        except httptools.HttpParserError:
+            self._heads.remove(self)
+            if not self._deaf:
+                self._deaf = True
+                self._no_http()
+
+    def pause_writing(self) -> None:
+        """What was sent piles up."""
+        self.full = True
+        if self._current is not None:
+            self._current.client_full()
+
+    def resume_writing(self) -> None:
+        """It no longer does."""
+        self.full = False
+        if self._current is not None:
+            self._current.client_has_room()
+
+    # --- the parser's ----------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
         """A request begins."""
-        super().on_message_begin()
-        self._header_bytes = 0
-        self._arm()
+        if self._deaf:
+            return
+        self._idle.remove(self)
+        self._heads.add(self)
+        self._url, self._headers, self._header_bytes = b"", [], 0
 
     def on_url(self, url: bytes) -> None:
         """A part of the request line came."""
         self._count(len(url))
-        super().on_url(url)
+        self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """A header came."""
         self._count(len(name) + len(value))
-        super().on_header(name, value)
+        self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        """All headers came."""
-        self._disarm()
-        super().on_headers_complete()
-        self.scope["state"][WIRE] = RequestWire(self, self.cycle)
+        """All headers came: the request can be answered, or waits until those before it are."""
+        if self._deaf:
+            return
+        self._heads.remove(self)
+        scope = self._scope()
+        version, parser = scope["http_version"], self._parser
+        keep_alive = version != "1.0" and parser.should_keep_alive() and not parser.should_upgrade()
+        expects = any(n == b"expect" and v.lower() == b"100-continue" for n, v in self._headers)
+        wire = RequestWire(self, scope, keep_alive=keep_alive, expects_continue=expects)
+        scope["state"] = {WIRE: wire}
+        self._incoming = wire
+        if self._current is None:
+            self._start(wire, scope)
+        else:
+            self._waiting.append((wire, scope))
+            self.hold()
 
-    def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP, in the shape of every other refusal."""
-        detail = {
-            "message": msg,
-            "type": "invalid_request_error",
-            "param": None,
-            "code": "bad_http",
-        }
-        body = msgspec.json.encode({"error": detail, "request_id": ""})
-        head = (
-            "HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
-        )
-        self.transport.write(head.encode() + body)
-        self.transport.close()
+    def on_body(self, body: bytes) -> None:
+        """A piece of the body."""
+        if self._incoming is not None:
+            self._incoming.came(body)
 
-    def pause_writing(self) -> None:
-        """What was sent piles up."""
-        super().pause_writing()
-        if self.watcher is not None:
-            self.watcher.on_full()
+    def on_message_complete(self) -> None:
+        """The request is whole."""
+        wire, self._incoming = self._incoming, None
+        if wire is not None:
+            wire.all_came()
+            self._deaf = self._deaf or not wire.keep_alive
 
-    def resume_writing(self) -> None:
-        """It no longer does."""
-        super().resume_writing()
-        if self.watcher is not None:
-            self.watcher.on_room()
+    # --- uvicorn's server's ----------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """Close, once what is being answered is."""
+        if self._current is None:
+            self.transport.close()
+        else:
+            self._current.keep_alive = False
+
+    # --- the request's ---------------------------------------------------------------------------
+
+    @property
+    def fixed_headers(self) -> Iterable[tuple[bytes, bytes]]:
+        """See `Owner`."""
+        return self._server.default_headers
+
+    def hold(self) -> None:
+        """See `Owner`."""
+        if not self._held and not self.transport.is_closing():
+            self._held = True
+            self.transport.pause_reading()
+
+    def read_on(self) -> None:
+        """See `Owner`."""
+        if self._held and not self._waiting and not self.transport.is_closing():
+            self._held = False
+            self.transport.resume_reading()
+
+    def answered(self, wire: RequestWire) -> None:
+        """See `Owner`."""
+        self._server.total_requests += 1
+        self._current = None
+        if self.transport.is_closing():
+            return
+        if not wire.keep_alive:
+            self.transport.close()
+        elif self._waiting:
+            self._start(*self._waiting.popleft())
+        elif self._bad:
+            self._refuse()
+        else:
+            self._idle.add(self)
+        self.read_on()
 
     def drop(self) -> None:
         """Close with a reset, so that the kernel keeps nothing for it either.
@@ -133,16 +223,65 @@ class Connection(HttpToolsProtocol):
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.transport.abort()
 
+    def late(self) -> None:
+        """The next request's headers take too long."""
+        if self._current is None:
+            self.transport.abort()
+        else:
+            self._heads.add(self)
+
+    def leave(self) -> None:
+        """Nobody uses it."""
+        self.transport.close()
+
+    # --- within ----------------------------------------------------------------------------------
+
     def _count(self, size: int) -> None:
         self._header_bytes += size
         if self._header_bytes > HEADER_LIMIT_BYTES:
             raise ValueError("the request's headers are too large")
 
-    def _arm(self) -> None:
-        self._disarm()
-        self._alarm = self.loop.call_later(HEADER_TIMEOUT_S, self.transport.abort)
+    def _scope(self) -> Scope:
+        url = httptools.parse_url(self._url)
+        path = url.path.decode("ascii")
+        return {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": self._parser.get_http_version(),
+            "method": self._parser.get_method().decode("ascii"),
+            "path": unquote(path) if "%" in path else path,
+            "raw_path": url.path,
+            "query_string": url.query or b"",
+            "root_path": "",
+            "headers": self._headers,
+            **self._place,
+        }
 
-    def _disarm(self) -> None:
-        if self._alarm is not None:
-            self._alarm.cancel()
-            self._alarm = None
+    def _start(self, wire: RequestWire, scope: Scope) -> None:
+        self._current = wire
+        task = self._loop.create_task(wire.run(self._app, scope))
+        self._server.tasks.add(task)
+        task.add_done_callback(self._server.tasks.discard)
+
+    def _no_http(self) -> None:
+        """What came is no HTTP: say so, after the answers that are due."""
+        current = self._current
+        if current is None or (current is self._incoming and not current.started):
+            self._refuse()
+        else:
+            self._bad = True
+
+    def _refuse(self) -> None:
+        detail = {
+            "message": "Invalid HTTP request received.",
+            "type": "invalid_request_error",
+            "param": None,
+            "code": "bad_http",
+        }
+        body = msgspec.json.encode({"error": detail, "request_id": ""})
+        head = (
+            "HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
+        self.transport.close()

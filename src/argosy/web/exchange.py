@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import time
-import uuid
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any, Protocol
 
@@ -48,16 +48,36 @@ class Watcher(Protocol):
 
 
 class Wire(Protocol):
-    """The connection under a request, past what ASGI offers."""
+    """The connection under a request. What is sent after the client has gone is lost without an error."""
 
-    def cut(self) -> None:
-        """Drop it at once, whatever waits to be sent."""
+    @property
+    def whole(self) -> bool:
+        """Whether the body is all there."""
+
+    @property
+    def full(self) -> bool:
+        """Whether the client is behind with what was sent to it."""
+
+    async def body(self, limit: int) -> bytes:
+        """The whole body, or more than `limit` bytes of it. Raises DisconnectedError."""
+
+    async def room(self) -> None:
+        """Wait until the client is not behind, or has gone."""
+
+    def answer(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
+        """Send a whole answer; `headers` tell its length."""
+
+    def begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        """Begin an answer of unknown length, which ends with the connection where HTTP is 1.0."""
 
     def push(self, data: bytes) -> None:
-        """Send a part of a stream that has begun, without waiting."""
+        """Send a part of the answer that has begun."""
 
-    def unframe(self) -> None:
-        """The stream that begins ends with the connection (HTTP/1.0 knows no chunks)."""
+    def end(self) -> None:
+        """End it."""
+
+    def cut(self) -> None:
+        """Drop the connection at once, whatever waits to be sent."""
 
     def watch(self, watcher: Watcher | None) -> None:
         """Tell `watcher`, and nobody else, how the client takes what is pushed."""
@@ -88,11 +108,12 @@ class Exchange:
         self._send = send
         self._limits = limits
         self._wire: Wire = scope["state"][WIRE]
-        self._version: str = scope["http_version"]
+        self.push = self._wire.push
+        """Send a part of a stream at once; `watch` tells when the client is behind."""
         self.arrived = time.monotonic()
         self.method: str = scope["method"]
         self.path: str = scope["path"]
-        self.query: bytes = scope["query_string"]
+        self.query: bytes = scope.get("query_string", b"")
         """What came after the path's `?`."""
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.peer = _peer(scope)
@@ -111,7 +132,7 @@ class Exchange:
 
     def _find_request_id(self) -> str:
         given = self.header(b"x-request-id")
-        return given if _REQUEST_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
+        return given if _REQUEST_ID.fullmatch(given) else f"req_{os.urandom(16).hex()}"
 
     def header(self, name: bytes) -> str:
         """A header's value; empty when it was not sent."""
@@ -124,26 +145,21 @@ class Exchange:
 
     async def body(self) -> bytes:
         """The whole body. Raises ApiError 413 before reading too much, 408 when it does not come."""
-        limit = self._limits.body_limit_bytes
+        limit, wire = self._limits.body_limit_bytes, self._wire
         self._refuse_length(limit)
-        chunks: list[bytes] = []
-        size = 0
-        try:
-            async with asyncio.timeout(self._limits.body_timeout_s):
-                while True:
-                    message = await self._receive()
-                    if message["type"] == "http.disconnect":
-                        raise DisconnectedError
-                    chunks.append(message.get("body", b""))
-                    size += len(chunks[-1])
-                    if size > limit:
-                        raise _too_large(limit)
-                    if not message.get("more_body", False):
-                        return b"".join(chunks)
-        except TimeoutError as error:
-            seconds = self._limits.body_timeout_s
-            message_text = f"The body was not complete after {seconds:g} s. Send it faster."
-            raise ApiError(408, "request_timeout", message_text) from error
+        if wire.whole:
+            body = await wire.body(limit)
+        else:
+            try:
+                async with asyncio.timeout(self._limits.body_timeout_s):
+                    body = await wire.body(limit)
+            except TimeoutError as error:
+                seconds = self._limits.body_timeout_s
+                message = f"The body was not complete after {seconds:g} s. Send it faster."
+                raise ApiError(408, "request_timeout", message) from error
+        if len(body) > limit:
+            raise _too_large(limit)
+        return body
 
     def _refuse_length(self, limit: int) -> None:
         length = self.headers.get(b"content-length", b"")
@@ -154,25 +170,25 @@ class Exchange:
             message = "Compressed bodies are not read. Send the JSON as it is."
             raise ApiError(415, "unsupported_encoding", message)
 
-    def on_disconnect(self, gone: Callable[[], object]) -> asyncio.Task[None]:
-        """Call `gone` when the client goes away; call after `body`. Cancel the task when done."""
+    def on_disconnect(self, gone: Callable[[], object]) -> Leaving:
+        """Call `gone` when the client goes away; cancel what is returned when that is over."""
 
-        async def watch() -> None:
-            while (await self._receive())["type"] != "http.disconnect":
-                pass
+        def left() -> None:
             self.gone = True
             gone()
 
-        return asyncio.create_task(watch())
+        leaving = Leaving(self._wire, left)
+        self._wire.watch(leaving)
+        return leaving
 
     async def answer(
         self, status: int, body: bytes, content_type: bytes = JSON, extra: Headers = ()
     ) -> None:
         """Send a whole answer."""
-        length = str(len(body)).encode()
+        length = b"%d" % len(body)
         headers = [(b"content-type", content_type), (b"content-length", length), *extra]
-        await self._start(status, headers)
-        await self._write({"type": "http.response.body", "body": body})
+        await self._room()
+        self._wire.answer(status, self._headed(status, headers), body)
         self.complete = True
 
     async def refuse(self, error: ApiError, extra: Headers = ()) -> None:
@@ -194,16 +210,12 @@ class Exchange:
             (b"x-accel-buffering", b"no"),
             *extra,
         ]
-        if self._version == "1.0":
-            self._wire.unframe()
-        await self._start(200, headers)
+        await self._room()
+        self._wire.begin(200, self._headed(200, headers))
 
     async def write(self, data: bytes) -> None:
         """Send a part of a stream, waiting while the client is behind."""
-        await self._write({"type": "http.response.body", "body": data, "more_body": True})
-
-    def push(self, data: bytes) -> None:
-        """Send a part of a stream at once; `watch` tells when the client is behind."""
+        await self._room()
         self._wire.push(data)
 
     def watch(self, watcher: Watcher | None) -> None:
@@ -212,7 +224,8 @@ class Exchange:
 
     async def end_stream(self) -> None:
         """End it."""
-        await self._write({"type": "http.response.body", "body": b""})
+        await self._room()
+        self._wire.end()
         self.complete = True
 
     def cut(self) -> None:
@@ -233,24 +246,49 @@ class Exchange:
         """Milliseconds since the request came."""
         return round((time.monotonic() - self.arrived) * 1000, 1)
 
-    async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        spent_ms = str(round((time.monotonic() - self.arrived) * 1000)).encode()
+    def _headed(self, status: int, headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+        """The headers, with those that every answer has."""
+        self.status = status
+        spent_ms = b"%d" % round((time.monotonic() - self.arrived) * 1000)
         headers += [
             *self.extra,
             (b"x-request-id", self.request_id.encode("latin-1")),
             (b"openai-processing-ms", spent_ms),
         ]
-        self.status = status
-        await self._write({"type": "http.response.start", "status": status, "headers": headers})
+        return headers
 
-    async def _write(self, message: MutableMapping[str, Any]) -> None:
-        """Send; raises SlowReaderError, the connection cut, when the client takes nothing."""
+    async def _room(self) -> None:
+        """Wait while the client is behind; when it takes nothing, cut it and raise SlowReaderError."""
+        if not self._wire.full:
+            return
         try:
             async with asyncio.timeout(self._limits.slow_reader_timeout_s):
-                await self._send(message)
+                await self._wire.room()
         except TimeoutError as error:
             await self.drop()
             raise SlowReaderError from error
+
+
+class Leaving:
+    """A `Watcher` that only wants to know when the client has gone."""
+
+    def __init__(self, wire: Wire, gone: Callable[[], None]) -> None:
+        self._wire = wire
+        self._gone = gone
+
+    def cancel(self) -> None:
+        """It no longer wants to."""
+        self._wire.watch(None)
+
+    def on_full(self) -> None:
+        """See `Watcher`."""
+
+    def on_room(self) -> None:
+        """See `Watcher`."""
+
+    def on_gone(self) -> None:
+        """See `Watcher`."""
+        self._gone()
 
 
 def _peer(scope: Scope) -> str:

@@ -5,15 +5,20 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import uvicorn
 
 from argosy.web.connection import Connection
+from argosy.web.deadlines import Deadlines
 from argosy.web.exchange import App
+from argosy.web.tls import Certificates
 
 KEEP_ALIVE_S = 75
 """An idle connection is closed after this long; longer than clients keep theirs."""
+HEADER_TIMEOUT_S = 30
+"""A connection whose request line and headers take longer is dropped."""
 GOODBYE_S = 5
 """How long connections may take to close once everything has been answered."""
 
@@ -21,19 +26,22 @@ GOODBYE_S = 5
 class Listener(uvicorn.Server):
     """uvicorn on our connections, without its signal handlers: what a signal means its owner decides."""
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: App, certificates: Certificates | None = None) -> None:
+        heads = Deadlines(HEADER_TIMEOUT_S, Connection.late)
+        idle = Deadlines(KEEP_ALIVE_S, Connection.leave)
+        shown = None if certificates is None else certificates.context
         super().__init__(
             uvicorn.Config(
                 app,
-                http=Connection,
+                http=partial(Connection, heads, idle),  # type: ignore[arg-type] # it makes one
                 ws="none",
                 lifespan="off",
                 log_config=None,
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,  # whom to believe is a setting of ours
-                timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=GOODBYE_S,
+                ssl_context_factory=None if shown is None else lambda *_: shown,
             )
         )
 
@@ -67,12 +75,12 @@ def bind_unix(path: Path) -> socket.socket:
     return unix
 
 
-def url_of(listening: socket.socket) -> str:
+def url_of(listening: socket.socket, scheme: str = "http") -> str:
     """Where it can be reached: `http://host:port`, or `unix:` and the path."""
     if listening.family == socket.AF_UNIX:
         return f"unix:{listening.getsockname()}"
     host, port = listening.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def _somebody_listens(path: Path) -> bool:

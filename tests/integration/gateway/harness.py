@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 
 import httpx2
 
-from argosy.gateway.caller import ANYONE
+from argosy.gateway.admin import build_admin
 from argosy.gateway.config import GatewayConfig, ModelConfig, ReplicaConfig, Timeouts
 from argosy.gateway.explain import ExplainConfig, Traces
 from argosy.gateway.front import Front
+from argosy.gateway.identity import Identity
 from argosy.gateway.journey import Journey, Stage
 from argosy.gateway.operating import Operating
 from argosy.gateway.pools import build_models
@@ -21,6 +22,7 @@ from argosy.gateway.probing import Prober
 from argosy.gateway.recorder import Recorder
 from argosy.gateway.serving import Serving
 from argosy.protocol import ApiError
+from argosy.store import Directory
 from argosy.telemetry import GatewayMetrics, GatewayReading
 from argosy.web import Listener, bind, url_of
 
@@ -80,8 +82,15 @@ async def front(
     traces = Traces(ExplainConfig())
     serving = Serving(models, config, [Recorder(traces, metrics, time.monotonic), *stages])
     operating = Operating(models, metrics, GatewayReading)
+    identity = Identity(Directory(), config.auth)
     app = Front(
-        models, serving, operating, identify=lambda _: ANYONE, metrics=metrics, config=config
+        models,
+        serving,
+        operating,
+        identify=identity.identify,
+        admin=build_admin(None, identity, lambda _: None, lambda: None),
+        metrics=metrics,
+        config=config,
     )
     replicas = [replica for pool in models.pools for replica in pool.replicas.values()]
     for replica in replicas:
@@ -91,12 +100,14 @@ async def front(
         asyncio.create_task(listener.serve(sockets=[bound])),
         asyncio.create_task(serving.tend()),
     ]
-    async with httpx2.AsyncClient(base_url=url_of(bound), timeout=30) as client:
-        yield Running(client, traces, metrics)
-    await app.idle.wait()
-    listener.should_exit = True
-    await tasks[0]
-    tasks[1].cancel()
-    for replica in replicas:
-        assert replica.load.in_flight == 0
-        replica.upstream.close()
+    try:
+        async with httpx2.AsyncClient(base_url=url_of(bound), timeout=30) as client:
+            yield Running(client, traces, metrics)
+        await app.idle.wait()
+        assert all(replica.load.in_flight == 0 for replica in replicas)
+    finally:
+        listener.should_exit = True
+        await tasks[0]
+        tasks[1].cancel()
+        for replica in replicas:
+            replica.upstream.close()

@@ -53,10 +53,12 @@ async def gateway(
     url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     server = GatewayServer(config, url.set_result)
     running = asyncio.create_task(server.run())
-    async with httpx2.AsyncClient(base_url=await url, timeout=30) as client:
-        yield client
-    server.stop()
-    await running
+    try:
+        async with httpx2.AsyncClient(base_url=await url, timeout=30) as client:
+            yield client
+    finally:
+        server.stop()
+        await running
 
 
 async def whole(asked: Asked) -> None:
@@ -93,7 +95,7 @@ async def test_a_request_passes_with_the_replicas_own_model_name() -> None:
 
 async def test_streams_pass_event_by_event() -> None:
     async with rough_server() as replica, gateway(replica) as client:
-        *chunks, _, done = await events(client, BODY)
+        *chunks, done = await events(client, BODY)
         assert [json.loads(chunk)["choices"][0]["text"] for chunk in chunks] == [" 0", " 1", " 2"]
         assert done == "[DONE]"
 

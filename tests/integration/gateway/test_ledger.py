@@ -1,13 +1,17 @@
-"""The ledger's stage: what was delivered becomes a row with its price, and reaches the store whatever the store does."""
+"""The ledger's stage: what was delivered becomes a row with its price and reaches the store, sooner or later."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
+from psycopg import sql
+from structlog.testing import capture_logs
+from tests.services import PostgresServer
 
 from argosy.gateway.ask import read
 from argosy.gateway.caller import Caller
@@ -16,7 +20,7 @@ from argosy.gateway.ledger import Ledger, settle_forever
 from argosy.gateway.replicas import Pool
 from argosy.policy import LeastCost
 from argosy.protocol import ApiError
-from argosy.store import Directory, Price, Spool, SpoolFullError, UsageRow
+from argosy.store import Directory, Price, Spool, SpoolFullError, UsageRow, open_store
 from argosy.web import Exchange
 from argosy.web.exchange import WIRE
 
@@ -32,7 +36,7 @@ async def never() -> dict[str, Any]:
     raise AssertionError("nobody reads or writes here")
 
 
-async def nothing(message: Any) -> None:
+async def nothing(message: object) -> None:
     raise AssertionError("nobody reads or writes here")
 
 
@@ -42,6 +46,7 @@ def journey(tier: int = 1, number: int = 1) -> Journey:
         "http_version": "1.1",
         "method": "POST",
         "path": "/v1/chat/completions",
+        "query_string": b"",
         "headers": [],
     }
     exchange = Exchange(scope, never, nothing, None)  # type: ignore[arg-type]
@@ -137,3 +142,60 @@ async def test_rows_wait_while_the_store_is_down_and_reach_it_once(spool: Spool)
     await settling
     assert len({row.request for row in rows}) == len(rows) == 600
     assert spool.waiting == 0
+
+
+async def test_a_database_that_goes_away_and_comes_back_gets_every_row_once(
+    spool: Spool, postgres: PostgresServer, postgres_url: str
+) -> None:
+    store, ledger, leaving = open_store(postgres_url), Ledger(spool), asyncio.Event()
+    store.migrate()
+
+    async def requests(numbers: range) -> None:
+        for number in numbers:
+            one = journey(number=number)
+            await ledger.enter(one)
+            one.delivered.prompt_tokens, one.delivered.output_tokens = 10, number
+            ledger.leave(one)
+
+    await requests(range(100))
+    settling = asyncio.create_task(settle_forever(spool, store.usage.add, leaving))
+    await until(lambda: spool.waiting == 0)
+    with capture_logs() as logs:
+        await asyncio.to_thread(take_away, postgres, postgres_url)
+        await requests(range(100, 800))
+        await until(lambda: bool(logs))
+        await asyncio.to_thread(bring_back, postgres, postgres_url)
+        await requests(range(800, 900))
+        await until(lambda: len(logs) > 1 and spool.waiting == 0)
+    assert [entry["event"] for entry in logs] == ["usage_not_settled", "usage_settled_again"]
+    leaving.set()
+    await settling
+    (used,) = store.usage.report()
+    store.close()
+    assert (used.requests, used.input_tokens, used.output_tokens) == (900, 9000, sum(range(900)))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110 - what is waited for is in another thread
+            await asyncio.sleep(0.01)
+
+
+def take_away(server: PostgresServer, url: str) -> None:
+    """The database lets nobody in, and throws out who is there."""
+    name = allow(server, url, connections=False)
+    with psycopg.connect(server.url("postgres"), autocommit=True) as connection:
+        query = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s"
+        connection.execute(query, [name])
+
+
+def bring_back(server: PostgresServer, url: str) -> None:
+    allow(server, url, connections=True)
+
+
+def allow(server: PostgresServer, url: str, *, connections: bool) -> str:
+    name = url.partition("@/")[2].partition("?")[0]
+    with psycopg.connect(server.url("postgres"), autocommit=True) as connection:
+        query = sql.SQL("ALTER DATABASE {} ALLOW_CONNECTIONS {}")
+        connection.execute(query.format(sql.Identifier(name), sql.Literal(connections)))
+    return name

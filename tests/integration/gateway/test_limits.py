@@ -22,6 +22,7 @@ from tests.integration.gateway.limit_world import (
 from argosy.gateway.limit_words import duration
 from argosy.gateway.limits import Limits, LimitsConfig, shared_state
 from argosy.store import Limit, MemoryState, Price, UsageRow, open_store
+from argosy.store.shared import SteadyClock
 
 NOON = datetime(2026, 11, 21, 12, tzinfo=UTC).timestamp()
 PRICE = Price(model="big", input=1_000, cached_input=100, output=10_000)
@@ -335,6 +336,15 @@ def test_hammering_passes_no_limit_by_more_than_a_piece_a_stream(
 
     asyncio.run(hammer())
     assert delivered <= most + overrun
+
+
+def test_a_system_clock_that_is_set_back_does_not_stop_ours(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    times = iter([100.0, 101.0, 50.0, 51.5, 200.0])
+    monkeypatch.setattr("time.time", lambda: next(times))
+    clock = SteadyClock()
+    assert [clock() for _ in range(5)] == [100.0, 101.0, 101.0, 102.5, 251.0]
 
 
 def test_settings_say_where_the_shared_state_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,7 +157,7 @@ async def test_a_limit_ends_another_servers_stream(tokenizer: Tokenizer) -> None
         front([watching], ReplicaConfig(url=rough.url, kind="openai")) as running,
     ):
         answer = await running.client.post(PATHS[1], json=body(PATHS[1], stream=True))
-        await gone.wait()
+        await asyncio.wait_for(gone.wait(), 30)
     chunks = events(answer.content)
     assert finishes(chunks) == {0: "budget"}
     assert chunks[-1] == b"[DONE]"
@@ -211,7 +211,7 @@ async def test_how_requests_end(tokenizer: Tokenizer) -> None:
             await engine.paused.wait()
             engine.paused.clear()
             task.cancel()
-            await watching.gone.acquire()
+            await asyncio.wait_for(watching.gone.acquire(), 30)
             assert watching.left[-1].status == "cancelled"
             assert watching.left[-1].delivered.output_tokens <= 3
         refused = await running.client.post(PATHS[0], json=body(PATHS[0], temperature=-1))
@@ -244,9 +244,11 @@ async def test_a_client_that_takes_nothing_is_cut_off() -> None:
         url = running.client.base_url
         reader, writer = await asyncio.open_connection(url.host, url.port, limit=1)
         asked = json.dumps(body(PATHS[1], stream=True)).encode()
-        head = f"POST {PATHS[1]} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(asked)}\r\n\r\n"
+        head = (
+            f"POST {PATHS[1]} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(asked)}\r\n\r\n"
+        )
         writer.write(head.encode() + asked)
-        await watching.gone.acquire()
+        await asyncio.wait_for(watching.gone.acquire(), 30)
         assert watching.left[0].status == "cancelled"
         del reader
         writer.close()

@@ -4,95 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.integration.gateway.wire import CHUNKED, OK, Kept, ask, read_request, serving
 
-from argosy.gateway.upstream import Connection, Upstream, UpstreamError, parse_endpoint
-
-Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-
-OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
-CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
-
-
-class Kept:
-    """A sink that keeps the answer."""
-
-    def __init__(self) -> None:
-        self.status = 0
-        self.headers: dict[bytes, bytes] = {}
-        self.pieces: list[bytes] = []
-        self.error: UpstreamError | None = None
-        self.ended = asyncio.Event()
-        self.begun = asyncio.Event()
-
-    def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        self.status, self.headers = status, dict(headers)
-
-    def on_body(self, body: bytes) -> None:
-        self.pieces.append(body)
-        self.begun.set()
-
-    def on_end(self) -> None:
-        self.ended.set()
-
-    def on_failure(self, error: UpstreamError) -> None:
-        self.error = error
-        self.ended.set()
-
-    @property
-    def body(self) -> bytes:
-        return b"".join(self.pieces)
-
-
-@contextlib.asynccontextmanager
-async def serving(handler: Handler, unix: Path | None = None) -> AsyncIterator[Upstream]:
-    """A client of a server whose connections `handler` serves, one task each."""
-    tasks: set[asyncio.Task[None]] = set()
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        tasks.add(task)
-        with contextlib.suppress(
-            asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError
-        ):
-            await handler(reader, writer)
-        writer.close()
-        with contextlib.suppress(ConnectionError):
-            await writer.wait_closed()
-
-    if unix is None:
-        server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
-    else:
-        server = await asyncio.start_unix_server(serve, unix)
-        url = f"unix:{unix}"
-    upstream = Upstream(parse_endpoint(url))
-    try:
-        yield upstream
-    finally:
-        upstream.close()
-        server.close()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def ask(upstream: Upstream, sink: Kept, body: bytes = b"{}") -> Connection:
-    connection = upstream.kept() or await upstream.connect()
-    headers = [(b"content-type", b"application/json")]
-    connection.ask(upstream.request(b"POST", b"/v1/x", body, headers), sink)
-    return connection
-
-
-async def read_request(reader: asyncio.StreamReader) -> bytes:
-    head = await reader.readuntil(b"\r\n\r\n")
-    length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
-    return head + await reader.readexactly(length)
+from argosy.gateway import attempt as attempts
+from argosy.gateway.attempt import Attempt
+from argosy.gateway.upstream import Connection, Upstream, UpstreamError
+from argosy.protocol import parse_endpoint
 
 
 async def test_a_request_goes_out_whole_and_the_connection_is_kept() -> None:
@@ -270,7 +194,187 @@ async def test_unix_sockets(tmp_path: Path) -> None:
         assert sink.body == b"ok"
 
 
+# --- hostile replicas: each costs an attempt, and no more ----------------------------------------
+
+
+async def flood(upstream: Upstream) -> Kept:
+    """Ask, and wait for how that ends."""
+    sink = Kept()
+    await ask(upstream, sink)
+    await sink.ended.wait()
+    return sink
+
+
+@pytest.mark.parametrize(
+    ("begin", "piece"),
+    [
+        (b"HTTP/1.1 200 OK\r\n", b"x-a: " + b"a" * 1000 + b"\r\n"),
+        (b"HTTP/1.1 200 OK\r\nx-a: ", b"a" * 1000),
+        (b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 40),
+        (b"HTTP/1.1 200 ", b"O" * 1000),
+        (CHUNKED + b"3;x=", b"a" * 1000),
+        (CHUNKED + b"0\r\n", b"x-a: " + b"a" * 1000 + b"\r\n"),
+    ],
+    ids=["headers", "a header", "interim answers", "reason", "chunk extension", "trailers"],
+)
+async def test_what_is_no_body_may_not_go_on_for_ever(begin: bytes, piece: bytes) -> None:
+    sent = 0
+
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        await read_request(reader)
+        writer.write(begin)
+        while not writer.is_closing():
+            writer.write(piece)
+            await writer.drain()
+            sent += len(piece)
+
+    async with serving(handler) as upstream:
+        sink = await flood(upstream)
+        assert sink.error is not None
+        assert upstream.kept() is None
+        assert len(sink.body) <= 3
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 200 OK\r\ncontent-length: -1\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 99999999999999999999999\r\n\r\nx",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\ncontent-length: 3\r\n\r\nabc",
+        CHUNKED + b"ffffffffffffffffffff\r\n",
+        CHUNKED + b"-1\r\n",
+        CHUNKED + b"2\r\nabc\r\n",
+        b"HTTP/1.1 101 Switching Protocols\r\nupgrade: h2c\r\nconnection: upgrade\r\n\r\nx",
+        b"HTTP/9.9 200 OK\r\n\r\n",
+        b"HTTP/1.1 999999 OK\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\na b: c\r\n\r\n",
+        b"\x16\x03\x01\x02\x00" * 10,
+        b"\r\n" * 40_000,
+    ],
+)
+async def test_what_makes_no_sense_is_a_failure(answer: bytes) -> None:
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(answer)
+        await reader.read()
+
+    async with serving(handler) as upstream:
+        sink = await flood(upstream)
+        assert sink.error is not None
+        assert upstream.kept() is None
+
+
+async def test_bytes_that_nobody_asked_for_close_the_connection() -> None:
+    more, sent = asyncio.Event(), asyncio.Event()
+
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(OK)
+        await more.wait()
+        writer.write(OK)
+        assert await reader.read() == b""
+        sent.set()
+
+    async with serving(handler) as upstream:
+        sink = await flood(upstream)
+        assert sink.error is None
+        more.set()
+        await sent.wait()
+        assert upstream.kept() is None
+
+
+async def test_an_answer_that_nobody_takes_is_not_kept_without_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attempts, "WHOLE_LIMIT_BYTES", 1 << 20)
+
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(CHUNKED)
+        while not writer.is_closing():
+            writer.write(b"10000\r\n" + b"x" * 65536 + b"\r\n")
+            await writer.drain()
+
+    async with serving(handler) as upstream:
+        attempt = Attempt(asyncio.get_running_loop().time)
+        await attempt.send(upstream, upstream.request(b"POST", b"/v1/x", b"{}", []))
+        assert await attempt.head == 200
+        with pytest.raises(UpstreamError, match="larger than"):
+            await attempt.whole()
+
+
+@given(
+    answer=st.binary(max_size=300)
+    | st.lists(
+        st.sampled_from(
+            [
+                b"HTTP/1.1 200 OK\r\n",
+                b"HTTP/1.1 100 \r\n\r\n",
+                b"content-length: 3\r\n",
+                b"transfer-encoding: chunked\r\n",
+                b"connection: close\r\n",
+                b"\r\n",
+                b"3\r\nabc\r\n",
+                b"0\r\n\r\n",
+                b"abc",
+                b"\x00",
+            ]
+        ),
+        max_size=12,
+    ).map(b"".join),
+    cuts=st.lists(st.integers(0, 300), max_size=5),
+)
+def test_no_bytes_whatsoever_do_more_than_end_an_attempt(answer: bytes, cuts: list[int]) -> None:
+    sink, kept = Kept(), list[Connection]()
+    connection = Connection(kept.append)
+    connection.connection_made(Wire())
+    connection.ask(b"", sink)
+    edges = [0, *sorted(min(cut, len(answer)) for cut in cuts), len(answer)]
+    for begin, end in itertools.pairwise(edges):
+        if not connection.closed:
+            connection.data_received(answer[begin:end])
+    connection.connection_lost(None)
+    assert sink.ended.is_set()
+    assert (sink.error is None) == (sink.status >= 200 and bool(kept))
+
+
+class Wire(asyncio.Transport):
+    """A transport of which only the end is seen."""
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        pass
+
+    def abort(self) -> None:
+        pass
+
+    def get_extra_info(self, name: str, default: object = None) -> object:
+        return default
+
+
+# --- addresses -----------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("url", ["", "host", "ftp://x", "http://", "http://x:y", "unix:relative"])
 def test_what_is_no_address_is_refused_with_the_remedy(url: str) -> None:
     with pytest.raises(ValueError, match="write http://HOST:PORT"):
         parse_endpoint(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "name"),
+    [
+        ("http://a", "a"),
+        ("http://a:8000/v1/", "a:8000"),
+        ("https://a:443/x/v1", "a"),
+        ("http://[::1]:8000", "[::1]:8000"),
+        ("unix:/a b.sock", "unix:/a b.sock"),
+        ("unix:///a.sock", "unix:/a.sock"),
+        ("http+unix://%2Fa.sock/v1", "unix:/a.sock"),
+    ],
+)
+def test_addresses(url: str, name: str) -> None:
+    endpoint = parse_endpoint(url)
+    assert endpoint.name == name
+    assert endpoint.path == ("/x" if "/x" in url else "")
+    assert endpoint.tls == url.startswith("https")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tests.authority import Authority
@@ -15,6 +16,7 @@ WINDOW_S = 60.0
 ALIVE_S = 5.0
 GATEWAYS = 3
 WHO = st.integers(0, GATEWAYS - 1)
+PAUSE = st.sampled_from([0.2, 1.0, 1.9, 56.0, 58.0, 59.0, 59.5, 60.0, 61.0]) | st.floats(0.01, 40.0)
 FATE = st.sampled_from(["arrives", "arrives", "arrives", "lost", "answer lost"])
 
 
@@ -63,6 +65,18 @@ class Fleet(RuleBasedStateMachine):
         else:
             gateway.lease.want(units)
 
+    @rule(who=WHO, units=st.integers(1, 60))
+    def get(self, who: int, units: int) -> None:
+        """As much of it as there is."""
+        gateway = self.gateways[who]
+        for _ in range(2):
+            if gateway.lease.room(self.now) < units:
+                gateway.lease.want(units)
+                self.talk(who, "arrives")
+        room = min(units, gateway.lease.room(self.now))
+        if room > 0:
+            self._use(gateway, room)
+
     @rule(who=WHO, part=st.floats(0, 1))
     def give_back(self, who: int, part: float) -> None:
         gateway = self.gateways[who]
@@ -89,7 +103,7 @@ class Fleet(RuleBasedStateMachine):
             gateway.lease.answer(ask, grant, asked_at, self.now)
             gateway.asked = None
 
-    @rule(seconds=st.floats(0.01, 40.0))
+    @rule(seconds=PAUSE)
     def wait(self, seconds: float) -> None:
         self.now += seconds
 
@@ -110,6 +124,41 @@ class Sliding(Fleet):
     @invariant()
     def never_more_than_the_limit(self) -> None:
         assert self.within(WINDOW_S) <= self.limit
+
+
+Step = tuple[float, int, str, int]
+"""How long before, who, what, and how many units."""
+
+
+@settings(max_examples=300)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([0.0, 0.9, 1.9, 57.2, 58.9, 59.3, 60.0]),
+            st.integers(0, 1),
+            st.sampled_from(["ask", "use", "get", "give back"]),
+            st.sampled_from([10, 30, 60]),
+        ),
+        max_size=14,
+    )
+)
+@example([(0.0, 0, "ask", 30), (1.9, 0, "use", 40), (59.3, 1, "get", 60)])
+def test_grants_that_are_used_late_or_given_back_late_free_nothing_too_soon(
+    steps: list[Step],
+) -> None:
+    fleet = Sliding()
+    for pause, who, what, units in steps:
+        fleet.wait(pause)
+        if what == "ask":
+            fleet.gateways[who].lease.want(units)
+            fleet.talk(who, "arrives")
+        elif what == "use":
+            fleet.use(who, units)
+        elif what == "get":
+            fleet.get(who, units)
+        else:
+            fleet.give_back(who, 0.9)
+        fleet.never_more_than_the_limit()
 
 
 class Trusting(Sliding):

@@ -15,6 +15,7 @@ from argosy.policy import (
     Reservation,
     Use,
     Window,
+    ended,
     never,
     reserve,
     running,
@@ -24,6 +25,10 @@ from argosy.policy import (
 
 def tokens(count: int) -> Use:
     return running(0, count, 0)
+
+
+def done(count: int) -> Use:
+    return ended(0, count, 0)
 
 
 def meters(most: int, requests: int = 10, places: int = 10) -> list[Meter]:
@@ -42,7 +47,7 @@ def test_all_limits_are_held_or_none() -> None:
     wide, narrow = meters(1000), meters(50)
     refusals = reserve([*wide, *narrow], tokens(40), tokens(1), 0.0)
     assert isinstance(refusals, Reservation)
-    refusals.settle(tokens(20), 0.0)
+    refusals.settle(done(20), 0.0)
     refusals = reserve([*wide, *narrow], tokens(40), tokens(1), 0.0)
     assert isinstance(refusals, list)
     [refusal] = refusals
@@ -57,8 +62,8 @@ def test_what_was_not_used_comes_back_and_a_request_for_which_nothing_was_done_c
     held = reserve(limits, tokens(80), tokens(1), 0.0)
     assert isinstance(held, Reservation)
     assert isinstance(reserve(limits, tokens(30), tokens(1), 0.0), list)
-    held.settle(tokens(20), 1.0)
-    held.settle(tokens(90), 1.0)
+    held.settle(done(20), 1.0)
+    held.settle(done(90), 1.0)
     assert used(limits) == [1, 20, 0]
     other = reserve(limits, tokens(80), tokens(1), 1.0)
     assert isinstance(other, Reservation)
@@ -91,7 +96,7 @@ def test_one_at_a_time_means_one_at_a_time() -> None:
     refusals = reserve(limits, tokens(1), tokens(1), 0.0)
     assert isinstance(refusals, list)
     assert worst(refusals).meter.unit == "concurrency"
-    held.settle(tokens(1), 0.0)
+    held.settle(done(1), 0.0)
     assert isinstance(reserve(limits, tokens(1), tokens(1), 0.0), Reservation)
 
 
@@ -142,7 +147,7 @@ def test_in_the_end_what_counts_is_what_was_used(
             held.settle(Use(), now)
             total += 0
             continue
-        held.settle(tokens(delivered), now)
+        held.settle(done(delivered), now)
         total, count = total + delivered, count + 1
     assert now < 60.0 or not requests or limits[1].counter.used <= total
     if now < 60.0:

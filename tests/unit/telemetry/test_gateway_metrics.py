@@ -28,8 +28,8 @@ def shown(metrics: GatewayMetrics) -> dict[str, float]:
 def some(metrics: GatewayMetrics) -> None:
     metrics.answered("/v1/completions", 200)
     metrics.first_token("m", 0.5)
-    metrics.next_tokens("m", 0.01)
-    metrics.next_tokens("m", 0.02)
+    metrics.next_tokens("m", [0.01, 0.02])
+    metrics.next_tokens("m", [])
     metrics.placed("m", 0.25)
     metrics.retried("m")
     metrics.failed_over("m")

@@ -37,3 +37,17 @@ def test_json_lines() -> None:
     assert "ValueError: broken" in failed["exception"]
     assert "request_id" not in after
     assert not done.stdout
+
+
+def test_lines_for_people() -> None:
+    program = PROGRAM.replace('"json"', '"console"')
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    served, library, failed, *traceback, after = done.stderr.splitlines()
+    assert all(part in served for part in ("served", "argosy.test", "route=/x", "request_id=req_1"))
+    assert all(part in library for part in ("look here", "library", "request_id=req_1"))
+    assert "failed" in failed
+    assert "ValueError: broken" in traceback[-1]
+    assert "after" in after
+    assert not done.stdout

@@ -79,7 +79,7 @@ def build(config: EngineConfig, progress: Callable[[str, float], None]) -> Built
         model_max_len=spec.max_model_len,
         kv_bytes_per_token=kv_bytes_per_token,
         free_bytes=max(0, device.free_bytes() - packs.mapped_bytes - working_bytes),
-        kv_share=device.kv_share,
+        kv_share=device.kv_share / (1 + config.neighbours),
     )
     executor = parts.executor(limits)
     if config.warmup:
@@ -133,7 +133,7 @@ def _within(spec: ModelSpec, config: EngineConfig) -> ModelSpec:
 def choose_device(config: EngineConfig) -> Device:
     """The device that the settings name; "auto" takes a GPU where torch sees one."""
     if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
-        return cpu_device(config.threads)
+        return cpu_device(config.threads, config.neighbours)
     from argosy.engine.execution.gpu.cuda import cuda_device
 
     return cuda_device()

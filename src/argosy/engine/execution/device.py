@@ -274,15 +274,15 @@ class _Cpu:
         return Moment()
 
 
-def cpu_device(threads: int | None) -> Device:
-    """Build the CPU device; None takes every CPU that this process may use.
+def cpu_device(threads: int | None, neighbours: int = 0) -> Device:
+    """Build the CPU device; None takes every CPU that this process may use, or its part beside neighbours.
 
     Sets torch's intra-op threads for the calling thread, so call it from the thread that computes.
     Raises ValueError for fewer than one thread.
     """
     if threads is not None and threads < 1:
         raise ValueError(f"threads is {threads}; set it to 1 or more, or leave it out")
-    count = threads or _usable_cpus()
+    count = threads or max(1, _usable_cpus() // (1 + neighbours))
     torch.set_num_threads(count)
     return _Cpu(threads=count, default_dtype=_native_dtype(), rows=cpu_rows(count))
 

@@ -118,7 +118,7 @@ class SigningKeys:
     def _fetch(self) -> None:
         try:
             self._keep(_read(self._config))
-        except (ValueError, httpx2.HTTPError) as error:
+        except (ValueError, httpx2.HTTPError, httpx2.InvalidURL) as error:
             self._stale_at = self._next = self._clock() + RETRY_S
             self._failed = True
             log.warning("signing_keys_unavailable", reason=str(error))
@@ -134,7 +134,7 @@ class SigningKeys:
 
 
 def _read(config: JwtConfig) -> dict[str, dict[str, Any]]:
-    """Public keys for signatures, by id. Raises ValueError or httpx2.HTTPError."""
+    """Public keys for signatures, by id. Raises ValueError, httpx2.HTTPError or InvalidURL."""
     where = config.jwks
     if where is None:
         where = _discover(config.issuer or "")

@@ -75,6 +75,7 @@ class EngineClient:
         restarts: RestartPolicy = RESTARTS,
         log_format: LogFormat = "console",
         log_level: str = "info",
+        log_name: str = "",
         early: EarlyCore | None = None,
     ) -> None:
         """`early` is the process of the first core, when it has been started already."""
@@ -86,6 +87,7 @@ class EngineClient:
         self._policy = restarts
         self._log_format: LogFormat = log_format
         self._log_level = log_level
+        self._log_name = log_name
         self._beat_s = min(BEAT_S, config.stall_timeout_s / 4)
         self._state: State = "starting"
         self._info: Ready | None = None
@@ -209,6 +211,7 @@ class EngineClient:
                 beat_s=self._beat_s,
                 log_format=self._log_format,
                 log_level=self._log_level,
+                log_name=self._log_name,
                 hear=partial(self._hear, vigil),
                 gone=exited.set_result,
                 process=self._early.take() if self._early else None,

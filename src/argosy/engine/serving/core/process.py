@@ -74,6 +74,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     beat_s: float
     log_format: LogFormat
     log_level: str
+    log_name: str
     parent: int
     """Process id of the parent; the core does not outlive it."""
 
@@ -244,7 +245,7 @@ def main() -> NoReturn:
     if not told:  # the parent has changed its mind
         os._exit(0)
     launch = msgspec.json.decode(told, type=Launch)
-    configure_logs(launch.log_format, launch.log_level)
+    configure_logs(launch.log_format, launch.log_level, launch.log_name)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     channel = _connect(context, zmq.DEALER, launch.channel)
     pulse = Pulse()

@@ -44,6 +44,7 @@ class CoreHandle:
         beat_s: float,
         log_format: LogFormat,
         log_level: str,
+        log_name: str,
         hear: Hear,
         gone: Callable[[int], None],
         process: subprocess.Popen[bytes] | None = None,
@@ -69,6 +70,7 @@ class CoreHandle:
                 beat_s=beat_s,
                 log_format=log_format,
                 log_level=log_level,
+                log_name=log_name,
                 parent=os.getpid(),
             )
         )

@@ -7,6 +7,8 @@ from typing import Literal
 
 import msgspec
 
+from argosy.web import TlsConfig
+
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where the replica listens and how it treats its clients. Times are in seconds."""
@@ -16,6 +18,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """0 takes a free port; `on_ready` tells which."""
     uds: str | None = None
     """Path of a Unix domain socket to listen on instead of host and port."""
+    tls: TlsConfig | None = None
+    """Listen over TLS."""
     served_model_names: tuple[str, ...] = ()
     """Names that requests may use; the first is the one in answers. Empty: the model's own name."""
     chat_template: str | None = None
@@ -35,6 +39,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """`/metrics` also shows vLLM's metric names."""
     log_format: Literal["json", "console"] = "console"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_name: str = ""
+    """What the log calls this replica, where several write to one."""
 
     def names_of(self, model: str) -> tuple[str, ...]:
         """Names for `model`: those set, or its own (a directory's last part, a hub repository's name)."""

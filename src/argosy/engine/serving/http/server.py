@@ -24,7 +24,7 @@ from argosy.engine.serving.http.routes import App
 from argosy.engine.serving.text.template import ChatTemplate
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.telemetry import configure_logs
-from argosy.web import GOODBYE_S, Listener, bind, bind_unix, url_of
+from argosy.web import GOODBYE_S, Certificates, Listener, bind, bind_unix, url_of
 
 WATCH_S = 0.5
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -68,7 +68,8 @@ class ReplicaServer:
         self._load_text = load_text
         self._on_ready = on_ready
         self.replica = Replica(config, config.names_of(engine_config.model), engine)
-        self._listener = Listener(App(self.replica))
+        self._certificates = None if config.tls is None else Certificates(config.tls)
+        self._listener = Listener(App(self.replica), self._certificates)
         self._leave = asyncio.Event()
         self._at_once = asyncio.Event()
 
@@ -84,13 +85,16 @@ class ReplicaServer:
         self._install_signals()
         bound = self._bind()
         listening = asyncio.create_task(self._listener.serve(sockets=[bound]))
-        serving = asyncio.create_task(self._serve(url_of(bound)))
+        scheme = "http" if self._certificates is None else "https"
+        serving = asyncio.create_task(self._serve(url_of(bound, scheme)))
+        renewing = asyncio.create_task(self._renew())
         leaving = asyncio.create_task(self._leave.wait())
         try:
             await asyncio.wait({listening, serving, leaving}, return_when=asyncio.FIRST_COMPLETED)
             await self._drain()
         finally:
             leaving.cancel()
+            renewing.cancel()
             serving.cancel()
             await self._engine.close()
             self._listener.should_exit = True
@@ -116,6 +120,10 @@ class ReplicaServer:
         while self._engine.state != "failed":  # noqa: ASYNC110 - the engine's state is all it shows
             await asyncio.sleep(WATCH_S)
         raise EngineFailedError("the engine failed too often; see the log, then start it again")
+
+    async def _renew(self) -> None:
+        if self._certificates is not None:
+            await self._certificates.watch()
 
     async def _drain(self) -> None:
         deadline_s = self._config.drain_deadline_s
@@ -172,7 +180,7 @@ def serve_replica(
 
     Raises EngineFailedError, ValueError or OSError, each saying what to change, when it cannot.
     """
-    configure_logs(config.log_format, config.log_level)
+    configure_logs(config.log_format, config.log_level, config.log_name)
     path = locate(engine_config.model, engine_config.revision)
 
     async def run() -> None:
@@ -184,6 +192,7 @@ def serve_replica(
                 progress=progress,
                 log_format=config.log_format,
                 log_level=config.log_level,
+                log_name=config.log_name,
                 early=early,
             ),
             load_text=lambda: TextTools.load(path, config.chat_template),

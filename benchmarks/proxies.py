@@ -1,0 +1,302 @@
+"""The proxies that the gateway's benchmark compares: how each is configured, started on one core, and watched."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx2
+import msgspec
+import psutil
+
+from argosy.store import Price, open_store
+from benchmarks.processes import PeerError
+
+MODEL = "mock"
+KEY = "sk-none"
+MOST_STREAMS = 100_000
+"""At a time; more than anybody holds."""
+PATIENCE_S = 90.0
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a proxy runs, and before what."""
+
+    upstream: int
+    """Port."""
+    port: int
+    folder: Path
+    """Its own, for its configuration and log."""
+    python: Path
+    """Of its environment."""
+
+    @property
+    def behind(self) -> str:
+        """The upstream's URL."""
+        return f"http://127.0.0.1:{self.upstream}"
+
+    def write(self, name: str, content: bytes) -> Path:
+        """Put a file into its folder."""
+        path = self.folder / name
+        path.write_bytes(content)
+        return path
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What to run."""
+
+    command: list[str]
+    key: str = KEY
+    """That it knows its client by."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proxy:
+    """One way through."""
+
+    start: Callable[[Place], Start]
+    environment: str | None = None
+    """Below `.venv-peers`; None: the one that runs the benchmark."""
+    package: str | None = None
+    """Whose version to tell."""
+    rival: bool = False
+    """A router written for speed: what we compare ourselves with."""
+    slow: bool = False
+    """Asked for small requests and few streams only."""
+
+    def python(self, environments: Path) -> Path:
+        """Its interpreter. Raises FileNotFoundError with the remedy."""
+        if self.environment is None:
+            return Path(sys.executable)
+        path = environments / self.environment / "bin" / "python"
+        if not path.exists():
+            raise FileNotFoundError(f"not installed: make peers/{self.environment}")
+        return path
+
+
+@dataclass(slots=True)
+class Running:
+    """A proxy that answers, or the upstream itself."""
+
+    port: int
+    key: str = KEY
+    version: str = ""
+    process: psutil.Process | None = None
+
+    def cpu_s(self) -> float:
+        """What it and its children have computed so far."""
+        return sum(sum(each.cpu_times()[:2]) for each in self._family())
+
+    def rss_mib(self) -> float:
+        """What they hold in memory."""
+        return sum(each.memory_info().rss for each in self._family()) / 2**20
+
+    def _family(self) -> list[psutil.Process]:
+        if self.process is None:
+            return []
+        return [self.process, *self.process.children(recursive=True)]
+
+
+# --- how each is started ---------------------------------------------------------------------------
+
+
+def argosy_plain(place: Place) -> Start:
+    """Argosy without accounts, before a server that is not its own: nobody is asked for a key."""
+    return _argosy(place, {"kind": "openai", "max_requests": MOST_STREAMS}, {}, KEY)
+
+
+def argosy(place: Place) -> Start:
+    """Argosy with everything on, before its own engine: keys, limits, prices, and streams that can move."""
+    url = f"sqlite:///{place.folder}/store.db"
+    on = {"store": {"url": url}, "auth": {"mode": "keys"}}
+    return _argosy(place, {"kind": "argosy"}, on, _account(url))
+
+
+def _argosy(
+    place: Place, replica: dict[str, object], settings: dict[str, object], key: str
+) -> Start:
+    config = {
+        "port": place.port,
+        "log_format": "json",
+        "models": [{"name": MODEL, "replicas": [{"url": place.behind, **replica}]}],
+        **settings,
+    }
+    path = place.write("gateway.yaml", msgspec.yaml.encode(config))
+    return Start([str(place.python), "-m", "argosy.cli", "gateway", "--config", str(path)], key)
+
+
+def _account(url: str) -> str:
+    """The key of an account that has limits of every kind, none of which it reaches, and a price."""
+    store = open_store(url)
+    try:
+        store.migrate()
+        accounts, actor = store.accounts, "benchmark"
+        organisation = accounts.create_organisation("payers", actor=actor).id
+        project = accounts.create_project(organisation, "tenant", actor=actor).id
+        key, plain = accounts.create_key(project, "key", actor=actor)
+        far = 10**15
+        accounts.set_limit(
+            "organisation", organisation, "nano_dollars", far, window="month", actor=actor
+        )
+        accounts.set_limit("project", project, "tokens", far, window="minute", actor=actor)
+        accounts.set_limit("project", project, "concurrency", far, actor=actor)
+        accounts.set_limit("key", key.id, "requests", far, window="minute", actor=actor)
+        price = Price(model=MODEL, input=100, cached_input=10, output=400)
+        accounts.set_price(price, actor=actor)
+        return plain
+    finally:
+        store.close()
+
+
+def nginx(place: Place) -> Start:
+    """A plain proxy, nginx, that keeps its connections and buffers nothing."""
+    program = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
+    if program is None:
+        raise FileNotFoundError("not installed: the package nginx of the distribution")
+    config = f"""
+daemon off; worker_processes 1; pid {place.folder}/pid; error_log stderr error; worker_rlimit_nofile 65536;
+events {{ worker_connections 32768; }}
+http {{
+  access_log off; client_body_temp_path {place.folder}; proxy_temp_path {place.folder};
+  fastcgi_temp_path {place.folder}; uwsgi_temp_path {place.folder}; scgi_temp_path {place.folder};
+  keepalive_requests 1000000000;
+  upstream engine {{ server 127.0.0.1:{place.upstream}; keepalive 8192; keepalive_requests 1000000000; }}
+  server {{
+    listen 127.0.0.1:{place.port} backlog=4096;
+    location / {{
+      proxy_pass http://engine; proxy_http_version 1.1; proxy_set_header Connection ""; proxy_buffering off;
+    }}
+  }}
+}}
+"""
+    path = place.write("nginx.conf", config.encode())
+    return Start([program, "-c", str(path), "-p", str(place.folder)])
+
+
+def sglang_router(policy: str) -> Callable[[Place], Start]:
+    """sglang-router with one of its policies."""
+
+    def start(place: Place) -> Start:
+        arguments = ["--worker-urls", place.behind, "--policy", policy]
+        arguments += ["--host", "127.0.0.1", "--port", str(place.port), "--log-level", "error"]
+        arguments += ["--prometheus-port", str(free_port()), "--max-concurrent-requests", "-1"]
+        return Start([str(place.python), "-m", "sglang_router.launch_router", *arguments])
+
+    return start
+
+
+def litellm(place: Place) -> Start:
+    """LiteLLM's proxy, one worker, no database."""
+    behind = {"model": f"openai/{MODEL}", "api_base": f"{place.behind}/v1", "api_key": KEY}
+    key = f"sk-{secrets.token_urlsafe(32)}"  # it starts with no other
+    models = [{"model_name": MODEL, "litellm_params": behind}]
+    config = {"model_list": models, "general_settings": {"master_key": key}}
+    path = place.write("litellm.yaml", json.dumps(config).encode())
+    program = str(place.python.parent / "litellm")
+    listening = ["--host", "127.0.0.1", "--port", str(place.port)]
+    return Start([program, "--config", str(path), *listening], key)
+
+
+PROXIES = {
+    "argosy": Proxy(argosy, package="argosy"),
+    "argosy-plain": Proxy(argosy_plain, package="argosy"),
+    "nginx": Proxy(nginx),
+    "sglang-router": Proxy(
+        sglang_router("round_robin"), "sglang-router", "sglang-router", rival=True
+    ),
+    "sglang-router-cache-aware": Proxy(
+        sglang_router("cache_aware"), "sglang-router", "sglang-router", rival=True
+    ),
+    "litellm": Proxy(litellm, "litellm", "litellm", slow=True),
+}
+DEFAULT = ("argosy", "nginx", "sglang-router", "litellm")
+
+
+# --- running ---------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def running(
+    proxy: Proxy, upstream: int, core: int, folder: Path, environments: Path
+) -> Iterator[Running]:
+    """The proxy on one core, once it has answered. Raises PeerError or FileNotFoundError."""
+    folder.mkdir(parents=True)
+    place = Place(upstream, free_port(), folder, proxy.python(environments))
+    start = proxy.start(place)
+    log = folder / "log"
+    with log.open("wb") as errors:
+        process = subprocess.Popen(
+            ["taskset", "-c", str(core), *start.command],
+            stdin=subprocess.DEVNULL,
+            stdout=errors,
+            stderr=errors,
+            env=os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "NO_PROXY": "127.0.0.1"},
+            start_new_session=True,
+        )
+    try:
+        _wait(process, place.port, start.key, log)
+        version = _version(proxy, place.python, start.command[0])
+        yield Running(place.port, start.key, version, psutil.Process(process.pid))
+    finally:
+        _end(process)
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    return port
+
+
+def _wait(process: subprocess.Popen[bytes], port: int, key: str, log: Path) -> None:
+    end = time.monotonic() + PATIENCE_S
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "ready?"}], "max_tokens": 1}
+    headers = {"authorization": f"Bearer {key}"}
+    told = "it did not answer"
+    while process.poll() is None and time.monotonic() < end:
+        try:
+            url = f"http://127.0.0.1:{port}/v1/chat/completions"
+            answer = httpx2.post(url, json=body, headers=headers, timeout=20)
+        except httpx2.TransportError:
+            time.sleep(0.1)
+            continue
+        if answer.status_code == httpx2.codes.OK:
+            return
+        told = f"status {answer.status_code}: {answer.text[:100]}"
+        time.sleep(0.1)
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    raise PeerError(f"{told}; {(lines or ['it said nothing'])[-1].strip()[:200]}")
+
+
+def _version(proxy: Proxy, python: Path, program: str) -> str:
+    if proxy.package is None:
+        told = subprocess.run([program, "-v"], capture_output=True, text=True, check=True)
+        found = re.search(r"\d[\d.]+", told.stderr + told.stdout)
+        return found[0] if found else ""
+    code = f"import importlib.metadata as m; print(m.version({proxy.package!r}))"
+    told = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
+    return told.stdout.strip()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End it with all that it started."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(10)

@@ -1,0 +1,66 @@
+"""What `argosy serve` shows: a progress bar while it starts, then a panel that says where it is and what to try."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+from rich.text import Text
+
+
+class Display:
+    """On standard error; the bar only where that is a terminal."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True)
+        self._bar = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            console=self._console,
+            transient=True,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._bar.add_task("starting the engine", total=None)
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.stop()
+
+    def progress(self, what: str, done: float) -> None:
+        """Move the bar; `done` is from 0 to 1."""
+        self._bar.update(self._task, description=what, completed=done, total=1.0)
+
+    def ready(self, url: str, model: str, first_key: str | None, *, keyed: bool) -> None:
+        """Replace the bar by the panel: requests for `model` are taken at `url`, with keys if `keyed`."""
+        self._bar.stop()
+        base = f"{url}/v1" if url.startswith("http") else url
+        headline = Text.assemble((model, "bold"), " is ready at ", (base, "bold green"))
+        self._console.print(Panel(headline, title="Argosy", expand=False))
+        said = _try_next(url, model, keyed=keyed)
+        if first_key is not None:
+            said = f"""The first key, an administrator's; it is not shown again:
+              export ARGOSY_API_KEY={first_key}
+{said}"""
+        self._console.print(said, soft_wrap=True, markup=False, highlight=False)
+
+
+def _try_next(url: str, model: str, *, keyed: bool) -> str:
+    header = ' -H "authorization: Bearer $ARGOSY_API_KEY"' if keyed else ""
+    if url.startswith("unix:"):
+        socket = url.removeprefix("unix:")
+        return f"""Talk to it:   argosy chat --url {url}
+With curl:    curl --unix-socket {socket} http://localhost/v1/models{header}
+Ctrl-C stops it."""
+    argument = "" if url == "http://127.0.0.1:8000" else f" --url {url}"
+    key = 'os.environ["ARGOSY_API_KEY"]' if keyed else '"none"'
+    return f"""Talk to it:   argosy chat{argument}
+OpenAI SDK:   client = OpenAI(base_url="{url}/v1", api_key={key})
+With curl:    curl {url}/v1/chat/completions{header} -H 'content-type: application/json' \\
+                -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
+Ctrl-C stops it."""

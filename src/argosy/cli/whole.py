@@ -1,0 +1,195 @@
+"""The gateway and its replicas as one: the gateway in this process, each replica in one of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import uvloop
+
+from argosy.cli.display import Display
+from argosy.cli.doorkeeping import Doorkeeping
+from argosy.engine import EngineConfig, ServerConfig, locate
+from argosy.fleet import LocalLauncher, ReplicaSpec, Supervisor, runtime_folder
+from argosy.telemetry import configure_logs
+
+if TYPE_CHECKING:
+    from argosy.gateway import GatewayConfig, GatewayServer
+
+RECOVERY_S = 120.0
+"""How long a request waits for a replica that died to be back: there may be no other."""
+
+
+class Whole:
+    """One model on this machine, until SIGTERM or SIGINT."""
+
+    def __init__(
+        self,
+        server: ServerConfig,
+        engine: EngineConfig,
+        replicas: int,
+        door: Doorkeeping,
+        shown: Display,
+    ) -> None:
+        self._server = server
+        self._engine = engine
+        self._names = server.names_of(engine.model)
+        self._replicas = [f"replica-{number}" for number in range(replicas)]
+        self._door = door
+        self._shown = shown
+        self._key: str | None = None
+        self._gateway: GatewayServer | None = None
+        self._leave = asyncio.Event()
+        self._at_once = asyncio.Event()
+        self.served = False
+        """Whether requests have been taken."""
+
+    def serve(self) -> None:
+        """Serve until told to stop. Raises ValueError, OSError or FleetFailedError, saying what to change."""
+        configure_logs(self._server.log_format, self._server.log_level)
+        path = locate(
+            self._engine.model, self._engine.revision
+        )  # fetched once, not by each replica
+        with runtime_folder() as folder:
+            uvloop.run(self._run(folder, path))
+
+    def stop(self) -> None:
+        """Drain, then leave; called again, leave at once. Call it on the event loop's thread."""
+        if self._leave.is_set():
+            self._at_once.set()
+        self._leave.set()
+        if self._gateway is not None:
+            self._gateway.stop()
+
+    async def _run(self, folder: Path, model: Path) -> None:
+        launcher = LocalLauncher(folder, self._shown.progress)
+        supervisor = Supervisor(launcher, self._specs(model))
+        with self._signals():
+            try:
+                await supervisor.reconcile()  # the replicas get ready during our imports
+                await self._serve(launcher, supervisor)
+            finally:
+                await self._end(supervisor)
+
+    async def _serve(self, launcher: LocalLauncher, supervisor: Supervisor) -> None:
+        from argosy.gateway import GatewayServer
+
+        keeping = asyncio.create_task(supervisor.run())
+        try:
+            with self._listening() as bound:  # who connects now waits for the first replica
+                preparing = asyncio.create_task(asyncio.to_thread(self._door.prepare))
+                first = await self._first_replica(supervisor, keeping)
+                self._key = await preparing
+                if not first:
+                    return
+                self._gateway = GatewayServer(self._config(launcher), self._ready)
+                answering = asyncio.create_task(self._gateway.run(bound))
+                await asyncio.wait({answering, keeping}, return_when=asyncio.FIRST_COMPLETED)
+                self._gateway.stop()
+                if keeping.done():
+                    self._gateway.stop()  # at once: nobody is left to answer what runs
+                await answering
+            if keeping.done():
+                await keeping
+        finally:
+            keeping.cancel()
+
+    async def _first_replica(self, supervisor: Supervisor, keeping: asyncio.Task[None]) -> bool:
+        """Wait for it; False: we are to leave. Raises FleetFailedError when there will be none."""
+        serving = asyncio.create_task(supervisor.serving.wait())
+        leaving = asyncio.create_task(self._leave.wait())
+        try:
+            await asyncio.wait({serving, leaving, keeping}, return_when=asyncio.FIRST_COMPLETED)
+            if keeping.done():
+                await keeping
+            return not leaving.done()
+        finally:
+            serving.cancel()
+            leaving.cancel()
+
+    async def _end(self, supervisor: Supervisor) -> None:
+        """Nothing runs any more on the replicas: let them go, or end them when told again."""
+        draining = asyncio.create_task(supervisor.drain())
+        at_once = asyncio.create_task(self._at_once.wait())
+        await asyncio.wait({draining, at_once}, return_when=asyncio.FIRST_COMPLETED)
+        at_once.cancel()
+        await supervisor.stop()
+        await draining
+
+    def _ready(self, url: str) -> None:
+        self.served = True
+        self._shown.ready(url, self._names[0], self._key, keyed=self._door.keyed)
+
+    # --- settings --------------------------------------------------------------------------------
+
+    def _specs(self, model: Path) -> list[ReplicaSpec]:
+        server = msgspec.structs.replace(self._server, served_model_names=self._names)
+        engine = msgspec.structs.replace(self._engine, model=str(model), revision=None)
+        return [ReplicaSpec(name=name, server=server, engine=engine) for name in self._replicas]
+
+    def _config(self, launcher: LocalLauncher) -> GatewayConfig:
+        from argosy.gateway import (
+            AuthConfig,
+            GatewayConfig,
+            ModelConfig,
+            QueueConfig,
+            ReplicaConfig,
+            Timeouts,
+        )
+        from argosy.store import StoreConfig
+
+        server, (name, *aliases) = self._server, self._names
+        return GatewayConfig(
+            models=[
+                ModelConfig(
+                    name=name,
+                    aliases=tuple(aliases),
+                    replicas=[
+                        ReplicaConfig(name=replica, url=f"unix:{launcher.socket(replica)}")
+                        for replica in self._replicas
+                    ],
+                )
+            ],
+            uds=server.uds,
+            store=StoreConfig(url=self._door.url),
+            auth=AuthConfig(mode=self._door.auth),
+            timeouts=Timeouts(recovery_s=RECOVERY_S),
+            queue=QueueConfig(wait_s=self._engine.request_timeout_s),
+            drain_deadline_s=server.drain_deadline_s,
+        )
+
+    # --- the process -----------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _listening(self) -> Iterator[socket.socket]:
+        """The socket that clients reach. Raises OSError when the address is taken."""
+        from argosy.web import bind, bind_unix
+
+        uds = self._server.uds
+        with (
+            bind(self._server.host, self._server.port)
+            if uds is None
+            else bind_unix(Path(uds)) as bound
+        ):
+            try:
+                yield bound
+            finally:
+                if uds is not None:
+                    Path(uds).unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        loop, numbers = asyncio.get_running_loop(), (signal.SIGTERM, signal.SIGINT)
+        for number in numbers:
+            loop.add_signal_handler(number, self.stop)
+        try:
+            yield
+        finally:
+            for number in numbers:
+                loop.remove_signal_handler(number)

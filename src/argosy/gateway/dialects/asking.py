@@ -1,0 +1,207 @@
+"""The bodies that servers of each kind are sent: the request as it came, and what carries its answer on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from msgspec import Raw
+
+from argosy.gateway.ask import Ask
+from argosy.gateway.dialects.dialect import CHAT_PATH, COMPLETION_PATH, Dialect
+
+_encode = msgspec.json.encode
+
+_ONLY_CHAT = frozenset(
+    {
+        "messages",
+        "max_completion_tokens",
+        "logprobs",
+        "top_logprobs",
+        "tools",
+        "tool_choice",
+        "parallel_tool_calls",
+        "response_format",
+        "add_generation_prompt",
+        "continue_final_message",
+        "chat_template",
+        "chat_template_kwargs",
+        "reasoning_effort",
+        "include_reasoning",
+        "documents",
+        "echo",
+    }
+)
+"""What a completion has no use for, or means something else by."""
+
+_MORE_THAN_TEXT = frozenset(
+    {
+        "tools",
+        "functions",
+        "structured_outputs",
+        "guided_json",
+        "guided_regex",
+        "guided_choice",
+        "guided_grammar",
+        "json_schema",
+        "grammar",
+        "regex",
+        "ebnf",
+        "prompt_logprobs",
+        "echo",
+        "suffix",
+        "audio",
+        "use_beam_search",
+    }
+)
+_UNSET = frozenset({b"null", b"false", b"[]", b"{}", b'""'})
+
+
+def is_plain_text(ask: Ask, path: bytes) -> bool:
+    """Whether the answer is one text and nothing else, so that any server can go on where another stopped.
+
+    A grammar, a schema and the log-probabilities of what was told would begin anew.
+    """
+    fields = ask.fields
+    if ask.choices != 1 or any(_is_set(fields, name) for name in _MORE_THAN_TEXT):
+        return False
+    if _is_set(fields, "logprobs") or bytes(fields.get("best_of", Raw(b"1"))) not in {
+        b"1",
+        b"null",
+    }:
+        return False
+    if not _is_set(fields, "response_format"):
+        return True
+    wanted = msgspec.json.decode(fields["response_format"])
+    return path == CHAT_PATH and isinstance(wanted, dict) and wanted.get("type") == "text"
+
+
+def has_stop_strings(ask: Ask) -> bool:
+    """Servers hold back what could become one: then the text that was told lags behind the tokens."""
+    return _is_set(ask.fields, "stop")
+
+
+def shows_usage(ask: Ask) -> bool:
+    """Whether the client asked for the usage of its stream."""
+    return bool(_options(ask).get("include_usage"))
+
+
+def shows_usage_with_each(ask: Ask) -> bool:
+    """Whether it asked for it with each event."""
+    return bool(_options(ask).get("continuous_usage_stats"))
+
+
+def shows_ids(ask: Ask) -> bool:
+    """Whether it asked for token ids."""
+    return bytes(ask.fields.get("return_token_ids", Raw(b"null"))) == b"true"
+
+
+def journaled(
+    ask: Ask, model: str, ids: list[list[int]] | None = None, *, streams: bool = False
+) -> bytes:
+    """The request for a replica of ours, which goes on after `ids`: those of each choice."""
+    changes: dict[str, Any] = {"model": model}
+    if streams and not ask.stream:
+        changes["stream"] = True
+    if ids is not None:
+        changes["resume"] = {"token_ids": ids[0] if len(ids) == 1 else ids}
+    return _changed(ask.fields, changes)
+
+
+def asked(ask: Ask, path: bytes, dialect: Dialect, model: str, *, carriable: bool) -> bytes:
+    """The request as this kind of server takes it; `carriable`: with what carrying it on needs."""
+    return _encode(_fields(ask, path, dialect, model, carriable=carriable))
+
+
+def with_text(
+    ask: Ask, path: bytes, dialect: Dialect, model: str, text: str, tokens: int
+) -> bytes | None:
+    """The request for what comes after `text`, which has `tokens`. None: this prompt takes no more text."""
+    fields = _fields(ask, path, dialect, model, carriable=True)
+    changes: dict[str, Any] = _limits(ask, path, dialect, tokens)
+    if path == COMPLETION_PATH:
+        prompt = msgspec.json.decode(ask.prompt)
+        if isinstance(prompt, list) and len(prompt) == 1:
+            prompt = prompt[0]
+        if not isinstance(prompt, str):
+            return None
+        changes["prompt"] = prompt + text
+        return _changed(fields, changes)
+    messages = msgspec.json.decode(ask.prompt, type=list[dict[str, Any]])
+    last = messages[-1] if messages else {}
+    if last.get("role") != "assistant":
+        messages.append({"role": "assistant", "content": text})
+    elif isinstance(last.get("content"), str) and not last.get("tool_calls"):
+        last["content"] += text
+    else:
+        return None
+    return _changed(fields, changes | {"messages": messages} | dialect.prefill_flags)
+
+
+def with_ids(
+    ask: Ask, path: bytes, dialect: Dialect, model: str, ids: list[int], *, told: int, room: int
+) -> bytes | None:
+    """The completion that goes on after `ids`, the last `told` of which are the answer's. None: how long is unknown.
+
+    A chat goes on as a completion too: its prompt is known by its ids. `room` is the model's context, 0: unknown.
+    """
+    fields = _fields(ask, COMPLETION_PATH, dialect, model, carriable=True)
+    changes: dict[str, Any] = _limits(ask, path, dialect, told)
+    if path == CHAT_PATH:
+        fields = {name: value for name, value in fields.items() if name not in _ONLY_CHAT}
+        limit = changes.pop("max_completion_tokens", None) or changes.get("max_tokens")
+        if limit is None and room <= len(ids):
+            return None
+        changes["max_tokens"] = limit or room - len(ids)
+    return _changed(fields, changes | {"prompt": ids})
+
+
+def output_limit(ask: Ask, path: bytes, dialect: Dialect) -> int | None:
+    """Most tokens that the answer may have; None: as many as the model's context has."""
+    if ask.max_output is not None:
+        return ask.max_output
+    return dialect.completion_tokens if path == COMPLETION_PATH else None
+
+
+def _fields(
+    ask: Ask, path: bytes, dialect: Dialect, model: str, *, carriable: bool
+) -> dict[str, Raw]:
+    fields = {name: value for name, value in ask.fields.items() if name not in dialect.unknown}
+    if ask.drew_seed:
+        del fields["seed"]  # it is for our own replicas; others are slower with one
+    fields["model"] = Raw(_encode(model))
+    if carriable and path in dialect.ids:
+        fields["return_token_ids"] = Raw(b"true")
+    if ask.stream and dialect.usage:
+        options = _options(ask) | {"include_usage": True}
+        if carriable and dialect.usage_with_each and path not in dialect.ids:
+            options["continuous_usage_stats"] = True
+        fields["stream_options"] = Raw(_encode(options))
+    return fields
+
+
+def _limits(ask: Ask, path: bytes, dialect: Dialect, told: int) -> dict[str, int]:
+    """What is left of the limits on the answer's length."""
+    left = {}
+    for name, least in (("max_tokens", 1), ("max_completion_tokens", 1), ("min_tokens", 0)):
+        value = msgspec.json.decode(ask.fields.get(name, Raw(b"null")))
+        if isinstance(value, int):
+            left[name] = max(least, value - told)
+    limit = output_limit(ask, path, dialect)
+    if ask.max_output is None and limit is not None:
+        left["max_tokens"] = max(1, limit - told)
+    return left
+
+
+def _options(ask: Ask) -> dict[str, Any]:
+    options = msgspec.json.decode(ask.fields.get("stream_options", Raw(b"null")))
+    return options if isinstance(options, dict) else {}
+
+
+def _is_set(fields: dict[str, Raw], name: str) -> bool:
+    value = fields.get(name)
+    return value is not None and bytes(value) not in _UNSET
+
+
+def _changed(fields: dict[str, Raw], changes: dict[str, Any]) -> bytes:
+    return _encode(fields | {name: Raw(_encode(value)) for name, value in changes.items()})

@@ -1,0 +1,91 @@
+"""The kinds of servers that can stand behind the gateway, each with its own dialect of the OpenAI API.
+
+Read from vLLM 0.32, SGLang 0.5, TensorRT-LLM 1, TGI 3, LMDeploy 0.10 and llama.cpp (November 2026).
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+from argosy.gateway.dialects import loads
+from argosy.gateway.dialects.dialect import (
+    CHAT_PATH,
+    COMPLETION_PATH,
+    OURS,
+    Carry,
+    Dialect,
+    Kind,
+    LoadSource,
+)
+
+BOTH = frozenset({CHAT_PATH, COMPLETION_PATH})
+CHAT = frozenset({CHAT_PATH})
+COMPLETION = frozenset({COMPLETION_PATH})
+NONE: frozenset[bytes] = frozenset()
+
+CONTINUE = {"continue_final_message": True, "add_generation_prompt": False}
+"""vLLM's way to say that the last message is to be carried on."""
+
+_DIALECTS = (
+    Dialect("auto", health=b"/v1/models"),
+    Dialect("argosy", journal=True, unknown=frozenset()),
+    Dialect(
+        "vllm",
+        loads=(LoadSource(b"/metrics", loads.VLLM),),
+        ids=BOTH,
+        prefill=BOTH,
+        prefill_flags=CONTINUE,
+        unknown=OURS - {"session_id", "cache_salt"},
+        completion_tokens=16,
+    ),
+    Dialect(
+        "sglang",
+        loads=(
+            LoadSource(b"/v1/loads", loads.sglang_loads),
+            LoadSource(b"/metrics", loads.SGLANG),
+        ),
+        ids=COMPLETION,
+        prefill=BOTH,
+        prefill_flags=CONTINUE,
+        usage_with_each=True,
+        completion_tokens=16,
+    ),
+    Dialect(
+        "tensorrt-llm",
+        loads=(LoadSource(b"/metrics", loads.tensorrt_iterations),),
+        prefill=COMPLETION,
+        completion_tokens=16,
+    ),
+    Dialect("tgi", loads=(LoadSource(b"/metrics", loads.TGI),), prefill=BOTH),
+    Dialect(
+        "lmdeploy",
+        loads=(LoadSource(b"/metrics", loads.LMDEPLOY),),
+        prefill=COMPLETION,
+        completion_tokens=16,
+    ),
+    Dialect(
+        "llama.cpp",
+        loads=(
+            LoadSource(b"/slots", loads.llama_cpp_slots),
+            LoadSource(b"/metrics", loads.LLAMA_CPP),
+        ),
+        prefill=BOTH,
+        prefill_flags=CONTINUE,
+    ),
+    Dialect("openai", health=b"/v1/models"),
+)
+DIALECTS = {dialect.kind: dialect for dialect in _DIALECTS}
+
+
+@functools.cache
+def dialect_of(kind: Kind, carry: Carry = "exact", *, usage: bool = True) -> Dialect:
+    """The dialect of a server, as far as its configuration lets it be used."""
+    whole = DIALECTS[kind]
+    return replace(
+        whole,
+        ids=whole.ids if carry == "exact" else NONE,
+        prefill=whole.prefill if carry != "none" else NONE,
+        usage=whole.usage and usage,
+        usage_with_each=whole.usage_with_each and usage,
+    )

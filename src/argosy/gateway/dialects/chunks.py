@@ -1,0 +1,190 @@
+"""Reads the stream of a server that keeps no journal, so that another server can go on where it stops.
+
+Each event is taken in before it is passed on: what text it told, and with which token ids if the server gives
+them. What was asked for only for that is taken out again, so the client gets what it would have got from the server.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from argosy.gateway.dialects.dialect import CHAT_PATH
+from argosy.gateway.dialects.events import DONE, END, cut, data_of, error_of, is_error
+from argosy.gateway.dialects.passing import Usage
+from argosy.gateway.dialects.told import Told, encode
+from argosy.gateway.journal import Delivered
+from argosy.protocol import SSE_DONE
+
+_decode = msgspec.json.Decoder(dict[str, Any]).decode
+_EMPTY: tuple[object, ...] = (None, "", [], {})
+_UNREADABLE = (AttributeError, LookupError, TypeError, ValueError, msgspec.DecodeError)
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What the client sees of what was asked for, and how the server tells it."""
+
+    usage: bool
+    """The usage at the end: the client asked for it."""
+    usage_with_each: bool
+    """The usage that events carry: the client asked for it, or nobody did."""
+    ids: bool
+    """Token ids: the client asked for them."""
+    completion: bool = False
+    """It comes as a completion although the answer is a chat."""
+    seam: str = ""
+    """White space at the end of what was told, which may be told again."""
+
+
+class ChunkReader:
+    """One attempt's stream."""
+
+    def __init__(self, told: Told, delivered: Delivered, view: View) -> None:
+        self._told = told
+        self._delivered = delivered
+        self._view = view
+        self._seam = view.seam
+        self._goes_on = told.first is not None
+        self._before = told.tokens
+        self._head = told.head()
+        self._rest = b""
+        self.done = False
+        self.failure = ""
+
+    def feed(self, body: bytes) -> bytes:
+        """See `StreamReader`."""
+        if self.done or self.failure:
+            return b""
+        whole, self._rest = cut(self._rest + body)
+        passed = b"".join(self._event(event) for event in whole.split(END)[:-1])
+        told, delivered = self._told, self._delivered
+        delivered.output_tokens = told.tokens
+        delivered.prompt_tokens = told.prompt_tokens or delivered.prompt_tokens
+        delivered.cached_tokens = told.cached_tokens
+        return passed
+
+    def take_held(self) -> bytes:
+        """See `StreamReader`."""
+        return SSE_DONE
+
+    def _event(self, event: bytes) -> bytes:
+        if self.done or self.failure:
+            return b""
+        data = data_of(event)
+        if data is None:
+            return event + END
+        if data == DONE:
+            self.done = True
+            return b""
+        try:
+            chunk = _decode(data)
+            if is_error(chunk):
+                self.failure = error_of(chunk)
+                return b""
+            changed = self._take_in(chunk)
+        except _UNREADABLE as error:
+            self.failure = f"an event of its stream cannot be read ({error})"
+            return b""
+        if changed is None:
+            return b""
+        return encode(chunk) if changed or self._goes_on else event + END
+
+    def _take_in(self, chunk: dict[str, Any]) -> bool | None:
+        """Note what a chunk tells, and make it what the client gets: was it changed? None: it gets nothing."""
+        told, usage = self._told, chunk.get("usage")
+        choices = chunk.get("choices")
+        if not choices:
+            if usage is None:
+                return False
+            self._count(chunk, usage)
+            told.usage_told = True
+            chunk.update(self._head)
+            return False if self._view.usage else None
+        choice = choices[0]
+        if self._view.completion:
+            choice["delta"] = {"content": choice.pop("text")}
+            choice.pop("prompt_token_ids", None)
+        changed = self._take_ids(chunk, choice, counted=usage is not None)
+        if usage is not None:
+            self._count(chunk, usage)
+            if not self._view.usage_with_each:
+                del chunk["usage"]
+                changed = True
+        finishes = choice.get("finish_reason") not in _EMPTY
+        text, more = self._take_text(choice)
+        if self._goes_on and not (text or more or finishes):
+            return None  # the role, or an empty beginning: it was told before
+        if finishes:
+            told.finished = True
+            told.usage_told = "usage" in chunk and usage is not None
+            self._delivered.finished[0] = str(choice["finish_reason"])
+        if told.first is None:
+            told.first = chunk
+        chunk.update(self._head)
+        return changed
+
+    def _take_text(self, choice: dict[str, Any]) -> tuple[str, bool]:
+        """Note the text of a choice. What is new of it, and whether there is more than text."""
+        told, holder, name, more = self._told, choice, "text", False
+        if told.path == CHAT_PATH:
+            holder, name = choice["delta"], "content"
+            more = any(
+                value not in _EMPTY
+                for field, value in holder.items()
+                if field not in {"role", "content"}
+            )
+        came = holder.get(name) or ""
+        text = self._join(came)
+        if text != came:
+            holder[name] = text
+        if text:
+            told.text.append(text)
+        told.only_text = told.only_text and not more
+        return text, more
+
+    def _join(self, text: str) -> str:
+        """The text without what of the seam it tells again."""
+        while self._seam and text:
+            if text[0] != self._seam[0]:
+                self._seam = ""
+                break
+            text, self._seam = text[1:], self._seam[1:]
+        return text
+
+    def _take_ids(self, chunk: dict[str, Any], choice: dict[str, Any], *, counted: bool) -> bool:
+        """Note the token ids that came, and take them out unless the client asked for them."""
+        told = self._told
+        prompt = chunk.get("prompt_token_ids") or choice.get("prompt_token_ids")
+        if prompt and told.prompt_ids is None:
+            told.prompt_ids = list(prompt)
+            told.prompt_tokens = len(prompt)
+        ids = choice.get("token_ids")
+        if ids is not None:
+            told.ids += ids
+            told.tokens += len(ids)
+        elif choice["delta"].get("content") if told.path == CHAT_PATH else choice["text"]:
+            told.has_ids = False
+            told.tokens += 0 if counted else 1
+        if self._view.ids or (ids is None and not prompt):
+            return False
+        for holder, name in (
+            (chunk, "prompt_token_ids"),
+            (choice, "prompt_token_ids"),
+            (choice, "token_ids"),
+        ):
+            if name in holder:
+                holder[name] = None
+        return True
+
+    def _count(self, chunk: dict[str, Any], usage: object) -> None:
+        """Believe the server's count; after another server, for its own part."""
+        told, counted = self._told, msgspec.convert(usage, Usage)
+        told.tokens = self._before + counted.output_tokens
+        if not self._before:
+            told.prompt_tokens, told.cached_tokens = counted.prompt_tokens, counted.cached_tokens
+            return
+        told.prompt_tokens = told.prompt_tokens or max(0, counted.prompt_tokens - self._before)
+        chunk["usage"] = msgspec.to_builtins(usage) | told.usage()

@@ -1,0 +1,176 @@
+"""Carries one answer over servers of any kind: what each is asked, and who reads what it gives.
+
+Our own replicas go on exactly, from their journal. Others go on from the token ids that they gave (vLLM,
+SGLang), which is exact for greedy answers, or from the text, as an assistant's last message or a longer prompt. What is
+more than text (tools, schemas, log-probabilities, several choices) is not carried on over other servers: then
+there is no `Leg`, and the client is told.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from argosy.gateway.ask import Ask
+from argosy.gateway.dialects.asking import (
+    asked,
+    has_stop_strings,
+    is_plain_text,
+    journaled,
+    output_limit,
+    shows_ids,
+    shows_usage,
+    shows_usage_with_each,
+    with_ids,
+    with_text,
+)
+from argosy.gateway.dialects.chunks import ChunkReader, View
+from argosy.gateway.dialects.dialect import COMPLETION_PATH, Dialect
+from argosy.gateway.dialects.passing import Identity, PassReader, StreamReader
+from argosy.gateway.dialects.told import Told
+from argosy.gateway.journal import Delivered, JournalReader
+from argosy.protocol import SSE_DONE
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A request as one server gets it."""
+
+    path: bytes
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """One server's part of a streamed answer."""
+
+    outgoing: Outgoing
+    reader: StreamReader
+
+
+def whole_request(ask: Ask, path: bytes, dialect: Dialect, model: str) -> Outgoing:
+    """The request for an answer in one piece."""
+    if dialect.journal:
+        return Outgoing(path, journaled(ask, model))
+    return Outgoing(path, asked(ask, path, dialect, model, carriable=False))
+
+
+class Carrier:
+    """One streamed answer on its way over the servers that give it, one after the other."""
+
+    def __init__(self, ask: Ask, path: bytes, delivered: Delivered) -> None:
+        self._ask = ask
+        self._path = path
+        self._delivered = delivered
+        self._told = Told(path)
+        self._passing: PassReader | None = None
+        self._limit: int | None = None
+
+    def leg(self, dialect: Dialect, model: str, room: int = 0) -> Leg | None:
+        """The next server's part. None: this one cannot go on where the last one stopped.
+
+        `room`: tokens that the model's context has; 0: unknown.
+        """
+        if dialect.journal:
+            return self._journaled(model) if self._told.first is None and not self._passed else None
+        if self._passed or self._delivered.tokens:
+            return None
+        self._limit = output_limit(self._ask, self._path, dialect)
+        if self._told.first is None:
+            return self._first(dialect, model)
+        return self._next(dialect, model, room)
+
+    @property
+    def identity(self) -> Identity | None:
+        """What its events say of the answer, where a server that is not ours named it."""
+        if self._passing is not None:
+            return self._passing.identity
+        return None if self._told.first is None else msgspec.convert(self._told.head(), Identity)
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether there could be a server that goes on."""
+        return not self._passed and self._told.only_text
+
+    def ending(self) -> bytes | None:
+        """What still has to be told of an answer that had come to its end when its server failed."""
+        told, limit = self._told, self._limit
+        if self._passing is not None and self._passing.done:
+            return SSE_DONE
+        if told.first is None:
+            return None
+        missing = b""
+        if not told.finished:
+            if limit is None or told.tokens < limit or not told.only_text:
+                return None
+            missing = told.finish_event("length")
+        told.prompt_tokens = (
+            told.prompt_tokens or self._ask.prompt_tokens
+        )  # nobody said: about so many
+        self._delivered.prompt_tokens = told.prompt_tokens
+        if shows_usage(self._ask) and not told.usage_told:
+            missing += told.usage_event()
+        return missing + SSE_DONE
+
+    @property
+    def _passed(self) -> bool:
+        return self._passing is not None and self._passing.passed
+
+    def _journaled(self, model: str) -> Leg:
+        ask, delivered = self._ask, self._delivered
+        ids = [delivered.ids(choice) for choice in range(ask.choices)]
+        body = journaled(ask, model, ids if delivered.tokens else None, streams=True)
+        return Leg(Outgoing(self._path, body), JournalReader(delivered))
+
+    def _first(self, dialect: Dialect, model: str) -> Leg:
+        ask, path = self._ask, self._path
+        self._delivered.prompt_tokens = ask.prompt_tokens  # about so many, until the server tells
+        carriable = path in dialect.ids | dialect.prefill and is_plain_text(ask, path)
+        body = asked(ask, path, dialect, model, carriable=carriable)
+        outgoing = Outgoing(path, body)
+        if carriable:
+            return Leg(outgoing, self._reader(dialect))
+        self._passing = PassReader(self._delivered, shows_usage=shows_usage(ask))
+        return Leg(outgoing, self._passing)
+
+    def _next(self, dialect: Dialect, model: str, room: int) -> Leg | None:
+        """Go on after what was told: from the start while that was no text, else from the ids, else from the text."""
+        ask, path, told = self._ask, self._path, self._told
+        if not told.only_text or told.finished:
+            return None
+        text = "".join(told.text)
+        if not text:
+            told.begin_again()
+            body = asked(ask, path, dialect, model, carriable=True)
+            return Leg(Outgoing(path, body), self._reader(dialect))
+        if path in dialect.ids and told.has_ids and told.prompt_ids and not has_stop_strings(ask):
+            ids = [*told.prompt_ids, *told.ids]
+            count = len(told.ids)
+            from_ids = with_ids(ask, path, dialect, model, ids, told=count, room=room)
+            if from_ids is not None:
+                reader = self._reader(dialect, completion=path != COMPLETION_PATH)
+                return Leg(Outgoing(COMPLETION_PATH, from_ids), reader)
+        if path not in dialect.prefill:
+            return None
+        # A text that ends in white space is hard to go on from, and some templates drop it anyway.
+        stem = text.rstrip()
+        from_text = with_text(ask, path, dialect, model, stem, told.tokens)
+        if from_text is None or not stem:
+            return None
+        told.has_ids = False  # its tokens are not those that the new server sees
+        reader = self._reader(dialect, seam=text[len(stem) :])
+        return Leg(Outgoing(path, from_text), reader)
+
+    def _reader(self, dialect: Dialect, *, completion: bool = False, seam: str = "") -> ChunkReader:
+        ask = self._ask
+        path = COMPLETION_PATH if completion else self._path
+        added = dialect.usage_with_each and path not in dialect.ids
+        view = View(
+            usage=shows_usage(ask),
+            usage_with_each=shows_usage_with_each(ask) or not added,
+            ids=shows_ids(ask),
+            completion=completion,
+            seam=seam,
+        )
+        return ChunkReader(self._told, self._delivered, view)

@@ -1,0 +1,77 @@
+"""What tells one kind of upstream server from another, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+Kind = Literal[
+    "auto",
+    "argosy",
+    "vllm",
+    "sglang",
+    "tensorrt-llm",
+    "tgi",
+    "lmdeploy",
+    "llama.cpp",
+    "openai",
+]
+"""`auto`: not known yet, the server is asked. `openai`: any other server or hosted API that speaks it."""
+
+Carry = Literal["exact", "prefill", "none"]
+"""How a stream that broke may be carried on, at most: from its token ids, from its text, or not at all."""
+
+CHAT_PATH = b"/v1/chat/completions"
+COMPLETION_PATH = b"/v1/completions"
+
+OURS = frozenset({"resume", "timeout_s", "session_id", "cache_salt"})
+"""Fields of a body that this gateway and its own replicas read; few others know them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a server says of its load; None where it does not say."""
+
+    running: int | None = None
+    """Requests being computed."""
+    waiting: int | None = None
+    kv_used: float | None = None
+    """Part of its KV cache, 0 to 1."""
+    capacity: int | None = None
+    """Requests that it computes at once, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSource:
+    """Where a server tells its load, and how that is read."""
+
+    path: bytes
+    read: Callable[[bytes], Reading]
+    """Raises ValueError or msgspec.DecodeError when it is not what was expected."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """One kind of server. All speak the OpenAI API; this is how they differ."""
+
+    kind: Kind
+    health: bytes = b"/health"
+    loads: tuple[LoadSource, ...] = ()
+    """Best first; a server may have been started without some of them."""
+    journal: bool = False
+    """Its streams carry our journal and `resume` carries them on: our own replica."""
+    ids: frozenset[bytes] = frozenset()
+    """Paths whose streams tell token ids when asked with `return_token_ids`."""
+    prefill: frozenset[bytes] = frozenset()
+    """Paths whose answers it can carry on after a given text."""
+    prefill_flags: dict[str, bool] = field(default_factory=dict)
+    """Fields of a chat that ask for that."""
+    usage: bool = True
+    """It takes `stream_options.include_usage`."""
+    usage_with_each: bool = False
+    """It takes `stream_options.continuous_usage_stats` too."""
+    unknown: frozenset[str] = OURS
+    """Fields that are left out of bodies, because it does not know them or means something else by them."""
+    completion_tokens: int | None = None
+    """`max_tokens` of a completion that does not say; None: no limit."""

@@ -1,0 +1,178 @@
+"""The stream of a server that cannot be carried on elsewhere: whole events pass as they came, and are counted."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import msgspec
+
+from argosy.gateway.dialects.events import DONE, END, cut, data_of, error_of
+from argosy.gateway.journal import Delivered
+from argosy.protocol import SSE_DONE
+
+
+class StreamReader(Protocol):
+    """Reads one attempt's stream and says what the client gets of it."""
+
+    @property
+    def done(self) -> bool:
+        """`[DONE]` came: the answer is whole."""
+
+    @property
+    def failure(self) -> str:
+        """Why it will not become whole, if the server said so."""
+
+    def feed(self, body: bytes) -> bytes:
+        """What may be passed on now. Raises ValueError when it cannot be read."""
+
+    def take_held(self) -> bytes:
+        """What was held back until the attempt had ended well."""
+
+
+class Cached(msgspec.Struct):
+    """`prompt_tokens_details`, as far as it counts."""
+
+    cached_tokens: int | None = None
+
+
+class Usage(msgspec.Struct):
+    """The tokens that a server says it used."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int | None = None
+    prompt_tokens_details: Cached | None = None
+
+    @property
+    def output_tokens(self) -> int:
+        """0 where it does not say."""
+        return self.completion_tokens or 0
+
+    def into(self, delivered: Delivered) -> None:
+        """Take it for what was delivered."""
+        delivered.prompt_tokens = self.prompt_tokens
+        delivered.cached_tokens = self.cached_tokens
+        delivered.output_tokens = self.output_tokens
+
+    @property
+    def cached_tokens(self) -> int:
+        """0 where it does not say."""
+        return (self.prompt_tokens_details and self.prompt_tokens_details.cached_tokens) or 0
+
+
+class Identity(msgspec.Struct):
+    """What all events of a stream say of the answer."""
+
+    id: str = ""
+    created: int = 0
+    model: str = ""
+
+
+class _Whole(msgspec.Struct):
+    usage: Usage | None = None
+
+
+def usage_of(content: bytes) -> Usage | None:
+    """The usage of a whole answer; None when it tells none, or is no such answer."""
+    try:
+        return msgspec.json.decode(content, type=_Whole).usage
+    except msgspec.DecodeError:
+        return None
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
+    tool_calls: list[Any] | None = None
+
+    @property
+    def says(self) -> bool:
+        said = (self.content, self.reasoning, self.reasoning_content, self.refusal, self.tool_calls)
+        return any(said)
+
+
+class _Choice(msgspec.Struct):
+    index: int = 0
+    text: str | None = None
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+
+    @property
+    def says(self) -> bool:
+        return bool(self.text) or (self.delta is not None and self.delta.says)
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: Usage | None = None
+    error: Any = None
+    object: str = ""
+
+
+class PassReader:
+    """One attempt's stream. A choice that says something is taken for one token, until the usage tells."""
+
+    def __init__(self, delivered: Delivered, *, shows_usage: bool) -> None:
+        self._delivered = delivered
+        self._shows_usage = shows_usage
+        self._decode = msgspec.json.Decoder(_Chunk).decode
+        self._rest = b""
+        self._first = b""
+        self.done = False
+        self.failure = ""
+        self.passed = False
+        """Something was passed on: nobody else can give this answer any more."""
+
+    @property
+    def identity(self) -> Identity | None:
+        """What its events say of the answer."""
+        try:
+            return msgspec.json.decode(self._first, type=Identity)
+        except msgspec.DecodeError:
+            return None
+
+    def feed(self, body: bytes) -> bytes:
+        """See `StreamReader`."""
+        if self.done or self.failure:
+            return b""
+        whole, self._rest = cut(self._rest + body)
+        events = whole.split(END)[:-1]
+        passed = b"".join(event + END for event in events if self._passes(event))
+        self.passed = self.passed or bool(passed)
+        return passed
+
+    def take_held(self) -> bytes:
+        """See `StreamReader`."""
+        return SSE_DONE
+
+    def _passes(self, event: bytes) -> bool:
+        """Count an event; whether the client gets it."""
+        if self.done or self.failure:
+            return False
+        data = data_of(event)
+        if data == DONE:
+            self.done = True
+            return False
+        if data is None:
+            return True
+        try:
+            chunk = self._decode(data)
+        except msgspec.DecodeError:
+            return True  # no chunk, but perhaps its reader knows what it is
+        if chunk.error is not None or chunk.object == "error":
+            self.failure = error_of(msgspec.json.decode(data))
+            return False
+        self._first = self._first or data
+        self._count(chunk)
+        return bool(chunk.choices) or chunk.usage is None or self._shows_usage
+
+    def _count(self, chunk: _Chunk) -> None:
+        delivered, usage = self._delivered, chunk.usage
+        for choice in chunk.choices:
+            if choice.says:
+                delivered.output_tokens += 1
+            if choice.finish_reason:
+                delivered.finished[choice.index] = choice.finish_reason
+        if usage is not None:
+            usage.into(delivered)

@@ -1,0 +1,76 @@
+"""What a client was told of an answer by servers that keep no journal, and the events that tell it more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from argosy.gateway.dialects.dialect import CHAT_PATH
+from argosy.protocol import event
+
+_HEAD = ("id", "object", "created", "model", "system_fingerprint")
+
+
+@dataclass(slots=True)
+class Told:
+    """One choice of one answer; survives the servers that gave it."""
+
+    path: bytes
+    first: dict[str, Any] | None = None
+    """The first event: all that follow must be of one answer with it."""
+    text: list[str] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    prompt_ids: list[int] | None = None
+    has_ids: bool = True
+    """All of the text came with its ids."""
+    only_text: bool = True
+    """No tool call, no reasoning: nothing that a text cannot carry on."""
+    finished: bool = False
+    """Its finish reason was told."""
+    usage_told: bool = False
+    tokens: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+    def begin_again(self) -> None:
+        """No text was told yet: what else came is forgotten, but not that the answer has begun."""
+        self.ids.clear()
+        self.prompt_ids = None
+        self.has_ids = True
+        self.tokens = 0
+
+    def head(self) -> dict[str, Any]:
+        """What the events of this answer have in common."""
+        first = self.first or {}
+        return {name: first[name] for name in _HEAD if name in first}
+
+    def usage(self) -> dict[str, int]:
+        """Tokens of the prompt and of all that was told."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.tokens,
+            "total_tokens": self.prompt_tokens + self.tokens,
+        }
+
+    def choice(self, text: str, finish: str | None) -> dict[str, Any]:
+        """A choice that tells more, in the shape of the first event's."""
+        shape = dict(self.first["choices"][0]) if self.first is not None else {"index": 0}
+        shape["finish_reason"] = finish
+        if self.path == CHAT_PATH:
+            return shape | {"delta": {"content": text} if text else {}}
+        return shape | {"text": text}
+
+    def finish_event(self, reason: str) -> bytes:
+        """The event that ends the choice."""
+        return encode(self.head() | {"choices": [self.choice("", reason)]})
+
+    def usage_event(self) -> bytes:
+        """The event that tells the usage."""
+        return encode(self.head() | {"choices": [], "usage": self.usage()})
+
+
+def encode(chunk: dict[str, Any]) -> bytes:
+    """As an event."""
+    return event(msgspec.json.encode(chunk))

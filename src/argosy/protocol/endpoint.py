@@ -1,0 +1,59 @@
+"""Where a server listens: one parser for the addresses that configuration, flags and benchmarks name."""
+
+from __future__ import annotations
+
+from urllib.parse import unquote, urlsplit
+
+import msgspec
+
+REMEDY = "write http://HOST:PORT, https://HOST or unix:/PATH/OF.sock"
+
+
+class Endpoint(msgspec.Struct, frozen=True):
+    """A host and port, or a Unix socket."""
+
+    host: str
+    port: int = 0
+    unix: str | None = None
+    """Path of the Unix socket that takes the place of host and port."""
+    tls: bool = False
+    path: str = ""
+    """Put before each request's path; no slash at the end."""
+
+    @property
+    def authority(self) -> str:
+        """For the `Host` header."""
+        if self.unix is not None:
+            return self.host
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        usual = 443 if self.tls else 80
+        return host if self.port == usual else f"{host}:{self.port}"
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return self.authority if self.unix is None else f"unix:{self.unix}"
+
+
+def parse_endpoint(url: str) -> Endpoint:
+    """The server at a URL; a `/v1` at the end is dropped. Raises ValueError, with the remedy.
+
+    `http(s)://HOST[:PORT][/PATH]`, `unix:/PATH/OF.sock`, or `http+unix://%2FPATH%2FOF.sock[/PATH]`.
+    """
+    if url.startswith("unix:"):
+        socket = unquote(url.removeprefix("unix:").removeprefix("//"))
+        if not socket.startswith("/"):
+            raise ValueError(f"{url!r} is no URL of a server: {REMEDY}")
+        return Endpoint("localhost", unix=socket)
+    try:
+        parts = urlsplit(url)
+        port = parts.port if parts.scheme in {"http", "https"} else None
+    except ValueError as error:
+        raise ValueError(f"{url!r} is no URL ({error}): {REMEDY}") from error
+    path = parts.path.rstrip("/").removesuffix("/v1")
+    if parts.scheme == "http+unix" and parts.netloc:
+        return Endpoint("localhost", unix=unquote(parts.netloc), path=path)
+    if parts.scheme not in {"http", "https"} or not parts.hostname:
+        raise ValueError(f"{url!r} is no URL of a server: {REMEDY}")
+    tls = parts.scheme == "https"
+    return Endpoint(parts.hostname, port or (443 if tls else 80), tls=tls, path=path)

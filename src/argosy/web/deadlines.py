@@ -1,0 +1,46 @@
+"""Deadlines of one length for any number of things, on a single timer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+T = TypeVar("T", bound=Hashable)
+
+
+class Deadlines(Generic[T]):
+    """Calls `expired` with what was added and not removed within `seconds`; belongs to one event loop.
+
+    All wait equally long, so the first in is the first due: to add or remove costs a dictionary's entry,
+    where a timer each would cost more than most requests wait for.
+    """
+
+    def __init__(self, seconds: float, expired: Callable[[T], object]) -> None:
+        self._seconds = seconds
+        self._expired = expired
+        self._due: dict[T, float] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, thing: T) -> None:
+        """It is due in `seconds` from now; earlier deadlines of it are void."""
+        loop = asyncio.get_running_loop()
+        self._due.pop(thing, None)
+        self._due[thing] = loop.time() + self._seconds
+        if self._timer is None:
+            self._timer = loop.call_later(self._seconds, self._ring)
+
+    def remove(self, thing: T) -> None:
+        """It need not be waited for."""
+        self._due.pop(thing, None)
+
+    def _ring(self) -> None:
+        loop = asyncio.get_running_loop()
+        now, self._timer = loop.time(), None
+        while self._due:
+            thing, due = next(iter(self._due.items()))
+            if due > now:
+                self._timer = loop.call_at(due, self._ring)
+                return
+            del self._due[thing]
+            self._expired(thing)

@@ -1,0 +1,95 @@
+"""TLS for whoever listens: certificate and key from files, taken in again when they change."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from pathlib import Path
+
+import msgspec
+import structlog
+
+LOOK_EACH_S = 10.0
+"""How often the files are looked at."""
+
+log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.web")
+
+
+class TlsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Listening over TLS. The files are PEM; when they change, new connections get what they hold then."""
+
+    certificate: str
+    """The certificate, and those between it and its authority."""
+    key: str
+    client_ca: str | None = None
+    """Clients must show a certificate of this authority."""
+
+
+class Certificates:
+    """What a server shows and asks for. Raises ValueError, naming the file to change, when it cannot be used."""
+
+    def __init__(self, config: TlsConfig) -> None:
+        self._config = config
+        self.context = _context(config)
+        """For every connection from now on, whatever is taken in later."""
+        self._seen = self._times()
+
+    def refresh(self) -> bool:
+        """Take in files that have changed; whether there was something new. What cannot be used is not taken."""
+        seen = self._times()
+        if seen == self._seen:
+            return False
+        self._seen = seen
+        try:
+            _context(self._config)  # a broken pair must not get into the one that is in use
+            _load(self.context, self._config)
+        except ValueError as error:
+            log.warning("certificate_not_taken", reason=str(error))
+            return False
+        log.info("certificate_taken", certificate=self._config.certificate)
+        return True
+
+    async def watch(self) -> None:
+        """Refresh again and again."""
+        while True:
+            await asyncio.sleep(LOOK_EACH_S)
+            self.refresh()
+
+    def _times(self) -> list[int]:
+        config = self._config
+        paths = [Path(p) for p in (config.certificate, config.key, config.client_ca) if p]
+        return [path.stat().st_mtime_ns if path.exists() else 0 for path in paths]
+
+
+def _context(config: TlsConfig) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    _load(context, config)
+    return context
+
+
+def _load(context: ssl.SSLContext, config: TlsConfig) -> None:
+    try:
+        context.load_cert_chain(config.certificate, config.key, password=_no_password)
+    except (OSError, ValueError) as error:
+        message = f"tls: cannot use {config.certificate} with {config.key} ({_reason(error)})"
+        raise ValueError(f"{message}; give PEM files that belong together") from error
+    if config.client_ca is not None:
+        try:
+            context.load_verify_locations(config.client_ca)
+        except (OSError, ValueError) as error:
+            message = f"tls: cannot use {config.client_ca} ({_reason(error)})"
+            raise ValueError(
+                f"{message}; give a PEM file with the authority's certificate"
+            ) from error
+        context.verify_mode = ssl.CERT_REQUIRED
+
+
+def _no_password() -> str:
+    """Instead of OpenSSL's question on the terminal."""
+    raise ValueError("the key is encrypted; give it in the clear, readable by this user only")
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)

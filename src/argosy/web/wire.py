@@ -1,0 +1,270 @@
+"""One request on its connection: what came of its body, what is sent of its answer, and the same as ASGI."""
+
+from __future__ import annotations
+
+import asyncio
+import http
+import logging
+import re
+from collections.abc import Iterable, MutableMapping
+from typing import Any, Protocol
+
+from argosy.web.exchange import App, DisconnectedError, Scope, Watcher
+
+UNREAD_BYTES = 64 * 1024
+"""Most of a body that is taken in before somebody reads it."""
+
+_LINES = {int(s): f"HTTP/1.1 {s} {s.phrase}\r\n".encode() for s in http.HTTPStatus}
+_CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
+_BODILESS = frozenset({204, 304})
+
+log = logging.getLogger("argosy.web")
+
+
+class Owner(Protocol):
+    """The connection that a request came by."""
+
+    transport: asyncio.Transport
+    full: bool
+    """The client is behind with what was sent to it."""
+
+    @property
+    def fixed_headers(self) -> Iterable[tuple[bytes, bytes]]:
+        """Headers of every answer."""
+
+    def hold(self) -> None:
+        """Read nothing more for now."""
+
+    def read_on(self) -> None:
+        """Read on."""
+
+    def answered(self, wire: RequestWire) -> None:
+        """The answer is whole."""
+
+    def drop(self) -> None:
+        """Close at once, whatever waits to be sent."""
+
+
+class RequestWire:
+    """The `Wire` of one request. What it is sent after the client has gone is lost without an error."""
+
+    __slots__ = (
+        "_body",
+        "_changed",
+        "_chunked",
+        "_connection",
+        "_expects",
+        "_handed",
+        "_most",
+        "_silent",
+        "_size",
+        "_transport",
+        "_version",
+        "_watcher",
+        "ended",
+        "gone",
+        "keep_alive",
+        "started",
+        "whole",
+    )
+
+    def __init__(
+        self, connection: Owner, scope: Scope, *, keep_alive: bool, expects_continue: bool
+    ) -> None:
+        self.keep_alive = keep_alive
+        self.whole = False
+        """All of the body came."""
+        self.started = self.ended = False
+        """Something of the answer was sent; all of it."""
+        self.gone = False
+        """The connection is closed."""
+        self._connection = connection
+        self._transport = connection.transport
+        self._silent = scope["method"] == "HEAD"
+        self._version: str = scope["http_version"]
+        self._chunked = False
+        self._expects = expects_continue
+        self._body: list[bytes] = []
+        self._size = 0
+        self._most = UNREAD_BYTES
+        self._handed = False
+        """The end of the body was given to an ASGI application."""
+        self._watcher: Watcher | None = None
+        self._changed: asyncio.Event | None = None
+
+    # --- for `Exchange` --------------------------------------------------------------------------
+
+    @property
+    def full(self) -> bool:
+        """See `Wire`."""
+        return self._connection.full
+
+    async def body(self, limit: int) -> bytes:
+        """See `Wire`."""
+        self._most = limit
+        while not self.whole and self._size <= limit:
+            if self.gone:
+                raise DisconnectedError
+            await self._news()
+        body = b"".join(self._body)
+        self._body.clear()
+        return body
+
+    async def room(self) -> None:
+        """See `Wire`."""
+        while self._connection.full and not self.gone:
+            await self._news()
+
+    def answer(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
+        """See `Wire`."""
+        self._write(self._head(status, headers) + (b"" if self._silent else body))
+        self._end()
+
+    def begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        """See `Wire`."""
+        self._chunked = self._version != "1.0"
+        if self._chunked:
+            headers = [*headers, (b"transfer-encoding", b"chunked")]
+        self._write(self._head(status, headers))
+
+    def push(self, data: bytes) -> None:
+        """See `Wire`."""
+        transport = self._transport
+        if self._silent or not data or transport.is_closing():
+            return
+        transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+
+    def end(self) -> None:
+        """See `Wire`."""
+        if self._chunked and not self._silent:
+            self._write(b"0\r\n\r\n")
+        self._end()
+
+    def cut(self) -> None:
+        """See `Wire`."""
+        self._connection.drop()
+
+    def watch(self, watcher: Watcher | None) -> None:
+        """See `Wire`."""
+        self._watcher = watcher
+        if watcher is not None and self.gone:
+            asyncio.get_running_loop().call_soon(watcher.on_gone)
+
+    # --- for its connection ----------------------------------------------------------------------
+
+    def came(self, body: bytes) -> None:
+        """A piece of the body."""
+        if self.ended:  # nobody wants it any more
+            return
+        self._body.append(body)
+        self._size += len(body)
+        if self._size > self._most:
+            self._connection.hold()
+        self._wake()
+
+    def all_came(self) -> None:
+        """That was all of it."""
+        self.whole = True
+        self._wake()
+
+    def client_full(self) -> None:
+        """What was sent piles up."""
+        if self._watcher is not None:
+            self._watcher.on_full()
+
+    def client_has_room(self) -> None:
+        """It no longer does."""
+        self._wake()
+        if self._watcher is not None:
+            self._watcher.on_room()
+
+    def client_gone(self) -> None:
+        """The connection was lost."""
+        self.gone = True
+        self._wake()
+        if self._watcher is not None and not self.ended:
+            self._watcher.on_gone()
+
+    async def run(self, app: App, scope: Scope) -> None:
+        """Let `app` answer; what it leaves open is closed."""
+        try:
+            await app(scope, self.receive, self.send)
+        except Exception:
+            log.exception("the application failed")
+        finally:
+            if not (self.ended or self.gone):
+                if self.started:
+                    self._connection.drop()
+                else:
+                    self.answer(500, [(b"content-length", b"0")], b"")
+
+    # --- ASGI ------------------------------------------------------------------------------------
+
+    async def receive(self) -> MutableMapping[str, Any]:
+        """A part of the body; after its end, that the client has gone or the answer is whole."""
+        while not (self.ended or self.gone or (not self._handed and (self.whole or self._body))):
+            await self._news()
+        if self.ended or self.gone:
+            return {"type": "http.disconnect"}
+        body = b"".join(self._body)
+        self._body.clear()
+        self._size = 0
+        self._handed = self.whole
+        return {"type": "http.request", "body": body, "more_body": not self.whole}
+
+    async def send(self, message: MutableMapping[str, Any]) -> None:
+        """A part of the answer, once the client has taken what was sent before."""
+        await self.room()
+        if self.gone:
+            return
+        if message["type"] == "http.response.start":
+            self._begin_as_told(message["status"], list(message.get("headers", ())))
+            return
+        self.push(message.get("body", b""))
+        if not message.get("more_body", False):
+            self.end()
+
+    def _begin_as_told(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        names = {name.lower(): value for name, value in headers}
+        if b"close" in names.get(b"connection", b"").lower():
+            self.keep_alive = False
+        if b"content-length" in names or status in _BODILESS:
+            self._write(self._head(status, headers))
+        else:
+            self.begin(status, headers)
+
+    # --- within ----------------------------------------------------------------------------------
+
+    def _head(self, status: int, headers: list[tuple[bytes, bytes]]) -> bytes:
+        self.started = True
+        lines = [_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status]
+        for name, value in (*self._connection.fixed_headers, *headers):
+            lines += (name, b": ", value, b"\r\n")
+        if _CONTROL.search(b"".join(value for _, value in headers)):
+            raise ValueError("the value of a header holds a control character")
+        lines.append(b"\r\n" if self.keep_alive else b"connection: close\r\n\r\n")
+        return b"".join(lines)
+
+    def _write(self, data: bytes) -> None:
+        if not self._transport.is_closing():
+            self._transport.write(data)
+
+    def _end(self) -> None:
+        self.ended = True
+        self._wake()
+        self._connection.answered(self)
+
+    async def _news(self) -> None:
+        """Wait for anything to change, reading on meanwhile."""
+        if self._expects and not self.started:
+            self._expects = False
+            self._write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self._connection.read_on()
+        if self._changed is None:
+            self._changed = asyncio.Event()
+        self._changed.clear()
+        await self._changed.wait()
+
+    def _wake(self) -> None:
+        if self._changed is not None:
+            self._changed.set()

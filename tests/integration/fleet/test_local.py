@@ -1,0 +1,174 @@
+"""Replicas as processes: launched, watched, started again, drained, and never left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import httpx2
+import psutil
+import pytest
+
+from argosy.engine import EngineConfig, ServerConfig
+from argosy.fleet import FleetFailedError, LocalLauncher, ReplicaSpec, Supervisor, runtime_folder
+from argosy.models import BUNDLED
+from argosy.policy import Life
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def spec(name: str, **engine: object) -> ReplicaSpec:
+    settings = {"model": str(BUNDLED), "threads": 1, "num_blocks": 64, "warmup": False, **engine}
+    return ReplicaSpec(
+        name=name,
+        server=ServerConfig(served_model_names=("mini",), drain_deadline_s=5.0, log_level="error"),
+        engine=EngineConfig(**settings),  # type: ignore[arg-type]
+    )
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with runtime_folder() as folder:
+        yield folder
+
+
+@contextlib.asynccontextmanager
+async def supervised(launcher: LocalLauncher, *specs: ReplicaSpec) -> AsyncIterator[Supervisor]:
+    supervisor = Supervisor(launcher, specs)
+    keeping = asyncio.create_task(supervisor.run())
+    try:
+        yield supervisor
+    finally:
+        keeping.cancel()
+        await supervisor.stop()
+
+
+def launcher_in(folder: Path) -> LocalLauncher:
+    return LocalLauncher(folder, lambda _what, _done: None)
+
+
+async def models(launcher: LocalLauncher, name: str) -> list[str]:
+    transport = httpx2.AsyncHTTPTransport(uds=str(launcher.socket(name)))
+    async with httpx2.AsyncClient(transport=transport, base_url="http://replica") as client:
+        return [card["id"] for card in (await client.get("/v1/models")).json()["data"]]
+
+
+async def until(launcher: LocalLauncher, name: str, reached: Callable[[Life], bool]) -> None:
+    """Wait until the replica's life is as it should be."""
+    while name not in launcher.list() or not reached(launcher.list()[name]):  # noqa: ASYNC110 - only asking tells
+        await asyncio.sleep(0.02)
+
+
+async def ready(launcher: LocalLauncher, name: str, not_pid: int = 0) -> int:
+    """The pid of the replica once it takes requests, in another life than that of `not_pid`."""
+    await until(
+        launcher,
+        name,
+        lambda life: (
+            life.ready_at is not None and life.ended_at is None and launcher.pids()[name] != not_pid
+        ),
+    )
+    return launcher.pids()[name]
+
+
+async def test_a_replica_is_launched_once_and_leaves_nothing(folder: Path) -> None:
+    launcher = launcher_in(folder)
+    await launcher.start(spec("a"))
+    (begun,) = launcher.pids().values()
+    await launcher.start(spec("a"))
+    assert list(launcher.pids().values()) == [begun]
+    assert await ready(launcher, "a") == begun
+    assert await models(launcher, "a") == ["mini"]
+    family = [psutil.Process(begun), *psutil.Process(begun).children(recursive=True)]
+    assert len(family) == 2
+    await launcher.drain("a")
+    await launcher.drain("a")
+    await launcher.stop("a")
+    assert launcher.list()["a"].ended_at is not None
+    assert not launcher.pids()
+    _, alive = psutil.wait_procs(family, timeout=20)
+    assert not alive
+
+
+async def test_what_died_or_hangs_is_replaced_behind_the_same_socket(folder: Path) -> None:
+    launcher = launcher_in(folder)
+    async with supervised(launcher, spec("a")) as supervisor:
+        await supervisor.serving.wait()
+        pid = await ready(launcher, "a")
+        for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP):
+            await until(launcher, "a", lambda life: life.heard_at is not None)
+            os.kill(pid, number)
+            pid = await ready(launcher, "a", not_pid=pid)
+            assert await models(launcher, "a") == ["mini"]
+        await supervisor.reconcile()
+        await supervisor.reconcile()
+        assert list(launcher.pids().values()) == [pid]
+    assert not launcher.pids()
+
+
+async def test_a_model_that_is_not_there_is_given_up_at_once(folder: Path) -> None:
+    supervisor = Supervisor(launcher_in(folder), [spec("a", model="/no/such/model")])
+    with pytest.raises(FleetFailedError, match="there is no directory /no/such/model"):
+        await supervisor.run()
+
+
+async def test_one_that_cannot_start_does_not_take_the_others_along(folder: Path) -> None:
+    launcher = launcher_in(folder)
+    async with supervised(launcher, spec("bad", model="/no/such/model"), spec("good")):
+        await ready(launcher, "good")
+        await until(launcher, "bad", lambda life: life.ended_at is not None)
+        assert await models(launcher, "good") == ["mini"]
+
+
+LAUNCH = """
+import asyncio, sys
+from pathlib import Path
+from argosy.fleet import LocalLauncher
+from tests.integration.fleet.test_local import ready, spec
+
+async def main():
+    launcher = LocalLauncher(Path(sys.argv[1]), lambda what, done: None)
+    await launcher.start(spec("a"))
+    await ready(launcher, "a")
+    print("ready", flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_replicas_do_not_outlive_their_launcher(folder: Path, stopped: bool) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", LAUNCH, str(folder)], stdout=subprocess.PIPE, text=True
+    ) as launching:
+        assert launching.stdout is not None
+        try:
+            assert "ready\n" in launching.stdout
+            family = psutil.Process(launching.pid).children(recursive=True)
+            assert len(family) == 2
+            if stopped:
+                family[0].suspend()
+        finally:
+            launching.kill()
+    _, alive = psutil.wait_procs(family, timeout=20)
+    assert not alive
+
+
+def test_folders_vanish_and_those_of_the_killed_are_swept() -> None:
+    with runtime_folder() as kept:
+        assert kept.stat().st_mode & 0o777 == 0o700
+        left = kept.with_name(kept.name + "-left")
+        left.mkdir()
+        (left / "lock").touch()
+        with runtime_folder() as other:
+            assert kept.is_dir()
+        assert not other.exists()
+        assert not left.exists()
+    assert not kept.exists()

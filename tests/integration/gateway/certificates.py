@@ -1,0 +1,79 @@
+"""A certificate authority for a test, and what it signs."""
+
+from __future__ import annotations
+
+import datetime as dt
+import ipaddress
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+DAY = dt.timedelta(days=1)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """PEM files."""
+
+    certificate: str
+    key: str
+
+
+class Authority:
+    """Signs certificates; its own is at `ca`."""
+
+    def __init__(self, folder: Path, name: str = "ca") -> None:
+        self._folder = folder
+        self._key = ec.generate_private_key(ec.SECP256R1())
+        self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+        builder = self._builder(self._name, self._key)
+        builder = builder.add_extension(
+            x509.BasicConstraints(ca=True, path_length=None), critical=True
+        )
+        path = folder / f"{name}.pem"
+        certificate = builder.sign(self._key, hashes.SHA256())
+        path.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+        self.ca = str(path)
+
+    def pair(self, name: str, *names: str) -> Pair:
+        """Certificate and key in files called `name`, for these host names and addresses."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+        alternatives = x509.SubjectAlternativeName([_general(each) for each in names])
+        builder = self._builder(subject, key).add_extension(alternatives, critical=False)
+        certificate = builder.sign(self._key, hashes.SHA256())
+        pair = Pair(str(self._folder / f"{name}.pem"), str(self._folder / f"{name}.key"))
+        Path(pair.key).write_bytes(
+            key.private_bytes(
+                serialization.Encoding.PEM,
+                serialization.PrivateFormat.PKCS8,
+                serialization.NoEncryption(),
+            )
+        )
+        Path(pair.certificate).write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+        return pair
+
+    def _builder(
+        self, subject: x509.Name, key: ec.EllipticCurvePrivateKey
+    ) -> x509.CertificateBuilder:
+        now = dt.datetime.now(dt.UTC)
+        return (
+            x509.CertificateBuilder()
+            .subject_name(subject)
+            .issuer_name(self._name)
+            .public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - DAY)
+            .not_valid_after(now + DAY)
+        )
+
+
+def _general(name: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(name))
+    except ValueError:
+        return x509.DNSName(name)

@@ -1,0 +1,88 @@
+"""A gateway in front of some servers, and what a client sees of a stream through it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx2
+
+from argosy.gateway import GatewayConfig, GatewayServer, ModelConfig, ReplicaConfig, Timeouts
+
+QUICK = Timeouts(first_token_s=5.0, between_tokens_s=5.0, recovery_s=0.5)
+CHAT = "/v1/chat/completions"
+COMPLETION = "/v1/completions"
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"model": "big", "messages": [{"role": "user", "content": "Tell me"}]},
+    COMPLETION: {"model": "big", "prompt": "Tell me", "max_tokens": 12},
+}
+
+
+@contextlib.asynccontextmanager
+async def gateway(
+    *replicas: ReplicaConfig, timeouts: Timeouts = QUICK
+) -> AsyncIterator[tuple[GatewayServer, httpx2.AsyncClient]]:
+    """A gateway that takes the servers in turn, and a client of it."""
+    model = ModelConfig(name="big", routing="round-robin", replicas=list(replicas))
+    config = GatewayConfig(port=0, models=[model], timeouts=timeouts)
+    url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    server = GatewayServer(config, url.set_result)
+    running = asyncio.create_task(server.run())
+    try:
+        async with httpx2.AsyncClient(base_url=await url, timeout=30) as client:
+            yield server, client
+    finally:
+        server.stop()
+        await running
+
+
+@dataclass
+class Seen:
+    """What a client makes of a stream."""
+
+    chunks: list[dict[str, Any]] = field(default_factory=list)
+    text: str = ""
+    finish: list[str] = field(default_factory=list)
+    usage: list[dict[str, Any]] = field(default_factory=list)
+    roles: int = 0
+    """Chunks that say the role and nothing else."""
+    errors: list[dict[str, Any]] = field(default_factory=list)
+    done: int = 0
+
+    @property
+    def identities(self) -> set[tuple[object, ...]]:
+        return {(chunk["id"], chunk["created"], chunk["object"]) for chunk in self.chunks}
+
+    def take(self, data: str) -> None:
+        if data == "[DONE]":
+            self.done += 1
+            return
+        chunk = json.loads(data)
+        if "error" in chunk:
+            self.errors.append(chunk["error"])
+            return
+        self.chunks.append(chunk)
+        if chunk.get("usage"):
+            self.usage.append(chunk["usage"])
+        for choice in chunk["choices"]:
+            delta = choice.get("delta", {})
+            said = choice.get("text") or delta.get("content") or ""
+            self.text += said
+            self.roles += "role" in delta and not said and not choice["finish_reason"]
+            if choice["finish_reason"]:
+                self.finish.append(choice["finish_reason"])
+
+
+async def stream(client: httpx2.AsyncClient, path: str, **changes: object) -> Seen:
+    """A stream, as a client sees it."""
+    answer = await client.post(path, json=BODIES[path] | {"stream": True} | changes)
+    assert answer.status_code == 200, answer.text
+    seen = Seen()
+    for line in answer.text.splitlines():
+        if line.startswith("data:"):
+            seen.take(line[5:].strip())
+    return seen

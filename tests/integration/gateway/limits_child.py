@@ -1,0 +1,27 @@
+"""A gateway that runs as many requests as it is told, says how many were let in, and waits to be killed."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import structlog
+from tests.integration.gateway.limit_world import directory, limit, refusal, request
+
+from argosy.gateway.limits import Limits
+from argosy.store.redis_state import RedisState
+
+structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+
+
+async def main(url: str, count: int) -> None:
+    stage = Limits(RedisState(url, wait_s=10.0, alive_s=1.0))
+    stage.update(directory(limit("concurrency", 3)))
+    await stage.start()
+    running = [request() for _ in range(count)]
+    let_in = [journey for journey in running if await refusal(stage, journey) is None]
+    print(len(let_in), flush=True)  # noqa: T201 - that is how it says so
+    await asyncio.Event().wait()
+
+
+asyncio.run(main(sys.argv[1], int(sys.argv[2])))

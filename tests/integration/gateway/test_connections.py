@@ -1,0 +1,209 @@
+"""Connections as clients of every kind find them: answered in order, bounded, and closed when they must be."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, StreamingResponse
+from starlette.routing import Route
+
+from argosy.web import App, Listener, bind, url_of
+
+
+async def echo(request: Request) -> PlainTextResponse:
+    return PlainTextResponse(await request.body())
+
+
+async def early(request: Request) -> PlainTextResponse:
+    """Answers before the body has come."""
+    return PlainTextResponse("no", status_code=413, headers={"x-path": request.url.path})
+
+
+async def counting(_request: Request) -> StreamingResponse:
+    async def numbers() -> AsyncIterator[str]:
+        for number in range(3):
+            yield f"{number};"
+
+    return StreamingResponse(numbers())
+
+
+async def broken(_request: Request) -> PlainTextResponse:
+    raise ValueError("a fault of ours")
+
+
+async def closing(_request: Request) -> PlainTextResponse:
+    return PlainTextResponse("bye", headers={"connection": "close"})
+
+
+APP = Starlette(
+    routes=[
+        Route("/echo", echo, methods=["GET", "HEAD", "POST"]),
+        Route("/early", early, methods=["POST"]),
+        Route("/counting", counting),
+        Route("/broken", broken),
+        Route("/closing", closing),
+    ]
+)
+
+
+@contextlib.asynccontextmanager
+async def listening(app: App) -> AsyncIterator[int]:
+    """The port that `app` listens on."""
+    listener, bound = Listener(app), bind("127.0.0.1", 0)
+    port = int(url_of(bound).rsplit(":", 1)[1])
+    running = asyncio.create_task(listener.serve(sockets=[bound]))
+    try:
+        yield port
+    finally:
+        listener.should_exit = listener.force_exit = True
+        await running
+
+
+async def talk(port: int, sent: bytes) -> bytes:
+    """All that comes back for `sent` until the server closes."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(sent)
+    try:
+        return await reader.read()
+    finally:
+        writer.close()
+
+
+def post(path: str, body: bytes, *headers: str) -> bytes:
+    lines = (f"POST {path} HTTP/1.1", "host: x", f"content-length: {len(body)}", *headers, "", "")
+    return "\r\n".join(lines).encode() + body
+
+
+LAST = b"GET /closing HTTP/1.1\r\nhost: x\r\n\r\n"
+
+
+async def test_pipelined_requests_are_answered_in_order() -> None:
+    async with listening(APP) as port:
+        asked = b"".join(post("/echo", b"<%d>" % number) for number in range(20))
+        answer = await talk(port, asked + LAST)
+    found = [answer.index(b"<%d>" % number) for number in range(20)]
+    assert found == sorted(found)
+    assert answer.count(b"HTTP/1.1 200 OK") == 21
+    assert answer.endswith(b"bye")
+
+
+async def test_a_stream_without_a_length_is_chunked_and_http_1_0_ends_with_the_connection() -> None:
+    async with listening(APP) as port:
+        chunked = await talk(port, b"GET /counting HTTP/1.1\r\nhost: x\r\n\r\n" + LAST)
+        plain = await talk(port, b"GET /counting HTTP/1.0\r\n\r\n")
+    assert b"transfer-encoding: chunked" in chunked
+    assert b"2\r\n0;\r\n2\r\n1;\r\n2\r\n2;\r\n0\r\n\r\nHTTP/1.1 200 OK" in chunked
+    assert b"transfer-encoding" not in plain
+    assert plain.endswith(b"\r\n\r\n0;1;2;")
+
+
+async def test_head_has_the_length_and_no_body() -> None:
+    async with listening(APP) as port:
+        answer = await talk(port, b"HEAD /closing HTTP/1.1\r\nhost: x\r\n\r\n")
+    assert b"content-length: 3" in answer
+    assert answer.endswith(b"\r\n\r\n")
+
+
+async def test_continue_is_sent_when_the_body_is_wanted() -> None:
+    async with listening(APP) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        asked = post("/echo", b"hello", "expect: 100-continue", "connection: close")
+        writer.write(asked[:-5])
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        writer.write(b"hello")
+        assert (await reader.read()).endswith(b"hello")
+        writer.close()
+
+
+async def test_what_was_answered_early_is_read_over() -> None:
+    async with listening(APP) as port:
+        answer = await talk(port, post("/early", b"x" * 3_000_000) + post("/echo", b"next") + LAST)
+    assert answer.startswith(b"HTTP/1.1 413 ")
+    assert b"next" in answer
+    assert answer.endswith(b"bye")
+
+
+async def test_a_large_body_comes_whole() -> None:
+    body = bytes(range(256)) * 20_000
+    async with listening(APP) as port:
+        answer = await talk(port, post("/echo", body, "connection: close"))
+    assert answer.endswith(body)
+
+
+async def test_chunked_bodies_come_whole() -> None:
+    head = b"POST /echo HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    async with listening(APP) as port:
+        answer = await talk(port, head + b"3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n" + LAST)
+    assert b"\r\n\r\nabcde" in answer
+
+
+async def test_an_upgrade_is_not_taken_up() -> None:
+    head = b"GET /echo HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n"
+    async with listening(APP) as port:
+        answer = await talk(port, head + b"whatever comes then")
+    assert answer.startswith(b"HTTP/1.1 200 OK")
+    assert b"connection: close" in answer
+
+
+async def test_nonsense_after_a_request_is_refused_after_its_answer() -> None:
+    async with listening(APP) as port:
+        answer = await talk(port, post("/echo", b"good") + b"\x00 no HTTP at all\r\n\r\n")
+    first, second = answer.split(b"HTTP/1.1 400 Bad Request")
+    assert first.startswith(b"HTTP/1.1 200 OK")
+    assert first.endswith(b"good")
+    assert b'"code":"bad_http"' in second
+
+
+async def test_nothing_is_read_after_a_request_that_closes() -> None:
+    async with listening(APP) as port:
+        answer = await talk(port, post("/echo", b"one", "connection: close") + LAST)
+    assert answer.count(b"HTTP/1.1 ") == 1
+    assert answer.endswith(b"one")
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"POST /echo HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\ntransfer-encoding: chunked\r\n\r\n",
+        b"POST /echo HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\ncontent-length: 5\r\n\r\n",
+        b"POST /echo HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked, identity\r\n\r\n",
+        b"POST /echo HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+        b"GET /echo HTTP/1.1\r\nhost: x\r\n folded: header\r\n\r\n",
+        b"GET /echo HTTP/1.1\r\nhost : x\r\n\r\n",
+    ],
+    ids=["both lengths", "two lengths", "chunked not last", "chunk size", "folded", "space"],
+)
+async def test_what_two_servers_could_read_in_two_ways_is_refused(head: bytes) -> None:
+    async with listening(APP) as port:
+        answer = await talk(port, head + b"abc" + LAST)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert answer.count(b"HTTP/1.1 ") == 1
+
+
+async def test_a_fault_of_ours_is_500_and_the_connection_lives() -> None:
+    async with listening(APP) as port:
+        answer = await talk(port, b"GET /broken HTTP/1.1\r\nhost: x\r\n\r\n" + LAST)
+    assert answer.startswith(b"HTTP/1.1 500 ")
+    assert answer.endswith(b"bye")
+
+
+async def test_a_client_that_leaves_in_the_middle_of_its_body_ends_the_request() -> None:
+    ended = asyncio.Event()
+
+    async def wait(request: Request) -> PlainTextResponse:
+        try:
+            return PlainTextResponse(await request.body())
+        finally:
+            ended.set()
+
+    async with listening(Starlette(routes=[Route("/", wait, methods=["POST"])])) as port:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(post("/", b"x" * 100)[:-1])
+        await writer.drain()
+        writer.close()
+        await ended.wait()

@@ -1,0 +1,336 @@
+"""Other engines behind the gateway, each as a double that speaks its shapes: found, read, failed over, counted."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import httpx2
+import pytest
+from tests.integration.gateway.doubles.behind import (
+    BODIES,
+    CHAT,
+    COMPLETION,
+    Seen,
+    gateway,
+    stream,
+)
+from tests.integration.gateway.doubles.families import (
+    SELF_HOSTED,
+    Hosted,
+    LlamaCpp,
+    Lmdeploy,
+    Sglang,
+    TensorRtLlm,
+    Tgi,
+    Vllm,
+)
+from tests.integration.gateway.doubles.server import (
+    ANSWER,
+    FIRST_ID,
+    PROMPT_IDS,
+    WHOLE,
+    Double,
+    Fault,
+    running,
+)
+
+from argosy.gateway import ReplicaConfig, Timeouts
+from argosy.gateway.dialects import Carry
+
+Family = type[Double]
+KINDS: tuple[Literal["error", "stall"], ...] = ("error", "stall")
+USAGE = {"include_usage": True}
+FOUND: dict[Family, tuple[str, int | None, float, int]] = {
+    Vllm: ("vllm", 5, 0.25, 0),
+    Sglang: ("sglang", 5, 0.5, 8),
+    TensorRtLlm: ("tensorrt-llm", 5, 0.25, 8),
+    Tgi: ("tgi", 5, 0.0, 0),
+    Lmdeploy: ("lmdeploy", 5, 0.125, 0),
+    LlamaCpp: ("llama.cpp", 0, 0.0, 4),
+}
+CARRIED: dict[Family, tuple[str, ...]] = {
+    Vllm: (CHAT, COMPLETION),
+    Sglang: (CHAT, COMPLETION),
+    TensorRtLlm: (COMPLETION,),
+    Tgi: (CHAT, COMPLETION),
+    Lmdeploy: (COMPLETION,),
+    LlamaCpp: (CHAT, COMPLETION),
+}
+each_family = pytest.mark.parametrize("family", SELF_HOSTED, ids=lambda family: family.__name__)
+
+
+def behind(double: Double, **settings: Any) -> ReplicaConfig:  # noqa: ANN401 - the struct's own
+    return ReplicaConfig(url=double.url, model=double.model, **settings)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Wait for it; the test's own time limit ends what never comes."""
+    while not condition():  # noqa: ASYNC110 - what is waited for tells nobody
+        await asyncio.sleep(0.01)
+
+
+# --- what is there -------------------------------------------------------------------------------
+
+
+@each_family
+async def test_what_it_is_and_its_load_are_found_by_asking(family: Family) -> None:
+    double = family(running=3, waiting=5)
+    async with running(double), gateway(behind(double)) as (server, _):
+        replica = server.replicas[0]
+        kind, waiting, kv_used, capacity = FOUND[family]
+        await until(lambda: replica.load.running)
+        load = replica.load
+        told = (replica.kind, load.running, load.waiting, load.kv_used, load.capacity)
+        assert told == (kind, 3, waiting, kv_used, capacity)
+        assert replica.max_model_len == (64 if family is Vllm else None)
+
+
+async def test_a_server_that_is_not_up_yet_is_found_when_it_is() -> None:
+    double = Sglang(healthy=False)
+    async with running(double), gateway(behind(double)) as (server, client):
+        assert server.replicas[0].kind == "auto"
+        refused = await client.post(COMPLETION, json=BODIES[COMPLETION])
+        assert refused.status_code == 503
+        double.healthy = True
+        await until(lambda: server.replicas[0].kind != "auto")
+        assert (await stream(client, COMPLETION)).text == WHOLE
+
+
+async def test_requests_go_where_less_waits() -> None:
+    busy, idle = Vllm(waiting=40), Vllm()
+    async with running(busy, idle), gateway(behind(busy), behind(idle)) as (server, client):
+        loads = {replica.name: replica.load for replica in server.replicas}
+        await until(lambda: loads[busy.url].waiting)
+        assert loads[busy.url].queued_tokens > loads[idle.url].queued_tokens == 0
+        del client
+
+
+@each_family
+async def test_a_server_without_metrics_is_still_served_by(family: Family) -> None:
+    class Quiet(family):  # type: ignore[misc, valid-type]
+        def pages(self) -> dict[str, object]:
+            return {p: page for p, page in super().pages().items() if p in {"/v1/models", "/info"}}
+
+    double = Quiet()
+    async with running(double), gateway(behind(double)) as (server, client):
+        assert server.replicas[0].kind == FOUND[family][0]
+        await until(lambda: "/health" in double.got)
+        assert server.replicas[0].breaker.closed
+        assert (await stream(client, COMPLETION)).text == WHOLE
+
+
+# --- streams pass --------------------------------------------------------------------------------
+
+
+@each_family
+async def test_a_client_gets_what_it_would_have_got_from_the_server(family: Family) -> None:
+    double = family()
+    async with (
+        running(double),
+        gateway(behind(double)) as (_, client),
+        httpx2.AsyncClient(base_url=double.url) as direct,
+    ):
+        for path, asks in itertools.product((CHAT, COMPLETION), ({}, {"stream_options": USAGE})):
+            through = await stream(client, path, **asks)
+            mine = double.asked[-1].body
+            assert "seed" not in mine
+            assert mine["model"] == double.model
+            straight = await stream(direct, path, **asks)
+            assert through.text == straight.text == WHOLE
+            # Without being asked, some tell these in their last chunk.
+            unseen = {"id", *(() if asks else ("usage", "timings"))}
+            assert without(unseen, through) == without(unseen, straight)
+            assert through.done == 1
+
+
+def without(names: set[str], seen: Seen) -> list[dict[str, Any]]:
+    return [{n: v for n, v in chunk.items() if n not in names} for chunk in seen.chunks]
+
+
+@each_family
+async def test_whole_answers_and_refusals_pass_as_they_came(family: Family) -> None:
+    double = family()
+    async with running(double), gateway(behind(double)) as (_, client):
+        answer = await client.post(CHAT, json=BODIES[CHAT] | {"session_id": "a", "timeout_s": 5})
+        assert answer.json()["choices"][0]["message"]["content"] == WHOLE
+        assert answer.json()["usage"]["completion_tokens"] == len(ANSWER)
+        double.faults.append(Fault("refuse", status=422))
+        refused = await client.post(CHAT, json=BODIES[CHAT])
+        assert (refused.status_code, refused.json()) == (422, double.error(422, "not now"))
+
+
+# --- streams are carried on ----------------------------------------------------------------------
+
+
+@each_family
+async def test_a_stream_goes_on_wherever_its_server_dies(family: Family) -> None:
+    one, two = family(name="one"), family(name="two")
+    async with running(one, two), gateway(behind(one), behind(two)) as (server, client):
+        for path in CARRIED[family]:
+            whole = await stream(client, path, stream_options=USAGE)
+            for count in range(len(whole.chunks) + 1):
+                one.faults.append(Fault("die", count))
+                seen = await stream(client, path, stream_options=USAGE)
+                assert not one.faults
+                assert (seen.text, seen.finish, seen.done) == (WHOLE, ["stop"], 1), count
+                assert not seen.errors
+                assert seen.roles == whole.roles
+                assert len(seen.identities) == 1
+                (usage,) = seen.usage
+                assert usage["completion_tokens"] == len(ANSWER)
+                # Most tell it at the end only: if they die just then, the prompt's is about right.
+                at_the_end = count >= len(whole.chunks) - 1
+                assert usage["prompt_tokens"] == len(PROMPT_IDS) or at_the_end, count
+        assert all(replica.load.in_flight == 0 for replica in server.replicas)
+
+
+@each_family
+async def test_an_error_in_the_stream_and_a_stall_are_deaths_too(family: Family) -> None:
+    one, two = family(), family()
+    timeouts = Timeouts(first_token_s=5.0, between_tokens_s=0.3, recovery_s=2.0)
+    async with (
+        running(one, two),
+        gateway(behind(one), behind(two), timeouts=timeouts) as (_, client),
+    ):
+        for kind in KINDS:
+            one.faults.append(Fault(kind, 4))
+            seen = await stream(client, COMPLETION)
+            assert (seen.text, seen.finish, seen.done, seen.errors) == (WHOLE, ["stop"], 1, [])
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETION])
+async def test_token_ids_carry_a_stream_on_where_they_are_told(path: str) -> None:
+    one, two = Vllm(), Vllm()
+    async with running(one, two), gateway(behind(one), behind(two)) as (_, client):
+        one.faults.append(Fault("die", 4))
+        assert (await stream(client, path)).text == WHOLE
+        first, second = sorted(
+            [*one.asked, *two.asked], key=lambda asked: "Tell" not in str(asked.body)
+        )
+        told = 3 if path == CHAT else 4
+        assert first.path == path
+        assert second.path == COMPLETION
+        assert second.body["prompt"] == [*PROMPT_IDS, *range(FIRST_ID, FIRST_ID + told)]
+        assert second.body["max_tokens"] == (
+            64 - len(PROMPT_IDS) - told if path == CHAT else 12 - told
+        )
+
+
+async def test_a_client_that_asks_for_token_ids_gets_them_from_all_servers() -> None:
+    one, two = Vllm(), Vllm()
+    async with running(one, two), gateway(behind(one), behind(two)) as (_, client):
+        one.faults.append(Fault("die", 4))
+        seen = await stream(client, COMPLETION, return_token_ids=True)
+        ids = [
+            i for chunk in seen.chunks for choice in chunk["choices"] for i in choice["token_ids"]
+        ]
+        assert ids == [*range(FIRST_ID, FIRST_ID + len(ANSWER))]
+
+
+async def test_stop_strings_go_on_from_the_text_for_tokens_may_be_held_back() -> None:
+    one, two = Vllm(), Vllm()
+    async with running(one, two), gateway(behind(one), behind(two)) as (_, client):
+        one.faults.append(Fault("die", 4))
+        assert (await stream(client, CHAT, stop=["never"])).text == WHOLE
+        last = next(
+            a.body for a in (*one.asked, *two.asked) if len(a.body.get("messages", ())) == 2
+        )
+        assert last["messages"][-1] == {"role": "assistant", "content": "Once upon a"}
+        assert (last["continue_final_message"], last["add_generation_prompt"]) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        (Vllm, {"tools": [{"type": "function", "function": {"name": "f"}}]}),
+        (Sglang, {"response_format": {"type": "json_object"}}),
+        (Tgi, {"logprobs": True}),
+        (LlamaCpp, {"n": 2}),
+        (TensorRtLlm, {}),
+        (Lmdeploy, {}),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else "-".join(value),
+)
+async def test_what_is_more_than_text_ends_with_an_error_that_says_so(
+    family: Family, changes: dict[str, object]
+) -> None:
+    one, two = family(), family()
+    async with running(one, two), gateway(behind(one), behind(two)) as (_, client):
+        one.faults.append(Fault("die", 5))
+        seen = await stream(client, CHAT, **changes)
+        assert WHOLE.startswith(seen.text)
+        assert seen.text
+        assert [error["code"] for error in seen.errors] == ["upstream_failed"]
+        assert not seen.done
+        one.faults.append(Fault("die", 0))  # nothing was told yet: somebody else begins
+        assert (await stream(client, CHAT, **changes)).text == WHOLE
+
+
+@pytest.mark.parametrize(("carry", "text"), [("none", "Once upon a"), ("prefill", WHOLE)])
+async def test_the_configuration_says_how_far_it_may_go(carry: Carry, text: str) -> None:
+    one, two = Vllm(), Vllm()
+    async with (
+        running(one, two),
+        gateway(behind(one, carry=carry), behind(two, carry=carry)) as (_, client),
+    ):
+        one.faults.append(Fault("die", 4))
+        seen = await stream(client, CHAT)
+        assert seen.text == text
+        assert bool(seen.errors) == (carry == "none")
+        assert not any("return_token_ids" in asked.body for asked in (*one.asked, *two.asked))
+
+
+# --- breakers, and hosted APIs -------------------------------------------------------------------
+
+
+@each_family
+async def test_full_servers_are_left_alone_for_a_moment(family: Family) -> None:
+    one, two = family(), family()
+    async with running(one, two), gateway(behind(one), behind(two)) as (server, client):
+        one.faults.append(Fault("refuse", status=503))
+        assert (await stream(client, CHAT)).text == WHOLE
+        assert all(replica.breaker.closed for replica in server.replicas)
+        assert len(one.asked) + len(two.asked) == 2
+
+
+async def test_servers_that_are_not_well_are_left_out_until_they_are() -> None:
+    one, two = Vllm(), Vllm()
+    async with running(one, two), gateway(behind(one), behind(two)) as (server, client):
+        one.healthy = False
+        breaker = next(r.breaker for r in server.replicas if r.name == one.url)
+        await until(lambda: not breaker.closed)
+        for _ in range(4):
+            assert (await stream(client, CHAT)).text == WHOLE
+        assert not one.asked
+        one.healthy = True
+        await until(lambda: breaker.closed)
+        for _ in range(2):
+            assert (await stream(client, CHAT)).text == WHOLE
+        assert len(one.asked) == 1
+
+
+async def test_a_hosted_api_gets_its_key_and_no_field_that_it_does_not_know(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HOSTED_KEY", Hosted.key)
+    double = Hosted()
+    settings: dict[str, Any] = {
+        "api_key_env": "HOSTED_KEY",
+        "key_header": "api-key",
+        "key_prefix": "Key ",
+        "headers": {"OpenAI-Organization": "org-1"},
+        "stream_usage": False,
+    }
+    async with running(double), gateway(behind(double, **settings)) as (server, client):
+        assert server.replicas[0].kind == "openai"
+        extras = {"session_id": "s", "cache_salt": "c", "timeout_s": 3.0}
+        seen = await stream(client, CHAT, **extras)
+        assert (seen.text, seen.done, seen.errors) == (WHOLE, 1, [])
+        asked = double.asked[0]
+        assert asked.headers["openai-organization"] == "org-1"
+        assert asked.body.keys() == {"model", "messages", "stream"}
+        double.faults.append(Fault("die", 3))
+        assert (await stream(client, CHAT)).errors

@@ -1,0 +1,157 @@
+"""A gateway with keys: who gets which answers, from the front door to the ledger."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx2
+import openai
+import pytest
+from tests.integration.rough_server import Rough, rough_server
+from typer.testing import CliRunner
+
+from argosy.cli.app import app
+from argosy.gateway import GatewayConfig, GatewayServer, ModelConfig, ReplicaConfig
+from argosy.store import Role, StoreConfig, open_store
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"sqlite:///{tmp_path}/argosy.db"
+
+
+def settings(replica: Rough, url: str, host: str = "127.0.0.1") -> GatewayConfig:
+    """Two models on one server, and a store."""
+    behind = [ReplicaConfig(url=replica.url, kind="openai", model="rough")]
+    return GatewayConfig(
+        host=host,
+        port=0,
+        models=[ModelConfig(name=name, replicas=behind) for name in ("big", "small")],
+        store=StoreConfig(url=url),
+    )
+
+
+@contextlib.asynccontextmanager
+async def gateway(replica: Rough, url: str) -> AsyncIterator[str]:
+    """The base URL of a gateway with a store, in front of a server for `big` and `small`."""
+    config = settings(replica, url)
+    ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    server = GatewayServer(config, ready.set_result)
+    running = asyncio.create_task(server.run())
+    try:
+        yield await ready
+    finally:
+        server.stop()
+        await running
+
+
+async def complete(base: str, key: str, model: str) -> str:
+    """The text that the SDK gets."""
+    async with openai.AsyncOpenAI(base_url=f"{base}/v1", api_key=key, max_retries=0) as client:
+        answer = await client.completions.create(
+            model=model, prompt="Say", max_tokens=3, stream=True
+        )
+        return "".join([chunk.choices[0].text async for chunk in answer if chunk.choices])
+
+
+async def test_a_key_made_through_the_api_opens_the_door_and_its_use_is_counted(url: str) -> None:
+    async with rough_server() as replica, gateway(replica, url) as base:
+        assert await complete(base, "anything", "small"), "nobody has a key yet"
+        async with httpx2.AsyncClient(base_url=base, timeout=30) as client:
+            made = await client.post("/admin/organisations", json={"name": "acme"})
+            body = {"organisation": made.json()["id"], "name": "chat"}
+            project = (await client.post("/admin/projects", json=body)).json()["id"]
+            admin = {"project": project, "name": "admin", "role": "admin"}
+            admin_key = (await client.post("/admin/keys", json=admin)).json()["key"]
+            client.headers["authorization"] = f"Bearer {admin_key}"
+            scoped = {"project": project, "name": "app", "models": ["big"]}
+            key = (await client.post("/admin/keys", json=scoped)).json()
+
+            assert await complete(base, key["key"], "big")
+            with pytest.raises(openai.PermissionDeniedError, match="may not use"):
+                await complete(base, key["key"], "small")
+            with pytest.raises(openai.AuthenticationError, match="not known here"):
+                await complete(base, "anything", "big")
+
+            await client.post(f"/admin/keys/{key['id']}/revoke")
+            with pytest.raises(openai.AuthenticationError, match="may have been revoked"):
+                await complete(base, key["key"], "big")
+    assert used(url) == [(key["id"], 1), ("", 1)]
+
+
+async def test_each_tenant_sees_its_own_and_operators_see_all(url: str) -> None:
+    chat, search, viewer = tenants(url)
+    body = {"model": "big", "prompt": "Say", "max_tokens": 3, "stream": True}
+    async with (
+        rough_server() as replica,
+        gateway(replica, url) as base,
+        httpx2.AsyncClient(base_url=base, timeout=30) as client,
+    ):
+        answer = await client.post("/v1/completions", json=body, headers=chat)
+        path = f"/admin/requests/{answer.headers['x-request-id']}"
+        assert (await client.get(path, headers=chat)).json()["status"] == "completed"
+        assert (await client.get(path, headers=search)).status_code == 404
+        assert (await client.get(path, headers=viewer)).json()["model"] == "big"
+
+        seen = {
+            model["id"] for model in (await client.get("/v1/models", headers=search)).json()["data"]
+        }
+        assert seen == {"small"}
+        refused = await client.post("/v1/completions", json=body, headers=viewer)
+        assert refused.json()["error"]["code"] == "insufficient_role"
+        assert (await client.get("/metrics", headers=viewer)).status_code == 200
+        assert (await client.get("/metrics", headers=chat)).status_code == 403
+        assert (await client.get("/health")).status_code == 200
+
+
+async def test_a_change_by_the_command_line_counts_in_a_running_gateway(url: str) -> None:
+    chat, *_ = tenants(url)
+    async with (
+        rough_server() as replica,
+        gateway(replica, url) as base,
+        httpx2.AsyncClient(base_url=base, timeout=30) as client,
+    ):
+        assert (await client.get("/v1/models", headers=chat)).status_code == 200
+        arguments = ("keys", "revoke", "chat", "--store", url)
+        revoked = await asyncio.to_thread(CliRunner().invoke, app, arguments)
+        assert revoked.exit_code == 0, revoked.output
+        async with asyncio.timeout(30):
+            while (await client.get("/v1/models", headers=chat)).status_code != 401:  # noqa: ASYNC110 - it looks each second
+                await asyncio.sleep(0.05)
+
+
+async def test_listening_to_everybody_without_keys_is_refused(url: str) -> None:
+    async with rough_server() as replica:
+        config = settings(replica, url, host="0.0.0.0")  # noqa: S104 - what is refused
+        with pytest.raises(ValueError, match="argosy keys create"):
+            await GatewayServer(config, print).run()
+
+
+def tenants(url: str) -> list[dict[str, str]]:
+    """Headers of a tenant's key, of another's that may only use `small`, and of a viewer's."""
+    store = open_store(url)
+    store.migrate()
+    organisation = store.accounts.create_organisation("acme", actor="test").id
+    headers = []
+    kinds: tuple[tuple[str, Role, tuple[str, ...]], ...] = (
+        ("chat", "caller", ()),
+        ("search", "caller", ("small",)),
+        ("watch", "viewer", ()),
+    )
+    for name, role, models in kinds:
+        project = store.accounts.create_project(organisation, name, actor="test").id
+        _, plain = store.accounts.create_key(project, name, role=role, models=models, actor="test")
+        headers.append({"authorization": f"Bearer {plain}"})
+    store.close()
+    return headers
+
+
+def used(url: str) -> list[tuple[str | None, int]]:
+    """Requests by key."""
+    store = open_store(url)
+    rows = store.usage.report(["key"])
+    store.close()
+    return sorted(((row.key, row.requests) for row in rows), reverse=True)

@@ -1,0 +1,114 @@
+"""llama.cpp's own server behind the gateway, where it has been built: found, read, and carried on when it is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import httpx2
+import pytest
+from tests.integration.gateway.doubles.behind import CHAT, COMPLETION, Seen, gateway
+
+from argosy.gateway import ReplicaConfig
+from argosy.models import BUNDLED
+
+ROOT = Path(__file__).parents[3]
+PEER = Path(os.environ.get("ARGOSY_LLAMA_CPP", ROOT / ".venv-peers" / "llama-cpp"))
+SERVER = PEER / "build" / "bin" / "llama-server"
+EXPORT = Path(__file__).parent / "doubles" / "export_gguf.py"
+BODIES: dict[str, dict[str, object]] = {
+    CHAT: {"messages": [{"role": "user", "content": "Tell me a story about a cat."}]},
+    COMPLETION: {"prompt": "Once upon a time"},
+}
+
+pytestmark = pytest.mark.skipif(
+    not SERVER.exists(), reason=f"there is no llama.cpp at {PEER}: set ARGOSY_LLAMA_CPP"
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled model as GGUF."""
+    path = tmp_path_factory.mktemp("gguf") / "mini.gguf"
+    subprocess.run([PEER / "bin" / "python", EXPORT, BUNDLED, path], check=True)
+    return path
+
+
+@dataclass
+class LlamaServer:
+    """One process, on a Unix socket."""
+
+    socket: Path
+    process: asyncio.subprocess.Process
+
+    async def ready(self) -> None:
+        transport = httpx2.AsyncHTTPTransport(uds=str(self.socket))
+        async with httpx2.AsyncClient(transport=transport, base_url="http://llama") as client:
+            while True:
+                with contextlib.suppress(httpx2.TransportError):
+                    if (await client.get("/health")).status_code == 200:
+                        return
+                assert self.process.returncode is None
+                await asyncio.sleep(0.05)
+
+
+@contextlib.asynccontextmanager
+async def servers(model: Path, count: int) -> AsyncIterator[list[LlamaServer]]:
+    started: list[LlamaServer] = []
+    with TemporaryDirectory() as folder:  # pytest's own may be too long for a socket
+        try:
+            for number in range(count):
+                socket = Path(folder) / f"{number}.sock"
+                process = await asyncio.create_subprocess_exec(
+                    *(str(SERVER), "-m", str(model), "--host", str(socket), "--threads", "1"),
+                    *("--parallel", "2", "--ctx-size", "1024", "--no-webui", "--log-disable"),
+                    stdout=asyncio.subprocess.DEVNULL,
+                    stderr=asyncio.subprocess.DEVNULL,
+                )
+                started.append(LlamaServer(socket, process))
+            await asyncio.gather(*(server.ready() for server in started))
+            yield started
+        finally:
+            for server in started:
+                if server.process.returncode is None:
+                    server.process.kill()
+                await server.process.wait()
+
+
+async def story(client: httpx2.AsyncClient, path: str, killed: LlamaServer | None = None) -> Seen:
+    """A greedy stream; `killed` dies once a few words have come."""
+    asks = {"model": "big", "stream": True, "temperature": 0, "max_tokens": 40}
+    body = BODIES[path] | asks | {"stream_options": {"include_usage": True}}
+    seen = Seen()
+    async with client.stream("POST", path, json=body) as answer:
+        assert answer.status_code == 200
+        async for line in answer.aiter_lines():
+            if line.startswith("data: "):
+                seen.take(line[6:])
+            if killed is not None and len(seen.chunks) == 8:
+                killed.process.kill()
+                await killed.process.wait()
+    return seen
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETION])
+async def test_a_story_goes_on_when_its_server_is_killed(model: Path, path: str) -> None:
+    async with servers(model, 2) as both:
+        replicas = [ReplicaConfig(url=f"unix:{server.socket}") for server in both]
+        async with gateway(*replicas) as (running, client):
+            assert {replica.kind for replica in running.replicas} == {"llama.cpp"}
+            assert {replica.load.capacity for replica in running.replicas} == {2}
+            whole = await story(client, path)
+            assert (whole.done, len(whole.finish)) == (1, 1)
+            second = await story(client, path, both[1])  # they take turns
+            assert second.text == whole.text
+            assert second.finish == whole.finish
+            assert (second.done, second.errors, len(second.identities)) == (1, [], 1)
+            assert second.usage[0]["prompt_tokens"] == whole.usage[0]["prompt_tokens"]
+            assert both[1].process.returncode is not None

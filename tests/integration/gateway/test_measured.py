@@ -1,0 +1,145 @@
+"""What routing counts on is measured: by our engine, from the streams of others, from what answers say."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from tests.integration.fake_engine import FakeEngine, always, says
+from tests.integration.gateway.harness import Watching, front
+from tests.integration.rough_server import Asked, rough_server
+from tests.integration.serving import MODEL, chat, completion, serve
+
+from argosy.engine import EngineConfig
+from argosy.engine.serving.core.client import EngineClient
+from argosy.engine.serving.text.tokenizer import Tokenizer
+from argosy.gateway import ReplicaConfig
+from argosy.gateway.probing import Prober
+from argosy.gateway.replicas import Replica
+from argosy.gateway.upstream import Upstream
+from argosy.protocol import parse_endpoint
+from argosy.models import BUNDLED
+from argosy.policy import BLOCK_BYTES, BLOCK_TOKENS, PrefixIndex, ReplicaLoad, chain
+
+UNKNOWN = ReplicaLoad("unknown")
+
+
+async def test_a_replica_of_ours_tells_its_speed_its_context_and_the_size_of_its_cache() -> None:
+    engine = EngineClient(EngineConfig(model=str(BUNDLED), threads=1, num_blocks=96, warmup=False))
+    async with serve(engine) as served:
+        replica = Replica("r", "argosy", MODEL, Upstream(parse_endpoint(served.url)))
+        prober = Prober(replica)
+        await prober.probe()
+        assert not replica.tells_speed
+        body = completion("Once upon a time " * 40, max_tokens=20, ignore_eos=True)
+        assert (await served.client.post("/v1/completions", json=body)).status_code == 200
+        await prober.probe()
+        told = (await served.client.get("/load")).json()
+        assert replica.tells_speed
+        assert replica.load.prefill_rate == told["prefill_tokens_per_s"] > 0
+        assert replica.load.decode_s == told["decode_s"] > 0
+        assert replica.max_model_len == told["max_model_len"]
+        blocks = 96 * told["block_size"] // BLOCK_TOKENS
+        replica.prefixes.sent(chain(b"", b"x" * BLOCK_BYTES * 500, BLOCK_BYTES))
+        assert len(replica.prefixes) == blocks
+        replica.upstream.close()
+
+
+async def test_the_speed_of_another_server_is_measured_from_its_streams() -> None:
+    watching, more = Watching(), asyncio.Event()
+
+    async def slow(asked: Asked) -> None:
+        asked.stream()
+        asked.say("first")
+        await more.wait()
+        asked.say("last", "stop")
+        asked.end()
+
+    async with (
+        rough_server(slow) as other,
+        front([watching], ReplicaConfig(url=other.url, kind="openai", model="rough")) as running,
+    ):
+        body = completion("Say it. " * 200, model="big", max_tokens=9, stream=True)
+        async with running.client.stream("POST", "/v1/completions", json=body) as answer:
+            pieces = answer.aiter_text()
+            await anext(pieces)
+            more.set()
+            assert "last" in "".join([piece async for piece in pieces])
+        (load,) = watching.left[0].pool.loads()
+        assert load.latency.value(watching.left[0].trace.arrived) > 0
+        assert load.prefill_rate != UNKNOWN.prefill_rate
+        assert load.decode_s != UNKNOWN.decode_s
+
+
+@pytest.mark.parametrize("tokens", [None, 4096])
+async def test_another_server_may_tell_how_long_a_prompt_may_be(
+    tokens: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card = {"id": "rough", "object": "model"} | ({"max_model_len": tokens} if tokens else {})
+    monkeypatch.setattr("tests.integration.rough_server.MODELS", {"data": [card]})
+    async with rough_server() as other:
+        replica = Replica("r", "openai", "rough", Upstream(parse_endpoint(other.url)))
+        await Prober(replica).probe()
+        assert replica.max_model_len == tokens
+        replica.upstream.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_hit_that_was_none_corrects_what_is_believed_of_the_cache(
+    tokenizer: Tokenizer, stream: bool
+) -> None:
+    watching = Watching()
+    engine = FakeEngine(tokenizer, always(says(tokenizer, "Yes.")))
+    async with (
+        serve(engine) as served,
+        front([watching], ReplicaConfig(url=served.url, model=MODEL)) as running,
+    ):
+
+        async def believed(number: int) -> int:
+            """Ask; how many prompts the replica is believed to have cached now."""
+            body = chat(f"{number}: " + "and so on " * 100, model="big", stream=stream)
+            answer = await running.client.post("/v1/chat/completions", json=body)
+            assert answer.status_code == 200
+            (replica,) = watching.left[-1].pool.replicas.values()
+            return len(replica.prefixes) // (len(watching.left[-1].ask.prompt) // BLOCK_BYTES)
+
+        assert [await believed(number) for number in range(5)] == [1, 2, 3, 4, 5]
+        assert await believed(3) == 2  # three of its tokens were cached: what is older has gone too
+        assert await believed(9) == 3
+
+
+async def test_a_server_that_does_not_tell_is_believed_to_have_what_it_was_sent() -> None:
+    watching = Watching()
+    async with (
+        rough_server() as other,
+        front([watching], ReplicaConfig(url=other.url, kind="openai", model="rough")) as running,
+    ):
+        for number in (1, 2, 3, 1):
+            prompt = f"{number}: " + "and so on " * 100
+            body = completion(prompt, model="big", max_tokens=3, stream=True)
+            assert (await running.client.post("/v1/completions", json=body)).is_success
+        (replica,) = watching.left[-1].pool.replicas.values()
+        assert len(replica.prefixes) == 3 * (len(watching.left[-1].ask.prompt) // BLOCK_BYTES)
+
+
+def test_memory_is_flat_under_many_distinct_prompts() -> None:
+    index = PrefixIndex(1000)
+    for number in range(20_000):
+        index.sent(chain(b"%d" % number, b"x" * BLOCK_BYTES * 2, BLOCK_BYTES))
+        assert len(index) <= 1000
+
+
+async def test_answers_are_expected_to_be_as_long_as_those_before(tokenizer: Tokenizer) -> None:
+    watching = Watching()
+    engine = FakeEngine(tokenizer, always(says(tokenizer, "Yes.")))
+    async with (
+        serve(engine) as served,
+        front([watching], ReplicaConfig(url=served.url, model=MODEL)) as running,
+    ):
+        for _ in range(100):
+            body = chat("Is it so?", model="big", n=2)
+            assert (await running.client.post("/v1/chat/completions", json=body)).is_success
+        journey = watching.left[-1]
+        decode_s = journey.pool.loads()[0].decode_s
+        (cost,) = journey.trace.tries[-1].costs
+        assert cost.decode_s < 100 * decode_s

@@ -1,0 +1,416 @@
+"""Three gateways on one Redis: never more than the limit, and what happens when a gateway or Redis is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
+
+import msgspec
+import pytest
+from redis.asyncio import Redis
+from tests.authority import Authority
+from tests.integration.gateway.limit_world import (
+    deliver,
+    directory,
+    leave,
+    limit,
+    refusal,
+    request,
+)
+from tests.services import RedisServer, running_redis
+
+from argosy.gateway.journey import Journey
+from argosy.gateway.limits import Limits
+from argosy.policy import Ask, Grant, period
+from argosy.protocol import ApiError
+from argosy.store import Limit, Unsure, UsageSum, steady
+from argosy.store.redis_state import RedisState
+
+PATIENCE_S = 30.0
+CHILD = Path(__file__).with_name("limits_child.py")
+
+
+@pytest.fixture
+def server() -> Iterator[RedisServer]:
+    """A Redis of its own, which the test may kill."""
+    with running_redis() as server:
+        yield server
+
+
+@contextlib.asynccontextmanager
+async def gateways(
+    server: RedisServer,
+    *limits: Limit,
+    count: int = 3,
+    unsure: Unsure = "open",
+    wait_s: float = 10.0,
+    alive_s: float = 5.0,
+) -> AsyncIterator[list[Limits]]:
+    """Gateways that know these limits. They are patient, since the machine may be busy."""
+    states = [RedisState(server.url, wait_s=wait_s, alive_s=alive_s) for _ in range(count)]
+    stages = [Limits(state) for state in states]
+    for stage in stages:
+        stage.update(directory(*limits, unsure=unsure))
+        await stage.start()
+    try:
+        yield stages
+    finally:
+        for stage in stages:
+            await stage.close()
+
+
+async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+    """Wait for it."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not await condition():  # noqa: ASYNC110 - what is waited for is elsewhere
+            await asyncio.sleep(0.02)
+
+
+async def let_in(stage: Limits) -> Journey | None:
+    journey = request()
+    return journey if await refusal(stage, journey) is None else None
+
+
+async def test_hammering_three_gateways_lets_no_more_requests_in_than_the_limit(
+    server: RedisServer,
+) -> None:
+    count = 0
+    async with gateways(server, limit("requests", 100, "hour")) as stages:
+        for _ in range(3):
+            tried = [let_in(stage) for stage in stages for _ in range(100)]
+            count += sum(journey is not None for journey in await asyncio.gather(*tried))
+        refused = await refusal(stages[0], request())
+        assert refused is not None
+        assert refused.code == "rate_limit_exceeded"
+        assert "the key's limit of 100 requests per hour" in refused.message
+    assert 90 <= count <= 100
+    assert await _kept(server, "key:k1:requests:hour:") == count
+
+
+async def test_streams_of_three_gateways_deliver_no_more_than_the_limit_and_some_pieces(
+    server: RedisServer,
+) -> None:
+    most, piece = 20_000, 5
+    delivered = stopped = refused = 0
+
+    async def stream(stage: Limits, number: int) -> None:
+        nonlocal delivered, stopped, refused
+        journey = request(prompt=10, most=1)  # and more comes than that
+        if await refusal(stage, journey) is not None:
+            refused += 1
+            return
+        ends = None
+        for _ in range(20 + number * 7 % 100):
+            await asyncio.sleep(0.002)  # a stream has a pace
+            ends = deliver(stage, journey, piece)
+            if ends is not None:
+                stopped += 1
+                break
+        delivered += 10 + journey.delivered.output_tokens
+        leave(stage, journey, "completed" if ends is None else "stopped")
+
+    async with gateways(server, limit("tokens", most, "hour"), limit("requests", 10**6)) as stages:
+        while refused < 45:
+            refused = 0
+            await asyncio.gather(*(stream(s, n) for n, s in enumerate(stages * 15)))
+    assert stopped > 0
+    # Past the limit: what the streams that were lent to got until Redis had said no.
+    assert 0.75 * most <= delivered <= most + 45 * 20 * piece
+    assert await _kept(server, "key:k1:tokens:hour:") == delivered
+
+
+async def test_what_runs_at_a_time_is_limited_over_all_gateways(server: RedisServer) -> None:
+    running = most = done = 0
+
+    async def run(stage: Limits) -> None:
+        nonlocal running, most, done
+        while (journey := await let_in(stage)) is None:  # noqa: ASYNC110 - as a client would
+            await asyncio.sleep(0.01)
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.002)
+        running -= 1
+        done += 1
+        leave(stage, journey)
+
+    async with gateways(server, limit("concurrency", 7)) as stages:
+        async with asyncio.timeout(PATIENCE_S):
+            await asyncio.gather(*(run(stage) for stage in stages * 20))
+    assert (done, running) == (60, 0)
+    assert 5 <= most <= 7
+
+
+async def test_a_gateway_that_is_killed_gives_back_what_it_ran(server: RedisServer) -> None:
+    async with gateways(server, limit("concurrency", 3), count=1, alive_s=1.0) as [stage]:
+        with child(server, "3") as process:
+            assert process.stdout is not None
+            assert (await asyncio.to_thread(process.stdout.readline)).strip() == "3"
+            assert await let_in(stage) is None
+            process.kill()
+        await until(lambda: _is_in(stage))
+        assert await let_in(stage) is not None
+        assert await let_in(stage) is not None
+
+
+async def test_a_gateway_that_leaves_gives_back_what_it_had(server: RedisServer) -> None:
+    limits = limit("requests", 100, "day"), limit("concurrency", 10)
+    async with gateways(server, *limits, count=2) as [first, second]:
+        for _ in range(10):
+            journey = await let_in(first)
+            assert journey is not None
+            leave(first, journey)
+        await first.close()
+        got = [await let_in(second) for _ in range(91)]
+        assert [journey is not None for journey in got] == [True] * 10 + [False] * 81
+        for journey in got[:10]:
+            assert journey is not None
+            leave(second, journey)
+        for _ in range(80):
+            journey = await let_in(second)
+            assert journey is not None
+            leave(second, journey)
+        assert await let_in(second) is None
+
+
+async def test_what_a_gateway_does_not_use_goes_to_the_others(server: RedisServer) -> None:
+    async with gateways(server, limit("requests", 60), count=2) as [idle, busy]:
+        for _ in range(20):
+            assert await let_in(idle) is not None
+        count = 0
+
+        async def forty() -> bool:
+            nonlocal count
+            count += await let_in(busy) is not None
+            return count == 40
+
+        await until(forty)
+        assert await let_in(busy) is None
+
+
+async def test_while_redis_hangs_open_projects_go_on_with_their_share_and_it_is_told_later(
+    server: RedisServer,
+) -> None:
+    async with gateways(server, limit("requests", 30, "hour"), wait_s=0.3) as stages:
+        for stage in stages:  # each is told how many there are
+            assert await let_in(stage) is not None
+        with stopped(server):
+            counts = [sum([await let_in(s) is not None for _ in range(40)]) for s in stages]
+            journey = request()
+            refused = await refusal(stages[1], journey)
+            assert refused is not None
+            assert refused.status == 429
+            assert (b"x-ratelimit-remaining-requests", b"20") in journey.headers
+        assert counts == [9, 9, 9]
+
+        async def told() -> bool:
+            return await _kept(server, "key:k1:requests:hour:") == 30
+
+        await until(told)
+        assert not any([await let_in(stage) for stage in stages for _ in range(5)])
+
+
+async def test_while_redis_hangs_closed_projects_use_what_they_have_and_then_refuse(
+    server: RedisServer,
+) -> None:
+    async with gateways(
+        server, limit("requests", 300), limit("tokens", 10**6), unsure="closed", wait_s=0.3
+    ) as stages:
+        for stage in stages:
+            assert await let_in(stage) is not None
+        stream = await let_in(stages[0])
+        assert stream is not None
+        with stopped(server):
+            refused: ApiError | None = None
+            count = 0
+            while refused is None:
+                refused = await refusal(stages[0], request())
+                count += 1
+            assert count <= 300
+            assert (refused.status, refused.code) == (503, "limits_unavailable")
+            assert refused.retry_after_s is not None
+            ends = [deliver(stages[0], stream, 1000) for _ in range(5)]
+            assert ends[-1] == "limit"
+        await until(lambda: _is_in(stages[0]))
+
+
+async def test_a_redis_that_comes_back_empty_learns_from_the_ledger(server: RedisServer) -> None:
+    async with gateways(
+        server, limit("requests", 50, "month"), limit("concurrency", 9), count=1, wait_s=1.0
+    ) as [stage]:
+        assert await let_in(stage) is not None
+        server.process.kill()
+        server.process.wait()
+        assert await let_in(stage) is not None
+        with another(server):
+
+            async def full() -> bool:
+                await stage.seed(lambda *_: UsageSum(requests=50))
+                refused = await refusal(stage, request())
+                return refused is not None and "50 requests per month" in refused.message
+
+            await until(full)
+
+
+@pytest.mark.parametrize(("unsure", "most"), [("closed", 90), ("open", 2 * 90)])
+async def test_hammering_while_redis_is_killed_passes_the_limit_by_no_more_than_is_said(
+    server: RedisServer, unsure: Unsure, most: int
+) -> None:
+    async with gateways(server, limit("requests", 90, "hour"), unsure=unsure) as stages:
+        for stage in stages:  # each is told how many there are
+            assert await let_in(stage) is not None
+        count = 3
+
+        async def hammer(stage: Limits) -> None:
+            nonlocal count
+            for _ in range(100):
+                journey = await let_in(stage)
+                count += journey is not None
+                if count == 45:
+                    server.process.kill()
+
+        await asyncio.gather(*(hammer(stage) for stage in stages))
+        assert server.process.wait() == -signal.SIGKILL
+    assert 45 <= count <= most
+
+
+async def test_a_budget_that_is_set_later_counts_what_the_ledger_has(server: RedisServer) -> None:
+    asked = list[str]()
+
+    def spent(kind: str, owner: str, since: float, model: str | None) -> UsageSum:
+        asked.append(f"{kind} {owner} {model}")
+        return UsageSum(requests=48)
+
+    async with gateways(server, count=2) as stages:
+        for stage in stages:
+            stage.update(directory(limit("requests", 50, "month", "project", "big")))
+            await stage.seed(spent)
+            await stage.seed(spent)
+        assert asked == ["project shop big"] * 2
+        got = [await let_in(stage) is not None for stage in stages * 2]
+        assert got == [True, True, False, False]
+        assert await _kept(server, f"project:shop:requests:month:big:{_month()}") == 50
+
+
+async def test_nobody_waits_for_a_redis_that_is_not_there() -> None:
+    state = RedisState("unix:///nowhere/redis.sock")
+    stage = Limits(state)
+    stage.update(directory(limit("requests", 3)))
+    await stage.start()
+    assert [await let_in(stage) is not None for _ in range(4)] == [True, True, True, False]
+    await stage.close()
+
+
+async def test_redis_grants_what_the_model_grants(server: RedisServer) -> None:
+    draw = random.Random(7)
+    model = Authority()
+    numbers = [0, 0, 0]
+    slots: dict[str, list[tuple[int, int]]] = {"hour": [], "day": [], "new": []}
+    async with Redis.from_url(server.url) as redis:
+        script = redis.register_script(files("argosy.store").joinpath("leases.lua").read_text())
+        for _ in range(300):
+            who = draw.randrange(3)
+            fresh = draw.random() < 0.9 or not numbers[who]
+            numbers[who] += fresh
+            asks, theirs = [], []
+            for name in draw.sample(["hour", "day", "new", "places"], draw.randint(1, 4)):
+                kind = {"hour": "window", "places": "slots"}.get(name, "period")
+                backs = draw.sample(
+                    slots.get(name, []), min(draw.randrange(3), len(slots.get(name, [])))
+                )
+                units = [draw.randint(0, 5) for _ in backs]
+                seeds, owed = (
+                    tuple((draw.uniform(0, 7000), draw.randrange(9)) for _ in range(count))
+                    for count in (draw.randrange(3), draw.choice([0, 0, 2]))
+                )
+                ask = Ask(
+                    kind=kind,  # type: ignore[arg-type]
+                    limit=draw.choice([100, 200, 2**53 - 1]),
+                    seconds=3600.0 if name == "hour" else 0.0,
+                    lease_s=2.0,
+                    keep_s=9000.0,
+                    slot={"day": 1000, "new": int(steady()) + 10**6}.get(name, 0),
+                    need=draw.choice([0, draw.randrange(30)]),
+                    ahead=draw.choice([0, draw.randrange(30)]),
+                    kept=draw.choice([0, 0, draw.randrange(9)]),
+                    owed=owed,
+                    back=tuple((real, n) for (real, _), n in zip(backs, units, strict=True)),
+                    seeds=draw.choice([None, seeds]),
+                )
+                asks.append((name, ask))
+                back = tuple((ours, n) for (_, ours), n in zip(backs, units, strict=True))
+                theirs.append((name, replace(ask, back=back)))
+            body = {
+                "gateway": f"g{who}",
+                "number": numbers[who],
+                "alive_s": 1000.0,
+                "asks": [ask for _, ask in asks],
+            }
+            keys = [f"gateway:g{who}", "gateways", *(name for name, _ in asks)]
+            packed = await script(keys=keys, args=[msgspec.msgpack.encode(body)])
+            answer = msgspec.msgpack.decode(packed, type=dict[str, int | list[Grant]])
+            granted = answer["grants"]
+            expected = model.exchange(f"g{who}", numbers[who], 1000.0, theirs, steady())
+            assert answer["gateways"] == len(model.alive) or not fresh
+            assert isinstance(granted, list)
+            assert [(g.granted, g.used, g.known) for g in granted] == [
+                (g.granted, g.used, g.known) for g in expected
+            ]
+            for (name, _), real, ours in zip(asks, granted, expected, strict=fresh):
+                if fresh and name in slots and real.granted:
+                    slots[name].append((real.slot, ours.slot))
+
+
+def _month() -> int:
+    return int(period("month", steady())[0])
+
+
+async def _is_in(stage: Limits) -> bool:
+    return await let_in(stage) is not None
+
+
+async def _kept(server: RedisServer, name: str) -> int:
+    """Units that Redis counts for a limit."""
+    async with Redis.from_url(server.url) as redis:
+        fields = await redis.hgetall(f"{{argosy}}:limit:{name}")
+    return sum(int(units) for at, units in fields.items() if at != b"known")
+
+
+@contextlib.contextmanager
+def stopped(server: RedisServer) -> Iterator[None]:
+    """Redis hangs meanwhile."""
+    server.process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        server.process.send_signal(signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def another(server: RedisServer) -> Iterator[None]:
+    """A new Redis in the place of one that is dead."""
+    command = server.process.args
+    assert isinstance(command, list)
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        try:
+            yield
+        finally:
+            process.kill()
+
+
+@contextlib.contextmanager
+def child(server: RedisServer, requests: str) -> Iterator[subprocess.Popen[str]]:
+    """Another gateway, in a process, with so many requests running."""
+    command = [sys.executable, str(CHILD), server.url, requests]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()

@@ -1,0 +1,101 @@
+"""Servers scripted down to the byte, and a client of them: `Upstream` with a sink that keeps what comes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+from argosy.gateway.upstream import Connection, Upstream, UpstreamError
+from argosy.protocol import parse_endpoint
+
+Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
+CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+class Kept:
+    """A sink that keeps the answer."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.headers: dict[bytes, bytes] = {}
+        self.pieces: list[bytes] = []
+        self.error: UpstreamError | None = None
+        self.ended = asyncio.Event()
+        self.begun = asyncio.Event()
+
+    def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self.status, self.headers = status, dict(headers)
+
+    def on_body(self, body: bytes) -> None:
+        self.pieces.append(body)
+        self.begun.set()
+
+    def on_end(self) -> None:
+        self.ended.set()
+
+    def on_failure(self, error: UpstreamError) -> None:
+        self.error = error
+        self.ended.set()
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(self.pieces)
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    handler: Handler,
+    unix: Path | None = None,
+    *,
+    tls: ssl.SSLContext | None = None,
+    trust: ssl.SSLContext | None = None,
+) -> AsyncIterator[Upstream]:
+    """A client of a server whose connections `handler` serves, one task each."""
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        tasks.add(task)
+        with contextlib.suppress(
+            asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError
+        ):
+            await handler(reader, writer)
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+    if unix is None:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=tls)
+        scheme = "http" if tls is None else "https"
+        url = f"{scheme}://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
+    else:
+        server = await asyncio.start_unix_server(serve, unix)
+        url = f"unix:{unix}"
+    upstream = Upstream(parse_endpoint(url), tls=trust)
+    try:
+        yield upstream
+    finally:
+        upstream.close()
+        server.close()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def ask(upstream: Upstream, sink: Kept, body: bytes = b"{}") -> Connection:
+    connection = upstream.kept() or await upstream.connect()
+    headers = [(b"content-type", b"application/json")]
+    connection.ask(upstream.request(b"POST", b"/v1/x", body, headers), sink)
+    return connection
+
+
+async def read_request(reader: asyncio.StreamReader) -> bytes:
+    head = await reader.readuntil(b"\r\n\r\n")
+    length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+    return head + await reader.readexactly(length)

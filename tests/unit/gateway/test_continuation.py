@@ -1,0 +1,230 @@
+"""Answers carried over servers that die at any byte, any number of times: the client gets one whole answer."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.integration.gateway.doubles.behind import BODIES, CHAT, COMPLETION, Seen
+from tests.integration.gateway.doubles.families import (
+    LlamaCpp,
+    Lmdeploy,
+    Sglang,
+    TensorRtLlm,
+    Tgi,
+    Vllm,
+)
+from tests.integration.gateway.doubles.server import ANSWER, WHOLE, Asked, Double
+
+from argosy.gateway.ask import Ask, read
+from argosy.gateway.dialects import Carrier, Dialect, Kind, Leg, dialect_of
+from argosy.gateway.dialects.loads import values
+from argosy.gateway.journal import Delivered
+from argosy.protocol import EventParser
+
+KINDS: dict[Kind, type[Double]] = {
+    "vllm": Vllm,
+    "sglang": Sglang,
+    "tgi": Tgi,
+    "llama.cpp": LlamaCpp,
+    "tensorrt-llm": TensorRtLlm,
+    "lmdeploy": Lmdeploy,
+}
+CARRIED = [
+    (kind, path)
+    for kind in KINDS
+    for path in (CHAT, COMPLETION)
+    if path.encode() in dialect_of(kind).ids | dialect_of(kind).prefill
+]
+
+
+def ask_for(path: str, **changes: object) -> Ask:
+    body = BODIES[path] | {"stream": True} | changes
+    return read(json.dumps(body).encode(), "messages" if path == CHAT else "prompt")
+
+
+def stream_of(kind: Kind, leg: Leg) -> bytes:
+    """What a server of this kind answers."""
+    outgoing, double = leg.outgoing, KINDS[kind]()
+    asked = Asked(outgoing.path.decode(), {}, json.loads(outgoing.body))
+    assert double.refusal(asked) is None
+    return b"".join(double.events(asked, double.part(asked)))
+
+
+def pieces(stream: bytes, cuts: list[int]) -> list[bytes]:
+    """The stream in pieces, cut at these places (modulo its length)."""
+    edges = [0, *sorted(cut % (len(stream) + 1) for cut in cuts), len(stream)]
+    return [stream[a:b] for a, b in itertools.pairwise(edges)]
+
+
+def seen_in(passed: bytes) -> Seen:
+    seen = Seen()
+    for data in EventParser().feed(passed):
+        seen.take(data.decode())
+    return seen
+
+
+def carry(
+    kind: Kind, path: str, deaths: list[int], cuts: list[int], **changes: object
+) -> tuple[bytes, Delivered]:
+    """All that the client gets over servers that die after so many bytes each, but for the last."""
+    dialect, ask, delivered, passed = dialect_of(kind), ask_for(path, **changes), Delivered(), b""
+    carrier = Carrier(ask, path.encode(), delivered)
+    for death in (*deaths, None):
+        leg = carrier.leg(dialect, "cat", 64)
+        assert leg is not None
+        stream = stream_of(kind, leg)
+        alive = stream if death is None else stream[: death % len(stream)]
+        for piece in pieces(alive, cuts):
+            passed += leg.reader.feed(piece)
+        assert not leg.reader.failure
+        if death is None:
+            assert leg.reader.done
+            return passed + leg.reader.take_held(), delivered
+        ending = carrier.ending()
+        if ending is not None:
+            return passed + ending, delivered
+        assert carrier.can_go_on
+    raise AssertionError
+
+
+places = st.lists(st.integers(0, 10_000), max_size=4)
+
+
+@pytest.mark.parametrize(("kind", "path"), CARRIED)
+@settings(max_examples=30)
+@given(deaths=places, cuts=places)
+def test_whatever_dies_wherever_the_answer_is_whole(
+    kind: Kind, path: str, deaths: list[int], cuts: list[int]
+) -> None:
+    passed, delivered = carry(kind, path, deaths, cuts, stream_options={"include_usage": True})
+    seen = seen_in(passed)
+    assert (seen.text, seen.finish, seen.done) == (WHOLE, ["stop"], 1)
+    assert len(seen.identities) == 1
+    assert delivered.output_tokens == len(ANSWER)
+    assert [usage["completion_tokens"] for usage in seen.usage] == [len(ANSWER)]
+    assert seen.usage[0]["prompt_tokens"] == delivered.prompt_tokens
+
+
+@pytest.mark.parametrize(("kind", "path"), CARRIED)
+@settings(max_examples=30)
+@given(deaths=places, limit=st.integers(1, len(ANSWER)))
+def test_a_limit_holds_over_all_servers_together(
+    kind: Kind, path: str, deaths: list[int], limit: int
+) -> None:
+    passed, delivered = carry(kind, path, deaths, [], max_tokens=limit)
+    seen = seen_in(passed)
+    assert seen.text == "".join(ANSWER[:limit])
+    assert seen.finish == ["length"]
+    assert delivered.output_tokens == limit
+
+
+@pytest.mark.parametrize(("kind", "path"), CARRIED)
+@settings(max_examples=30)
+@given(cuts=places)
+def test_how_a_stream_is_cut_into_pieces_does_not_matter(
+    kind: Kind, path: str, cuts: list[int]
+) -> None:
+    for changes in ({}, {"n": 2}):  # both readers: the one that carries on, and the one that passes
+        one, two = (seen_in(carry(kind, path, [], at, **changes)[0]) for at in (cuts, []))
+        assert [{**chunk, "id": ""} for chunk in one.chunks] == [
+            {**chunk, "id": ""} for chunk in two.chunks
+        ]
+        assert one.done == two.done == 1
+
+
+fields = st.sampled_from(
+    [
+        "choices",
+        "usage",
+        "error",
+        "delta",
+        "text",
+        "content",
+        "index",
+        "finish_reason",
+        "token_ids",
+        "prompt_token_ids",
+        "completion_tokens",
+        "prompt_tokens_details",
+        "object",
+        "id",
+    ]
+)
+json_values: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(fields, inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(
+    events=st.lists(
+        json_values.map(lambda v: b"data: " + json.dumps(v).encode()) | st.binary(max_size=30)
+    ),
+    n=st.sampled_from([1, 2]),
+)
+def test_no_stream_whatsoever_breaks_its_reader(events: list[bytes], n: int) -> None:
+    carrier = Carrier(ask_for(CHAT, n=n), CHAT.encode(), Delivered())
+    leg = carrier.leg(dialect_of("vllm"), "cat")
+    assert leg is not None
+    leg.reader.feed(b"".join(event + b"\n\n" for event in events))
+    carrier.ending()
+    carrier.leg(dialect_of("vllm"), "cat")
+
+
+@pytest.mark.parametrize(
+    ("changes", "plain"),
+    [
+        ({}, True),
+        ({"tools": [], "logprobs": False, "n": 1, "response_format": {"type": "text"}}, True),
+        ({"tools": [{"type": "function"}]}, False),
+        ({"response_format": {"type": "json_schema"}}, False),
+        ({"logprobs": True}, False),
+        ({"n": 2}, False),
+        ({"structured_outputs": {"regex": "a"}}, False),
+    ],
+)
+def test_only_plain_text_is_asked_for_in_a_way_that_can_be_carried_on(
+    changes: dict[str, object], plain: bool
+) -> None:
+    leg = Carrier(ask_for(CHAT, **changes), CHAT.encode(), Delivered()).leg(
+        dialect_of("vllm"), "cat"
+    )
+    assert leg is not None
+    assert ("return_token_ids" in json.loads(leg.outgoing.body)) == plain
+
+
+def test_a_conversation_that_ends_with_the_assistant_goes_on_in_its_message() -> None:
+    messages = [{"role": "user", "content": "Go on"}, {"role": "assistant", "content": "Well,"}]
+    ask = ask_for(CHAT, messages=messages, continue_final_message=True)
+    carrier = Carrier(ask, CHAT.encode(), Delivered())
+    dialect: Dialect = dialect_of("sglang")
+    first = carrier.leg(dialect, "cat")
+    assert first is not None
+    chunk = {
+        "id": "1",
+        "choices": [{"index": 0, "delta": {"content": " then"}, "finish_reason": None}],
+    }
+    first.reader.feed(b"data: " + msgspec.json.encode(chunk) + b"\n\n")
+    second = carrier.leg(dialect, "cat")
+    assert second is not None
+    assert json.loads(second.outgoing.body)["messages"][-1]["content"] == "Well, then"
+
+
+def test_metrics_are_read_whatever_their_labels_and_what_is_none_is_left_out() -> None:
+    text = b"""# HELP a_b {x} 7
+a_b 1
+a_b{l="x} y 5"} 2 1700000000000
+a_b{l="z"} NaN
+a_bc 9
+a_b
+a_b{l="q"} zwei
+c 3
+"""
+    assert values(text, {b"a_b", b"missing"}) == {b"a_b": [1.0, 2.0]}

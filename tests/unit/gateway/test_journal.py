@@ -1,0 +1,54 @@
+"""A journaled stream read in any pieces: what is passed on is what counts, whatever way it was cut."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from argosy.gateway.journal import Delivered, JournalReader
+
+EVENT = b'data: {"choices": [{"index": %d, "delta": {"content": "word %d"}}]}\n\n'
+DONE = b"data: [DONE]\n\n"
+
+
+def written(pieces: list[tuple[int, int, bool]]) -> tuple[bytes, bytes, list[list[bytes]]]:
+    """A stream of pieces (choice, ids, with a comment between), the events in it, and the ids of the choices."""
+    stream, events = b": argosy prompt 7 3\n\n", b""
+    ids: list[list[bytes]] = [[], []]
+    for number, (choice, count, commented) in enumerate(pieces):
+        event = EVENT % (choice, number)
+        told = [b"%d" % (100 * number + i) for i in range(count)]
+        ids[choice] += told
+        events += event
+        stream += event + (b": keep-alive\n\n" if commented else b"")
+        stream += b": argosy %d %s" % (choice, b",".join(told))
+        stream += b" length\n\n" if number + 2 >= len(pieces) else b"\n\n"
+    return stream + DONE, events + DONE, ids
+
+
+@given(
+    pieces=st.lists(st.tuples(st.integers(0, 1), st.integers(0, 3), st.booleans()), max_size=8),
+    cuts=st.lists(st.integers(0, 2000)),
+    whole_blocks=st.booleans(),
+)
+def test_any_pieces_give_the_same(
+    pieces: list[tuple[int, int, bool]], cuts: list[int], *, whole_blocks: bool
+) -> None:
+    stream, events, ids = written(pieces)
+    at = {0, len(stream), *(cut % len(stream) for cut in cuts)}
+    if whole_blocks:  # as replicas write: one piece after another
+        at = {0, len(stream)} | {
+            stream.find(b"\n\n", stream.find(b": argosy", cut)) + 2 for cut in at if cut
+        }
+    borders = sorted(at)
+    delivered = Delivered()
+    reader = JournalReader(delivered)
+    passed = b"".join(reader.feed(stream[begin:end]) for begin, end in pairwise(borders))
+    assert reader.done
+    assert passed + reader.take_held() == events
+    for choice in (0, 1):
+        assert delivered.ids(choice) == [int(one) for one in ids[choice]]
+    assert delivered.output_tokens == sum(map(len, ids))
+    assert (delivered.prompt_tokens, delivered.cached_tokens) == (7, 3)
