@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from argosy.gateway.ask import DEFAULT_OUTPUT, Ask
 from argosy.gateway.caller import TIERS
 from argosy.gateway.journey import Journey
 from argosy.gateway.replicas import Picked, Pool, Replica
@@ -69,7 +68,7 @@ class Dispatcher:
                 tier=caller.tier,
                 tenant=caller.project,
                 weight=caller.weight,
-                cost=float(ask.prompt_tokens + _expected(ask)),
+                cost=float(ask.prompt_tokens + self._pool.expected(ask)),
                 arrival=now,
                 size=len(ask.prompt),
             )
@@ -103,7 +102,8 @@ class Dispatcher:
             if picked is None:
                 replica.set_exception(unavailable(self._pool))
                 continue
-            replica.set_result(self._goes(journey, picked, _expected(journey.ask), now))
+            ahead = int(waiting.cost) - journey.ask.prompt_tokens
+            replica.set_result(self._goes(journey, picked, ahead, now))
 
     def _lowest(self, now: float) -> int:
         """The lowest tier that there is room for; -1: for none."""
@@ -156,11 +156,6 @@ class Dispatcher:
 
 
 RETRY_AFTER_S = 1.0
-
-
-def _expected(ask: Ask) -> int:
-    """Tokens of output that a request is charged for before they come."""
-    return min(ask.output_tokens, DEFAULT_OUTPUT * ask.choices)
 
 
 def unavailable(pool: Pool) -> ApiError:

@@ -212,7 +212,7 @@ class Pool:
         hits = {n: len(held) * BLOCK_BYTES // BYTES_PER_TOKEN for n, held in found.items()}
         request = RouteRequest(
             prompt_tokens=ask.prompt_tokens,
-            output_tokens=self._expected(ask),
+            output_tokens=self.expected(ask),
             key=ask.session or (keys[0].hex() if keys else ""),
             hits=hits,
         )
@@ -231,7 +231,7 @@ class Pool:
             found=found[chosen.name],
         )
 
-    def _expected(self, ask: Ask) -> int:
+    def expected(self, ask: Ask) -> int:
         """Tokens of its answer, going by those of others."""
         mean = round(self._outputs.value)
         return ask.choices * (mean if ask.max_output is None else min(mean, ask.max_output))
