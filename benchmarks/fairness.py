@@ -26,11 +26,12 @@ import httpx2
 import msgspec
 import numpy as np
 
-from argosy.bench.client import Client, parse_url
+from argosy.bench.client import Client
 from argosy.bench.reply import Reply
 from argosy.bench.stub import Delays
 from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig
 from argosy.gateway.identity import AuthConfig
+from argosy.protocol import parse_endpoint
 from argosy.store import StoreConfig, open_store
 
 MODEL = "model"
@@ -109,7 +110,10 @@ async def measure(
     found = {
         name: Tenant(
             Client(
-                parse_url(url), time.perf_counter, {"authorization": f"Bearer {keys[name]}"}, 120.0
+                parse_endpoint(url),
+                time.perf_counter,
+                {"authorization": f"Bearer {keys[name]}"},
+                120.0,
             ),
             LENGTHS.get(name, PREMIUM_TOKENS),
         )

@@ -102,7 +102,7 @@ class Dispatcher:
             if picked is None:
                 replica.set_exception(unavailable(self._pool))
                 continue
-            ahead = int(waiting.cost) - journey.ask.prompt_tokens
+            ahead = int(waiting.cost) - journey.ask.prompt_tokens if waiting.charged else 0
             replica.set_result(self._goes(journey, picked, ahead, now))
 
     def _lowest(self, now: float) -> int:

@@ -6,11 +6,10 @@ higher tiers. Inside a tier, deficit round robin over tenants (Shreedhar & Vargh
 deficit in tokens: a tenant that has credit goes on until it has none, then waits until the rounds
 have given it some again (`QUANTUM` x weight each). A request is charged what it will likely cost as it
 leaves, so that a tenant does not take all room before its first token has come; what it costs in truth is
-known only as its answer streams, so `charge` may put a tenant into debt, which later rounds pay off, or give
-back what was too much, never to more than a quantum of credit. What is served while no other tenant waits is no
-debt. Between two tenants that both wait all the while, service per weight then differs by at most two
-quanta, plus for each what it can have running in excess of what was expected. Inside a tenant: by
-deadline, then as they came.
+known only as its answer streams, so `charge` may put a tenant into debt, which later rounds pay off, or
+give back what was too much. What is served while no other tenant waits is no debt. Between two tenants
+that both wait all the while, service per weight then differs by at most two quanta, plus for each what it
+can have running in excess of what was expected. Inside a tenant: by deadline, then as they came.
 """
 
 from __future__ import annotations
@@ -48,6 +47,8 @@ class Waiting(Generic[T]):
     """Bytes that it holds while it waits."""
     left: bool = field(default=False, init=False)
     """Dispatched or removed."""
+    charged: bool = field(default=False, init=False)
+    """Its cost was; not so when nobody else was kept waiting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,9 @@ class _Tier(Generic[T]):
     def pop(self) -> Waiting[T]:
         name, tenant = self._turn()
         waiting = tenant.next()
-        tenant.credit -= waiting.cost
+        waiting.charged = len(self.ring) + len(self.resting) > 1
+        if waiting.charged:
+            tenant.credit -= waiting.cost
         self.leave(waiting)
         if name in self.ring and tenant.credit <= 0:
             self.ring.move_to_end(name)
@@ -133,7 +136,7 @@ class _Tier(Generic[T]):
         if len(self.ring) == (tenant is not None):
             return  # nobody else waits, so nobody is kept waiting by it
         if tenant is not None:
-            tenant.credit = min(tenant.credit - tokens, QUANTUM * tenant.weight)
+            tenant.credit -= tokens
             return
         tenant = self.resting.setdefault(name, _Tenant())
         tenant.credit -= tokens
@@ -184,7 +187,7 @@ class DispatchQueue(Generic[T]):
         return True
 
     def pop(self, now: float, lowest: int = LOWEST) -> Waiting[T] | None:
-        """The next request to dispatch, of tier `lowest` or above, its cost charged; None when none of these waits."""
+        """The next request to dispatch, of tier `lowest` or above; None when none of these waits."""
         busy = [number for number, tier in enumerate(self._tiers[: lowest + 1]) if tier.count]
         if not busy:
             return None
