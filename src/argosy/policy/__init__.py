@@ -4,7 +4,7 @@ from argosy.policy.affinity import BLOCK_BYTES, BLOCK_TOKENS, PrefixIndex, chain
 from argosy.policy.breaker import Breaker, BreakerLimits, Outcome, classify, usable
 from argosy.policy.estimates import OutputEstimates
 from argosy.policy.fairness import INPUT_PRICE, OUTPUT_PRICE, Account, TenantShares
-from argosy.policy.leases import Ask, Grant, Lease, Shared, SlotLease
+from argosy.policy.leases import Ask, Grant, Lease, Shared
 from argosy.policy.limits import (
     Hold,
     Meter,
@@ -36,6 +36,7 @@ from argosy.policy.routing import (
     cost,
 )
 from argosy.policy.shedding import admits, saturation
+from argosy.policy.slot_lease import SlotLease
 from argosy.policy.supervision import Action, Custody, CustodyLimits, Life
 from argosy.policy.windows import Concurrency, Counter, Period, Window, period
 
