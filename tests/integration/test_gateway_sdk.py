@@ -101,7 +101,7 @@ async def test_python(fleet: tuple[str, Keys], engine: FakeEngine) -> None:
         assert [model.id async for model in await client.models.list()] == []
         with pytest.raises(openai.PermissionDeniedError) as forbidden:
             await client.chat.completions.create(model=MODEL, messages=HELLO)
-        assert forbidden.value.code == "model_not_found"
+        assert forbidden.value.code == "model_not_allowed"
     assert len(engine.requests) == 2
 
 

@@ -7,13 +7,14 @@ never waits behind a replica that has become slow.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from argosy.gateway.caller import Caller
+from argosy.gateway.caller import TIERS
 from argosy.gateway.journey import Journey
-from argosy.gateway.replicas import Pool, Replica
-from argosy.policy import DispatchQueue, Waiting, admits, saturation
+from argosy.gateway.replicas import Picked, Pool, Replica
+from argosy.policy import DispatchQueue, Waiting, admits, fits, lowest_tier, saturation
 from argosy.protocol import ApiError
 
 
@@ -40,72 +41,104 @@ class Dispatcher:
         self._limits = limits
         self._clock = clock
         self._queue: DispatchQueue[_Ticket] = DispatchQueue()
+        self._running = [0] * len(TIERS)
+        self._asked = [-math.inf] * len(TIERS)
+        """When each tier asked last."""
+        self._ahead: dict[int, int] = {}
+        """Tokens that were charged and have not come, of each request that was placed, by its identity as an object."""
         pool.on_change = self.pump
 
     def __len__(self) -> int:
         return len(self._queue)
 
     async def place(self, journey: Journey) -> Replica:
-        """The replica for a new request. Raises ApiError 429 or 503 when it must not wait on."""
-        now = self._clock()
+        """The replica for a new request, until `ended`. Raises ApiError 429 or 503 when it must not wait on."""
+        now, caller, ask = self._clock(), journey.caller, journey.ask
         if not self._pool.alive():
             raise unavailable(self._pool)
-        if not self._queue:
-            picked = self._pool.pick(journey.ask, journey.caller.domain, frozenset(), now)
+        self._asked[caller.tier] = now
+        if not self._queue and caller.tier <= self._lowest(now):
+            picked = self._pool.pick(ask, caller.domain, frozenset(), now)
             if picked is not None:
-                return journey.goes_to(picked, now)
+                return self._goes(journey, picked, 0, now)
         self._admit(journey, now)
-        caller, prompt = journey.caller, journey.ask.prompt
         return await self._wait(
             Waiting(
                 item=_Ticket(journey, asyncio.get_running_loop().create_future()),
                 tier=caller.tier,
                 tenant=caller.project,
                 weight=caller.weight,
-                cost=float(journey.ask.prompt_tokens),
+                cost=float(ask.prompt_tokens + self._pool.expected(ask)),
                 arrival=now,
-                size=len(prompt),
+                size=len(ask.prompt),
             )
         )
 
-    def charge(self, caller: Caller, tokens: int) -> None:
-        """Count output tokens that came for a request of this caller."""
-        self._queue.charge(caller.tier, caller.project, float(tokens))
+    def charge(self, journey: Journey, tokens: int) -> None:
+        """Count output tokens that came for a request that was placed."""
+        ahead = self._ahead.get(id(journey), 0)
+        paid = min(ahead, tokens)
+        self._ahead[id(journey)] = ahead - paid
+        self._charge(journey, tokens - paid)
+
+    def ended(self, journey: Journey) -> None:
+        """It is over; nothing happens when it never was placed."""
+        ahead = self._ahead.pop(id(journey), None)
+        if ahead is not None:
+            self._running[journey.caller.tier] -= 1
+            self._charge(journey, -ahead)
 
     def pump(self) -> None:
         """Hand out whatever room there is."""
         while self._queue:
             now = self._clock()
-            if not self._pool.room(now):
+            waiting = self._queue.pop(now, self._lowest(now))
+            if waiting is None:
                 return
-            waiting = self._queue.pop(now)
-            if waiting is None or waiting.item.replica.done():
-                continue
             journey, replica = waiting.item.journey, waiting.item.replica
+            if replica.done():
+                continue
             picked = self._pool.pick(journey.ask, journey.caller.domain, frozenset(), now)
             if picked is None:
                 replica.set_exception(unavailable(self._pool))
                 continue
-            replica.set_result(journey.goes_to(picked, now))
+            ahead = int(waiting.cost) - journey.ask.prompt_tokens if waiting.charged else 0
+            replica.set_result(self._goes(journey, picked, ahead, now))
+
+    def _lowest(self, now: float) -> int:
+        """The lowest tier that there is room for; -1: for none."""
+        free, seats = self._pool.seats(now)
+        return lowest_tier(free, seats, self._running, self._asked, now)
+
+    def _goes(self, journey: Journey, picked: Picked, ahead: int, now: float) -> Replica:
+        self._ahead[id(journey)] = ahead
+        self._running[journey.caller.tier] += 1
+        return journey.goes_to(picked, now)
+
+    def _charge(self, journey: Journey, tokens: int) -> None:
+        if tokens:
+            self._queue.charge(journey.caller.tier, journey.caller.project, float(tokens))
 
     def _admit(self, journey: Journey, now: float) -> None:
-        """Raises ApiError 429 when a request of its size and tier is not to join the queue."""
-        limits, queue = self._limits, self._queue
-        size = len(journey.ask.prompt)
-        if len(queue) >= limits.requests or queue.size + size > limits.bytes:
+        """Raises ApiError 429 when a request of its size, tier and tenant is not to join the queue."""
+        limits, queue, tier = self._limits, self._queue, journey.caller.tier
+        held = queue.held(tier, journey.caller.project)
+        if queue.size + len(journey.ask.prompt) > limits.bytes:
             raise self._contended("the queue is full")
-        saturated = saturation(
-            max(len(queue) / limits.requests, queue.size / limits.bytes),
-            queue.age(now) / limits.wait_s,
-            self._pool.loads(),
-        )
-        if not admits(journey.caller.tier, saturated):
-            raise self._contended("what is left of the queue is for higher tiers")
+        if not (
+            fits(tier, held.count, len(queue), limits.requests)
+            and fits(tier, held.size, queue.size, limits.bytes)
+        ):
+            raise self._contended("what is left of the queue is for others")
+        waited = max(0.0, now - held.since)
+        if not admits(tier, saturation(waited / limits.wait_s, self._pool.loads())):
+            raise self._contended("what can be served soon is for higher tiers")
 
     async def _wait(self, waiting: Waiting[_Ticket]) -> Replica:
         queue, placed, trace = self._queue, waiting.item.replica, waiting.item.journey.trace
         queue.push(waiting)
         trace.queued, trace.ahead = waiting.arrival, queue.ahead(waiting)
+        self.pump()
         try:
             async with asyncio.timeout(self._limits.wait_s):
                 return await asyncio.shield(placed)

@@ -74,9 +74,14 @@ class Replica:
     _decode: Rate = field(default_factory=lambda: Rate(DECODE_HALF_LIFE), init=False)
 
     @property
+    def seats(self) -> int:
+        """Requests that it runs at a time."""
+        return self.load.capacity or self.most
+
+    @property
     def has_room(self) -> bool:
         """Whether one more request would not have to wait there (or hardly)."""
-        return self.load.in_flight < (self.load.capacity or self.most)
+        return self.load.in_flight < self.seats
 
     @property
     def dialect(self) -> Dialect:
@@ -95,10 +100,13 @@ class Replica:
 
     def first_token(self, seconds: float, tokens: int, now: float) -> None:
         """The answer to a prompt with so many uncached tokens began `seconds` after it was sent."""
-        self.load.latency.add(seconds, now)
+        load = self.load
+        load.latency.add(seconds, now)
+        if load.reported_at < now - seconds:
+            load.sent_tokens = max(0, load.sent_tokens - tokens)
         if self._alone and tokens >= LEAST_PREFILL and not self.tells_speed:
             self._prefill.add(tokens, seconds)
-            self.load.prefill_rate = self._prefill.per_s or self.load.prefill_rate
+            load.prefill_rate = self._prefill.per_s or load.prefill_rate
 
     def streamed(self, tokens: int, seconds: float) -> None:
         """So many tokens of one sequence, after its first, came in so long."""
@@ -111,6 +119,8 @@ class Replica:
     ) -> None:
         """It is over; None: for a reason that says nothing about the replica."""
         self.load.in_flight -= 1
+        if not self.load.in_flight:
+            self.load.sent_tokens = 0
         if outcome is not None:
             self.breaker.record(outcome, now, retry_after_s)
             if not self.breaker.closed:
@@ -184,6 +194,13 @@ class Pool:
             if self.replicas[name].has_room and not self.replicas[name].breaker.cooling(now)
         ]
 
+    def seats(self, now: float) -> tuple[int, int]:
+        """How many seats are free on those that may be used now, full or not, and how many they have."""
+        able = [self.replicas[name] for name in self.alive()]
+        able = [replica for replica in able if not replica.breaker.cooling(now)]
+        free = sum(max(0, replica.seats - replica.load.in_flight) for replica in able)
+        return free, sum(replica.seats for replica in able)
+
     def answered(self, tokens: float) -> None:
         """An answer came to its end after so many tokens, each of its choices on average."""
         self._outputs.add(tokens)
@@ -200,7 +217,7 @@ class Pool:
         hits = {n: len(held) * BLOCK_BYTES // BYTES_PER_TOKEN for n, held in found.items()}
         request = RouteRequest(
             prompt_tokens=ask.prompt_tokens,
-            output_tokens=self._expected(ask),
+            output_tokens=self.expected(ask),
             key=ask.session or (keys[0].hex() if keys else ""),
             hits=hits,
         )
@@ -219,7 +236,7 @@ class Pool:
             found=found[chosen.name],
         )
 
-    def _expected(self, ask: Ask) -> int:
+    def expected(self, ask: Ask) -> int:
         """Tokens of its answer, going by those of others."""
         mean = round(self._outputs.value)
         return ask.choices * (mean if ask.max_output is None else min(mean, ask.max_output))

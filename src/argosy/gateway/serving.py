@@ -140,7 +140,7 @@ class Serving:
             out,
             carrier,
             counted=partial(counted, passed, journey),
-            charge=partial(dispatcher.charge, journey.caller),
+            charge=partial(dispatcher.charge, journey),
             leave=task.cancel,
         )
         journey.exchange.watch(stream)
@@ -158,6 +158,7 @@ class Serving:
         finally:
             self._streams.discard(stream)
             stream.settle()
+            dispatcher.ended(journey)
             journey.exchange.watch(None)
         if journey.exchange.complete:
             return  # passed on as it came

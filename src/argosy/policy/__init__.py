@@ -4,7 +4,8 @@ from argosy.policy.affinity import BLOCK_BYTES, BLOCK_TOKENS, PrefixIndex, chain
 from argosy.policy.breaker import Breaker, BreakerLimits, Outcome, classify, usable
 from argosy.policy.estimates import OutputEstimates
 from argosy.policy.fairness import INPUT_PRICE, OUTPUT_PRICE, Account, TenantShares
-from argosy.policy.leases import Ask, Grant, Lease, Shared, SlotLease
+from argosy.policy.headroom import lowest_tier
+from argosy.policy.leases import Ask, Grant, Lease, Shared
 from argosy.policy.limits import (
     Hold,
     Meter,
@@ -18,7 +19,7 @@ from argosy.policy.limits import (
     worst,
 )
 from argosy.policy.measured import Line, Mean, PeakEwma, Rate
-from argosy.policy.order import PROMOTED_EACH, QUANTUM, DispatchQueue, Waiting
+from argosy.policy.order import PROMOTED_EACH, QUANTUM, DispatchQueue, Held, Waiting
 from argosy.policy.prices import NO_CHARGE, Priced, PriceList, Rates
 from argosy.policy.retries import RetryBudget, backoff_s
 from argosy.policy.routing import (
@@ -35,7 +36,8 @@ from argosy.policy.routing import (
     RouteRequest,
     cost,
 )
-from argosy.policy.shedding import admits, saturation
+from argosy.policy.shedding import admits, fits, saturation
+from argosy.policy.slot_lease import SlotLease
 from argosy.policy.supervision import Action, Custody, CustodyLimits, Life
 from argosy.policy.windows import Concurrency, Counter, Period, Window, period
 
@@ -63,6 +65,7 @@ __all__ = [
     "CustodyLimits",
     "DispatchQueue",
     "Grant",
+    "Held",
     "Hold",
     "LatencyAware",
     "Lease",
@@ -99,6 +102,8 @@ __all__ = [
     "classify",
     "cost",
     "ended",
+    "fits",
+    "lowest_tier",
     "never",
     "period",
     "reserve",

@@ -4,11 +4,12 @@ Between tiers the higher goes first, but a tier whose oldest request has waited 
 `promote_s` takes every `PROMOTED_EACH`-th turn, so nobody starves and nobody's old backlog drowns the
 higher tiers. Inside a tier, deficit round robin over tenants (Shreedhar & Varghese 1995) with the
 deficit in tokens: a tenant that has credit goes on until it has none, then waits until the rounds
-have given it some again (`QUANTUM` x weight each). What a request costs is known only as its answer
-streams, so `charge` may put a tenant into debt, which later rounds pay off; what is served while no
-other tenant waits is no debt. Between two tenants that both wait all the while, service per weight then
-differs by at most two quanta, plus for each the cost of what it can have running. Inside a tenant: by
-deadline, then as they came.
+have given it some again (`QUANTUM` x weight each). A request is charged what it will likely cost as it
+leaves, so that a tenant does not take all room before its first token has come; what it costs in truth is
+known only as its answer streams, so `charge` may put a tenant into debt, which later rounds pay off, or
+give back what was too much. What is served while no other tenant waits is no debt. Between two tenants
+that both wait all the while, service per weight then differs by at most two quanta, plus for each what it
+can have running in excess of what was expected. Inside a tenant: by deadline, then as they came.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ QUANTUM = 1024.0
 PROMOTED_EACH = 4
 PROMOTE_S = (math.inf, 5.0, 30.0)
 """For premium, standard and free: how long the oldest may wait before its tier takes turns."""
+LOWEST = len(PROMOTE_S) - 1
 
 
 @dataclass(slots=True)
@@ -38,25 +40,45 @@ class Waiting(Generic[T]):
     tenant: str
     weight: float
     cost: float
-    """Tokens that are known to be needed: the prompt's."""
+    """Tokens that it will likely take, those of the prompt and of the answer."""
     arrival: float
     deadline: float = math.inf
     size: int = 0
     """Bytes that it holds while it waits."""
     left: bool = field(default=False, init=False)
     """Dispatched or removed."""
+    charged: bool = field(default=False, init=False)
+    """Its cost was; not so when nobody else was kept waiting."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What one tenant has waiting in one tier."""
+
+    count: int = 0
+    size: int = 0
+    """Bytes."""
+    since: float = math.inf
+    """When the one of them whose turn is next had come."""
 
 
 class _Tenant(Generic[T]):
     """One tenant's requests in one tier."""
 
-    __slots__ = ("alive", "credit", "heap", "weight")
+    __slots__ = ("alive", "credit", "heap", "size", "weight")
 
     def __init__(self) -> None:
         self.heap: list[tuple[float, int, Waiting[T]]] = []
         self.alive = 0
+        self.size = 0
         self.credit = 0.0
         self.weight = 1.0
+
+    def next(self) -> Waiting[T]:
+        """The one whose turn is next; there is one."""
+        while self.heap[0][2].left:
+            heapq.heappop(self.heap)
+        return self.heap[0][2]
 
 
 class _Tier(Generic[T]):
@@ -77,16 +99,17 @@ class _Tier(Generic[T]):
             self.ring[waiting.tenant] = tenant
         tenant.weight = waiting.weight
         tenant.alive += 1
+        tenant.size += waiting.size
         self.count += 1
         heapq.heappush(tenant.heap, (waiting.deadline, number, waiting))
         heapq.heappush(self.arrivals, (waiting.arrival, number, waiting))
 
     def pop(self) -> Waiting[T]:
         name, tenant = self._turn()
-        while tenant.heap[0][2].left:
-            heapq.heappop(tenant.heap)
-        waiting = heapq.heappop(tenant.heap)[2]
-        tenant.credit -= waiting.cost
+        waiting = tenant.next()
+        waiting.charged = len(self.ring) + len(self.resting) > 1
+        if waiting.charged:
+            tenant.credit -= waiting.cost
         self.leave(waiting)
         if name in self.ring and tenant.credit <= 0:
             self.ring.move_to_end(name)
@@ -97,6 +120,7 @@ class _Tier(Generic[T]):
         self.count -= 1
         tenant = self.ring[waiting.tenant]
         tenant.alive -= 1
+        tenant.size -= waiting.size
         if tenant.alive == 0:
             del self.ring[waiting.tenant]
             tenant.heap.clear()
@@ -111,9 +135,13 @@ class _Tier(Generic[T]):
         tenant = self.ring.get(name)
         if len(self.ring) == (tenant is not None):
             return  # nobody else waits, so nobody is kept waiting by it
-        if tenant is None:
-            tenant = self.resting.setdefault(name, _Tenant())
+        if tenant is not None:
+            tenant.credit -= tokens
+            return
+        tenant = self.resting.setdefault(name, _Tenant())
         tenant.credit -= tokens
+        if tenant.credit >= 0:
+            del self.resting[name]
 
     def _turn(self) -> tuple[str, _Tenant[T]]:
         """The first tenant with credit; when none has any, as many rounds pass as one of them needs."""
@@ -158,9 +186,9 @@ class DispatchQueue(Generic[T]):
         self._tiers[waiting.tier].leave(waiting)
         return True
 
-    def pop(self, now: float) -> Waiting[T] | None:
-        """The next request to dispatch; its cost is charged. None when nobody waits."""
-        busy = [number for number, tier in enumerate(self._tiers) if tier.count]
+    def pop(self, now: float, lowest: int = LOWEST) -> Waiting[T] | None:
+        """The next request to dispatch, of tier `lowest` or above; None when none of these waits."""
+        busy = [number for number, tier in enumerate(self._tiers[: lowest + 1]) if tier.count]
         if not busy:
             return None
         self._turns += 1
@@ -173,17 +201,17 @@ class DispatchQueue(Generic[T]):
         return waiting
 
     def charge(self, tier: int, tenant: str, tokens: float) -> None:
-        """Count `tokens` that came for a dispatched request of `tenant`."""
+        """Count `tokens` that came for a dispatched request of `tenant` beyond its cost; negative: so many fewer."""
         self._tiers[tier].charge(tenant, tokens)
 
     def ahead(self, waiting: Waiting[T]) -> int:
         """Requests of its own tier and above that wait too: at most so many go first."""
         return sum(tier.count for tier in self._tiers[: waiting.tier + 1]) - (not waiting.left)
 
-    def age(self, now: float) -> float:
-        """Seconds that the longest waiting request has waited; 0 when nobody waits."""
-        arrivals = (self._oldest(n) for n, tier in enumerate(self._tiers) if tier.count)
-        return now - min(arrivals, default=now)
+    def held(self, tier: int, tenant: str) -> Held:
+        """What a tenant has waiting."""
+        found = self._tiers[tier].ring.get(tenant)
+        return Held() if found is None else Held(found.alive, found.size, found.next().arrival)
 
     def _oldest(self, tier: int) -> float:
         return self._tiers[tier].arrivals[0][0]

@@ -1,7 +1,9 @@
 """Whom to turn away before a queue collapses: the fuller it is, the higher the tier that may still join.
 
 What waits longer than its client will is work for nobody. So lower tiers are refused first, at once and
-with a time to come back, while the queue is still short enough for the others.
+with a time to come back, while the queue is still short enough for the others. And who has much waiting already is
+refused before who has little, so that one tenant's flood leaves room for all others (dynamic thresholds:
+Choudhury & Hahne 1998), and its old requests are nobody else's trouble.
 """
 
 from __future__ import annotations
@@ -10,19 +12,20 @@ from argosy.policy.routing import ReplicaLoad
 
 CEILINGS = (1.0, 0.75, 0.5)
 """Premium, standard and free join a queue below this saturation."""
+GREED = 4.0
+"""A tenant may have so many times as much waiting as is left: alone it fills four fifths."""
 KV_FREE = 0.9
 """A KV cache filled up to here is well used; from here on, requests are soon put back for lack of blocks."""
 
 
-def saturation(waiting: float, oldest: float, loads: list[ReplicaLoad]) -> float:
-    """How near a queue is to collapse: 0 is idle, 1 takes nobody.
+def saturation(oldest: float, loads: list[ReplicaLoad]) -> float:
+    """How near its requests are to waiting in vain: 0 is idle, 1 takes nobody.
 
-    `waiting` and `oldest` are parts of the most that may wait (in count or bytes) and of the longest
-    that one may (0 to 1). The replicas count by the least pressed of them: by what waits inside it,
-    which several gateways see alike, and by the last tenth of its KV cache.
+    `oldest` is how long the tenant's next request has waited, as a part of the longest that one may. The replicas
+    count by the least pressed of them: by what waits inside it, which several gateways see alike, and by the last
+    tenth of its KV cache.
     """
-    pressed = min((pressure(load) for load in loads), default=0.0)
-    return max(waiting, oldest, pressed)
+    return max(oldest, min((pressure(load) for load in loads), default=0.0))
 
 
 def pressure(load: ReplicaLoad) -> float:
@@ -35,3 +38,8 @@ def pressure(load: ReplicaLoad) -> float:
 def admits(tier: int, saturated: float) -> bool:
     """Whether a request of this tier may join the queue."""
     return saturated < CEILINGS[tier]
+
+
+def fits(tier: int, own: int, waiting: int, most: int) -> bool:
+    """Whether a tenant that has `own` of the `waiting` may add to them, where `most` may wait (in count or bytes)."""
+    return own < GREED * (CEILINGS[tier] * most - waiting)

@@ -7,7 +7,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from argosy.policy import PROMOTED_EACH, QUANTUM, DispatchQueue, Waiting
+from argosy.policy import PROMOTED_EACH, QUANTUM, DispatchQueue, Held, Waiting
 
 
 def waiting(
@@ -134,6 +134,76 @@ def test_a_tenant_that_was_alone_owes_nothing_to_one_that_comes_later() -> None:
     tenants = [one.tenant for one in (queue.pop(0.0) for _ in range(40)) if one]
     assert "early" in tenants[:12]
     assert "late" in tenants[:12]
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.tuples(st.integers(1, 300), st.integers(0, 256)), min_size=2, max_size=12),
+    st.integers(2, 4),
+    st.integers(1, 40),
+)
+def test_what_runs_and_has_told_nothing_yet_is_charged_as_expected(
+    outputs: list[tuple[int, int]], tenants: int, seats: int
+) -> None:
+    expected, queue = 256, DispatchQueue[int]()
+    charged, running = [0.0] * tenants, list[tuple[str, int]]()
+    for tenant in range(tenants):
+        queue.push(waiting(tenant=str(tenant), cost=10 + expected))
+        queue.push(waiting(tenant=str(tenant), cost=10 + expected))
+    for number in range(300):
+        one = queue.pop(0.0)
+        assert one is not None
+        queue.push(waiting(tenant=one.tenant, cost=10 + expected))  # always backlogged
+        longer, shorter = outputs[number % len(outputs)]
+        output = expected + longer if number % 2 else expected - shorter
+        running.append((one.tenant, output))
+        charged[int(one.tenant)] += 10 + expected
+        if len(running) == seats:
+            tenant_, output = running.pop(0)
+            queue.charge(1, tenant_, output - expected)
+            charged[int(tenant_)] += output - expected
+        assert max(charged) - min(charged) <= 2 * QUANTUM + 2 * (10 + expected + 300)
+
+
+def test_what_was_too_much_is_given_back_and_what_nobody_waited_for_is_not_charged() -> None:
+    queue = DispatchQueue[int]()
+    for number in range(40):
+        queue.push(waiting(number, tenant="early", cost=1000.0))
+    alone = [queue.pop(0.0) for _ in range(10)]
+    assert not any(one.charged for one in alone if one)
+    for number in range(40):
+        queue.push(waiting(number, tenant="late", cost=1000.0))
+    both = [one for one in (queue.pop(0.0) for _ in range(20)) if one]
+    assert all(one.charged for one in both)
+    for one in both:
+        if one.tenant == "late":
+            queue.charge(1, "late", -900.0)
+    tenants = [one.tenant for one in (queue.pop(0.0) for _ in range(20)) if one]
+    assert tenants.count("late") >= 14
+
+
+def test_only_tiers_that_there_is_room_for_leave() -> None:
+    queue = DispatchQueue[int]()
+    for tier in range(3):
+        queue.push(waiting(tier, tier=tier))
+    assert [one.item for one in (queue.pop(0.0, 1) for _ in range(3)) if one] == [0, 1]
+    assert queue.pop(0.0, -1) is None
+    last = queue.pop(0.0)
+    assert last is not None
+    assert last.item == 2
+
+
+def test_what_a_tenant_has_waiting_is_known() -> None:
+    queue = DispatchQueue[int]()
+    assert queue.held(1, "a") == Held()
+    first, second = waiting(1, arrival=1.0), waiting(2, arrival=2.0)
+    queue.push(first)
+    queue.push(second)
+    queue.push(waiting(3, tenant="b"))
+    assert queue.held(1, "a") == Held(2, 5, 1.0)
+    queue.remove(first)
+    assert queue.held(1, "a") == Held(1, 3, 2.0)
+    assert queue.held(0, "a") == Held()
 
 
 def test_how_many_may_go_first() -> None:

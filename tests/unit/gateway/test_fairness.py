@@ -1,0 +1,199 @@
+"""Who is dispatched when one tenant floods: the real queue before a replica with known seats, a token each tick."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import cycle
+from typing import cast
+
+import pytest
+from tests.integration.gateway.limit_world import request
+
+from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig
+from argosy.gateway.caller import Caller
+from argosy.gateway.dispatch import Dispatcher, QueueLimits
+from argosy.gateway.journey import Journey
+from argosy.gateway.pools import build_models
+from argosy.gateway.replicas import Replica
+from argosy.policy import Outcome
+from argosy.protocol import ApiError
+
+SEATS = 32
+PROMPT = 10
+TICKS_PER_S = 50
+
+
+@dataclass
+class Running:
+    """A request that has a seat."""
+
+    journey: Journey
+    replica: Replica
+    left: int
+    """Tokens to come."""
+
+
+@dataclass
+class World:
+    """A queue before one replica, and time that goes on when a test says so."""
+
+    limits: QueueLimits = field(default_factory=lambda: QueueLimits(wait_s=1e6))
+    tick: int = 0
+    running: list[Running] = field(default_factory=list)
+    asking: set[asyncio.Task[None]] = field(default_factory=set)
+    waiting: Counter[str] = field(default_factory=Counter)
+    refused: Counter[str] = field(default_factory=Counter)
+    served: Counter[str] = field(default_factory=Counter)
+    """Tokens by project, prompts included."""
+    waits: dict[str, list[int]] = field(default_factory=dict)
+    """Ticks until a seat."""
+
+    def __post_init__(self) -> None:
+        behind = [ReplicaConfig(url="http://127.0.0.1:9", kind="openai", max_requests=SEATS)]
+        models = build_models(GatewayConfig(models=[ModelConfig(name="big", replicas=behind)]))
+        self.pool = models.pools[0]
+        self.queue = Dispatcher(self.pool, self.limits, lambda: self.tick / TICKS_PER_S)
+
+    def ask(self, project: str, tokens: int, tier: int = 1) -> None:
+        """A request whose answer has so many tokens, whatever it said it would have."""
+        caller = Caller(project=project, tier=tier)
+        journey = request(caller, prompt=PROMPT, most=64)
+        self.waiting[project] += 1
+        self.asking.add(asyncio.create_task(self._ask(journey, tokens)))
+
+    async def _ask(self, journey: Journey, tokens: int) -> None:
+        project, asked = journey.caller.project, self.tick
+        try:
+            replica = await self.queue.place(journey)
+        except ApiError:
+            self.refused[project] += 1
+            return
+        finally:
+            self.waiting[project] -= 1
+            self.asking.discard(cast("asyncio.Task[None]", asyncio.current_task()))
+        self.waits.setdefault(project, []).append(self.tick - asked)
+        self.served[project] += PROMPT
+        self.running.append(Running(journey, replica, tokens))
+
+    async def step(self) -> None:
+        """A token for each that runs; who has a seat from now on is known after it."""
+        self.tick += 1
+        now = self.tick / TICKS_PER_S
+        for one in list(self.running):
+            one.left -= 1
+            self.served[one.journey.caller.project] += 1
+            self.queue.charge(one.journey, 1)
+            if one.left == 0:
+                self.running.remove(one)
+                one.replica.ended(Outcome.SUCCESS, now)
+                self.queue.ended(one.journey)
+        for _ in range(4):
+            await asyncio.sleep(0)
+
+    async def end(self) -> None:
+        """Nobody asks any more."""
+        for task in self.asking:
+            task.cancel()
+        await asyncio.gather(*self.asking, return_exceptions=True)
+
+
+def jain(shares: list[int]) -> float:
+    return sum(shares) ** 2 / (len(shares) * sum(share**2 for share in shares))
+
+
+LENGTHS = {"short": 16, "middle": 32, "long": 64, "flood": 32}
+
+
+async def flooded(world: World, ticks: int, premium_each: int | None = None) -> list[int]:
+    """Each project of the tier keeps 40 waiting, the flood 400; requests that run, tick by tick."""
+    at_once = []
+    for _ in range(ticks):
+        for project, tokens in LENGTHS.items():
+            for _ in range(40 * (10 if project == "flood" else 1) - world.waiting[project]):
+                world.ask(project, tokens)
+        if premium_each is not None and world.tick % premium_each == 0:
+            world.ask("premium", 16, tier=0)
+        await world.step()
+        at_once.append(len(world.running))
+    return at_once
+
+
+async def test_a_flood_takes_no_more_than_its_share_and_no_seat_stays_empty() -> None:
+    world = World()
+    await flooded(world, 200)
+    world.served.clear()
+    at_once = await flooded(world, 1500)
+    assert jain([world.served[project] for project in LENGTHS]) >= 0.98
+    assert set(at_once) == {SEATS}
+    others = [wait for project in ("short", "middle", "long") for wait in world.waits[project]]
+    assert max(others) <= max(world.waits["flood"]) / 3
+    await world.end()
+
+
+async def test_premium_requests_find_a_seat_at_once_and_few_stay_empty_for_them() -> None:
+    world = World()
+    await flooded(world, 200, premium_each=8)
+    world.waits.clear()
+    world.served.clear()
+    at_once = await flooded(world, 1500, premium_each=8)
+    assert max(world.waits["premium"]) == 0
+    assert len(world.waits["premium"]) >= 180
+    assert min(at_once) >= SEATS - SEATS // 8
+    assert jain([world.served[project] for project in LENGTHS]) >= 0.97
+    await world.end()
+
+
+async def test_a_short_share_of_time_is_fair_too_however_long_answers_are() -> None:
+    world = World()
+    await flooded(world, 200)
+    shares = []
+    for _ in range(10):
+        world.served.clear()
+        await flooded(world, 200)
+        shares.append(jain([world.served[project] for project in LENGTHS]))
+    assert min(shares) >= 0.9
+    await world.end()
+
+
+async def test_nobody_starves_below_a_flood_of_higher_tiers() -> None:
+    world = World()
+    lengths = cycle((16, 32, 64))
+    for _ in range(3000):
+        for tier, project in enumerate(("premium", "standard", "free")):
+            for _ in range(80 - world.waiting[project]):
+                world.ask(project, next(lengths), tier)
+        await world.step()
+    assert world.served["premium"] > world.served["standard"] + world.served["free"]
+    assert min(world.served.values()) >= 0.04 * sum(world.served.values())
+    await world.end()
+
+
+async def test_a_tenant_that_comes_after_a_flood_gets_in_and_is_served_soon() -> None:
+    world = World(QueueLimits(requests=200, wait_s=1e6))
+    for _ in range(50):
+        for _ in range(20):
+            world.ask("flood", 32)
+        await world.step()
+    assert world.refused["flood"] > 500
+    before = world.tick
+    for _ in range(8):
+        world.ask("late", 32)
+    while world.waiting["late"]:
+        await world.step()
+    assert world.refused["late"] == 0
+    assert world.tick - before <= 2 * 32
+    await world.end()
+
+
+@pytest.mark.parametrize("tokens", [1, 64])
+async def test_what_was_expected_wrongly_evens_out(tokens: int) -> None:
+    world = World()
+    for _ in range(1200):
+        for project, length in (("wrong", tokens), ("right", 32)):
+            for _ in range(40 - world.waiting[project]):
+                world.ask(project, length)
+        await world.step()
+    assert jain([world.served["wrong"], world.served["right"]]) >= 0.97
+    await world.end()
