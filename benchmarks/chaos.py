@@ -157,9 +157,9 @@ def asked(number: int, tokens: int) -> dict[str, object]:
 
 
 async def stream(
-    running: Whole, number: int, tokens: int, told: Callable[[], object] = lambda: None
+    running: Whole, number: int, tokens: int, told: Callable[[str], object] = len
 ) -> Answer:
-    """One stream to its end; `told` is called for each chunk with text. Raises BrokenStreamError or TransportError."""
+    """One stream to its end; `told` hears its text as it comes. Raises BrokenStreamError or TransportError."""
     texts: dict[int, str] = {}
     finishes: dict[int, str] = {}
     ids: set[str] = set()
@@ -181,12 +181,12 @@ async def stream(
             except msgspec.DecodeError as error:
                 raise BrokenStreamError(data) from error
             ids.add(chunk.id)
-            if any(choice.delta.content for choice in chunk.choices):
-                told()
             for choice in chunk.choices:
                 if choice.index in finishes:
                     raise BrokenStreamError(f"more after the end of choice {choice.index}: {data}")
-                texts[choice.index] = texts.get(choice.index, "") + (choice.delta.content or "")
+                said = choice.delta.content or ""
+                texts[choice.index] = texts.get(choice.index, "") + said
+                told(said)
                 if choice.finish_reason:
                     finishes[choice.index] = choice.finish_reason
             used = chunk.usage.completion_tokens if chunk.usage else used
@@ -259,24 +259,21 @@ class Streams:
     tokens: int
     """Most of each choice."""
     expected: list[Answer] = field(default_factory=list)
-    chunks: int = 0
-    """With text, of all of them, when nobody disturbs."""
     answers: list[Answer] = field(default_factory=list)
     """All that clients have been given."""
 
     async def undisturbed(self) -> None:
         """Learn what they give."""
-        told = _Counter()
-        streams = (stream(self.running, n, self.tokens, told.count) for n in range(self.count))
+        streams = (stream(self.running, n, self.tokens) for n in range(self.count))
         self.expected = list(await asyncio.gather(*streams))
         self.answers += self.expected
-        self.chunks = told.counted
 
     async def disturbed(
         self, fault: Callable[[psutil.Process], None], draw: random.Random
     ) -> Outcome:
-        """Run them, and do `fault` to a replica at a random moment of the first three quarters."""
-        told = _Counter(draw.randrange(self.count, self.chunks * 3 // 4))
+        """Run them, and do `fault` to a replica when a random part of the text has come, up to three quarters."""
+        characters = sum(len(text) for answer in self.expected for text in answer.texts.values())
+        told = _Counter(draw.randrange(characters * 3 // 4))
         striking = asyncio.create_task(self._strike(fault, told, draw))
         streams = (stream(self.running, n, self.tokens, told.count) for n in range(self.count))
         got = await asyncio.gather(*streams, return_exceptions=True)
@@ -295,8 +292,8 @@ class Streams:
     async def _strike(
         self, fault: Callable[[psutil.Process], None], told: _Counter, draw: random.Random
     ) -> None:
-        await told.reached.wait()
         replica = await self.running.answering(draw)
+        await told.reached.wait()
         with contextlib.suppress(psutil.NoSuchProcess):
             fault(replica)
 
@@ -312,16 +309,15 @@ class Outcome:
 
 
 class _Counter:
-    """Counts chunks and tells when there were enough."""
+    """Counts characters and tells when there were enough."""
 
     def __init__(self, enough: int = 0) -> None:
-        self.counted = 0
         self.reached = asyncio.Event()
-        self._enough = enough
+        self._left = enough
 
-    def count(self) -> None:
-        self.counted += 1
-        if self.counted == self._enough:
+    def count(self, text: str) -> None:
+        self._left -= len(text)
+        if self._left <= 0:
             self.reached.set()
 
 

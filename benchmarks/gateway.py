@@ -39,12 +39,11 @@ CONNECTIONS = 32
 LATE_MS = 20
 DIRECT = "direct"
 OURS = "argosy"
-UNITS = {"requests_s": "requests/s", "streams": "streams"}
-MORE_IS_BETTER = frozenset(UNITS)
+MORE_IS_BETTER = frozenset({"requests_s", "streams"})
+UNTOLD = frozenset({"errors", "rate_share", "requests", "minutes"})
+"""Figures that are in the rows only."""
 
 Figures = dict[str, float]
-Column = tuple[str, str]
-"""A part, with the number of its streams; a figure."""
 
 
 @dataclass
@@ -168,7 +167,7 @@ def ratios(table: dict[str, dict[str, Figures]]) -> Iterator[dict[str, object]]:
         if ours is None or not rivals:
             continue
         for figure in ours:
-            if figure in {"errors", "rate_share"} or min(r[figure] for r in rivals.values()) <= 0:
+            if figure in UNTOLD or min(r[figure] for r in (ours, *rivals.values())) <= 0:
                 continue
             best = max if figure in MORE_IS_BETTER else min
             value, name = best((figures[figure], name) for name, figures in rivals.items())
@@ -197,22 +196,19 @@ def rows(bench: Bench, missing: dict[str, str]) -> Iterator[dict[str, object]]:
 
 
 def markdown(bench: Bench, missing: dict[str, str]) -> str:
-    """The table: a line for each way, a column for each figure, then ours over the best rival."""
+    """The table: a line for each figure, a column for each way, and ours over the best rival."""
     table = medians(bench.found)
-    columns: list[Column] = [
-        (part, figure)
-        for part, ways in table.items()
-        for figure in next(iter(ways.values()))
-        if figure not in {"errors", "rate_share"}
-    ]
-    heads = [f"{part} {UNITS.get(figure, figure)}" for part, figure in columns]
-    lines = [_line(["", *heads]), _line(["---", *["---:"] * len(columns)])]
-    for way in bench.ways:
-        cells = [table[part].get(way, {}).get(figure) for part, figure in columns]
-        lines.append(_line([way, *("" if cell is None else f"{cell:.4g}" for cell in cells)]))
     against = {(row["part"], row["figure"]): row["ratio_to_best_rival"] for row in ratios(table)}
-    if against:
-        lines.append(_line([f"{OURS} / best rival", *(f"{against.get(c, '')}" for c in columns)]))
+    heads = ["", *bench.ways, f"{OURS} / best rival"]
+    lines = [_line(heads), _line(["---", *["---:"] * (len(heads) - 1)])]
+    for part, ways in table.items():
+        for figure in next(iter(ways.values())):
+            if figure in UNTOLD:
+                continue
+            cells = [ways.get(way, {}).get(figure) for way in bench.ways]
+            told = ["" if cell is None else f"{cell:.4g}" for cell in cells]
+            name = f"{part}: {figure} {'↑' if figure in MORE_IS_BETTER else '↓'}"
+            lines.append(_line([name, *told, str(against.get((part, figure), ""))]))
     notes = [
         f"ttft and delay: what a proxy adds to the direct way's ({LATE_MS} ms late ends `most`).",
         *(

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -127,7 +127,7 @@ def argosy(place: Place) -> Start:
 
 
 def _argosy(
-    place: Place, replica: dict[str, object], settings: dict[str, object], key: str
+    place: Place, replica: Mapping[str, object], settings: Mapping[str, object], key: str
 ) -> Start:
     config = {
         "port": place.port,

@@ -17,7 +17,7 @@ import pytest
 ARGOSY = str(Path(sys.executable).with_name("argosy"))
 CORE = "argosy.engine.serving.core.process"
 REPLICA = "argosy.fleet.child"
-URL = re.compile(r"http://(127\.0\.0\.1|0\.0\.0\.0):\d+")
+URL = re.compile(r"https?://(127\.0\.0\.1|0\.0\.0\.0):\d+")
 
 
 @dataclass(frozen=True)

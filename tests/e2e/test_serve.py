@@ -3,6 +3,7 @@
 import re
 import shutil
 import signal
+import ssl
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
@@ -13,6 +14,7 @@ import psutil
 import pytest
 from openai.types.chat import ChatCompletionUserMessageParam
 from tests.e2e.server import Server, argosy, serving
+from tests.integration.gateway.certificates import Authority
 
 from argosy.models import BUNDLED
 
@@ -187,6 +189,18 @@ def test_it_gives_up_loudly_when_no_replica_can_be_started_any_more(tmp_path: Pa
         assert "Traceback" not in said
         with pytest.raises(httpx2.ConnectError):
             httpx2.get(f"{server.url}/health")
+
+
+def test_it_listens_over_tls_when_told_to(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    pair = authority.pair("server", "127.0.0.1")
+    refused = argosy("serve", "--port", "0", "--tls-cert", pair.certificate)
+    assert refused.returncode == 2
+    assert "--tls-key" in refused.stderr
+    with serving("--tls-cert", pair.certificate, "--tls-key", pair.key) as server:
+        assert server.url.startswith("https")
+        trust = ssl.create_default_context(cafile=authority.ca)
+        assert httpx2.get(f"{server.url}/ready", verify=trust).status_code == 200
 
 
 def test_killed_server_leaves_nothing_behind() -> None:

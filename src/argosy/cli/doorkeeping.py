@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from ipaddress import ip_address
 from typing import Literal
-
-from argosy.store import default_url, open_store
 
 Auth = Literal["auto", "keys", "off"]
 """`auto`: those on this machine need no key until there is one. `keys`: always. `off`: nobody does."""
@@ -25,12 +22,16 @@ class Doorkeeping:
     @property
     def url(self) -> str:
         """The database."""
+        from argosy.store import default_url
+
         return self.store or default_url()
 
     @property
     def keyed(self) -> bool:
         """Whether callers need keys from the first request on."""
-        return self.auth == "keys" or (self.auth == "auto" and not _is_loopback(self.host))
+        from argosy.gateway import is_loopback
+
+        return self.auth == "keys" or (self.auth == "auto" and not is_loopback(self.host))
 
     def prepare(self) -> str | None:
         """Bring the tables up to date, and make an admin's key where keys are needed and nobody has any.
@@ -39,6 +40,7 @@ class Doorkeeping:
         cannot be used, or when others could connect and there still are no keys.
         """
         from argosy.gateway import AuthConfig, check_exposure
+        from argosy.store import open_store
 
         store = open_store(self.url)
         try:
@@ -48,10 +50,3 @@ class Doorkeeping:
         finally:
             store.close()
         return None if made is None else made[1]
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

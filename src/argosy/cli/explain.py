@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-WIDTH = 40
+WIDTH = 28
 """Characters of the bars."""
+LONGEST_REASON = 40
 TERMS = ("queue_s", "prefill_s", "decode_s", "memory_s", "stale_s", "total_s")
 SHOWN = frozenset(
     {
@@ -75,7 +76,7 @@ def show(console: Console, told: dict[str, Any]) -> None:
 def _headline(told: dict[str, Any]) -> str:
     from rich.markup import escape
 
-    tokens, caller = told["tokens"], told["caller"]
+    tokens, caller, ended = told["tokens"], told["caller"], told["ms"]["ended"]
     colour = {"completed": "green", "running": "blue", "stopped": "yellow"}.get(
         told["status"], "red"
     )
@@ -86,7 +87,8 @@ def _headline(told: dict[str, Any]) -> str:
         f"{told['path']} to [bold]{escape(told['model'])}[/], "
         + ("streamed" if told["stream"] else "sent whole"),
         f"{tokens['prompt']} prompt tokens ({tokens['cached']} cached), {tokens['output']} output"
-        + (f", finished by {escape(finish)}" if finish else ""),
+        + (f", finished by {escape(finish)}" if finish else "")
+        + ("" if ended is None else f", {ended:.0f} ms"),
     ]
     if caller["project"]:
         key = f", key {escape(caller['key'])}" if caller["key"] else ""
@@ -134,7 +136,7 @@ def _all_times(told: dict[str, Any]) -> Iterator[float | None]:
 
 
 def _outcome(attempt: dict[str, Any]) -> str:
-    why = f" ({attempt['reason']})" if attempt["reason"] else ""
+    why = f" ({attempt['reason'][:LONGEST_REASON]})" if attempt["reason"] else ""
     return f"{attempt['outcome']}{why}"
 
 
@@ -149,7 +151,7 @@ def _waterfall(told: dict[str, Any]) -> Table:
     table = Table("step", box=None, header_style="bold", padding=(0, 1))
     table.add_column("from ms", justify="right")
     table.add_column("took ms", justify="right")
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     shown = list(steps(told))
     whole = max(step.end for step in shown) or 1.0
     for step in shown:

@@ -10,6 +10,7 @@ from typing import Any
 
 from argosy.cli import options
 from argosy.cli.failure import fail
+from argosy.cli.tls import TlsCert, TlsClientCa, TlsKey, tls_of
 from argosy.engine import EngineConfig, ServerConfig
 
 Run = Callable[..., None]
@@ -24,7 +25,10 @@ def with_settings(run: Run) -> Callable[..., None]:
     @functools.wraps(run)
     def command(**given: Any) -> None:  # noqa: ANN401 - whatever the options hold
         _require_engine()
-        server, engine = _settings(**{name: given.pop(name) for name in shared})
+        try:
+            server, engine = _settings(**{name: given.pop(name) for name in shared})
+        except ValueError as error:
+            fail(str(error))
         run(server, engine, **given)
 
     command.__signature__ = inspect.Signature([*shared.values(), *own])  # type: ignore[attr-defined]
@@ -37,6 +41,9 @@ def _settings(
     host: options.Host = "127.0.0.1",
     port: options.Port = 8000,
     uds: options.UnixSocket = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_client_ca: TlsClientCa = None,
     served_model_name: options.ServedNames = None,
     revision: options.Revision = None,
     dtype: options.DType = "auto",
@@ -57,6 +64,7 @@ def _settings(
     drain_deadline: options.DrainDeadline = 30.0,
     vllm_metrics: options.VllmMetrics = False,
 ) -> tuple[ServerConfig, EngineConfig]:
+    """Raises ValueError, saying what to change."""
     from argosy.engine import PACK_CACHE_BYTES
     from argosy.models import BUNDLED
 
@@ -64,6 +72,7 @@ def _settings(
         host=host,
         port=port,
         uds=uds,
+        tls=tls_of(tls_cert, tls_key, tls_client_ca),
         served_model_names=tuple(served_model_name or ()),
         chat_template=chat_template,
         drain_deadline_s=drain_deadline,

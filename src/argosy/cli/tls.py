@@ -6,17 +6,29 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
+from argosy.cli.options import ACCESS
+
 if TYPE_CHECKING:
     from argosy.web import TlsConfig
 
 TlsCert = Annotated[
     str | None,
-    Option(help="PEM file with the certificate to show: then it listens over TLS.", metavar="FILE"),
+    Option(
+        help="PEM file with the certificate to show: then it listens over TLS.",
+        metavar="FILE",
+        rich_help_panel=ACCESS,
+    ),
 ]
-TlsKey = Annotated[str | None, Option(help="PEM file with its key.", metavar="FILE")]
+TlsKey = Annotated[
+    str | None, Option(help="PEM file with its key.", metavar="FILE", rich_help_panel=ACCESS)
+]
 TlsClientCa = Annotated[
     str | None,
-    Option(help="PEM file: clients must show a certificate of this authority.", metavar="FILE"),
+    Option(
+        help="PEM file: clients must show a certificate of this authority.",
+        metavar="FILE",
+        rich_help_panel=ACCESS,
+    ),
 ]
 
 

@@ -82,18 +82,19 @@ class Whole:
 
         keeping = asyncio.create_task(supervisor.run())
         try:
+            gateway = GatewayServer(self._config(launcher), self._ready)
             with self._listening() as bound:  # who connects now waits for the first replica
                 preparing = asyncio.create_task(asyncio.to_thread(self._door.prepare))
                 first = await self._first_replica(supervisor, keeping)
                 self._key = await preparing
                 if not first:
                     return
-                self._gateway = GatewayServer(self._config(launcher), self._ready)
-                answering = asyncio.create_task(self._gateway.run(bound))
+                self._gateway = gateway
+                answering = asyncio.create_task(gateway.run(bound))
                 await asyncio.wait({answering, keeping}, return_when=asyncio.FIRST_COMPLETED)
-                self._gateway.stop()
+                gateway.stop()
                 if keeping.done():
-                    self._gateway.stop()  # at once: nobody is left to answer what runs
+                    gateway.stop()  # at once: nobody is left to answer what runs
                 await answering
             if keeping.done():
                 await keeping
@@ -151,12 +152,15 @@ class Whole:
                     name=name,
                     aliases=tuple(aliases),
                     replicas=[
-                        ReplicaConfig(name=replica, url=f"unix:{launcher.socket(replica)}")
+                        ReplicaConfig(
+                            name=replica, url=f"unix:{launcher.socket(replica)}", kind="argosy"
+                        )
                         for replica in self._replicas
                     ],
                 )
             ],
             uds=server.uds,
+            tls=server.tls,
             store=StoreConfig(url=self._door.url),
             auth=AuthConfig(mode=self._door.auth),
             timeouts=Timeouts(recovery_s=RECOVERY_S),

@@ -93,7 +93,7 @@ class _Child:
         self._changed = changed
         self._ended = asyncio.Event()
         self._following = asyncio.create_task(self._follow(), name=f"follow-{spec.name}")
-        where = msgspec.structs.replace(spec.server, uds=str(socket), log_name=spec.name)
+        where = msgspec.structs.replace(spec.server, uds=str(socket), tls=None, log_name=spec.name)
         told = msgspec.structs.replace(spec, server=where)
         if process.stdin is not None:
             process.stdin.write(msgspec.json.encode(told) + b"\n")

@@ -13,7 +13,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     """Its id; also in its logs."""
     server: ServerConfig
-    """Where it listens is the launcher's affair: host, port and socket are replaced."""
+    """Where it listens is the launcher's affair: host, port, socket and TLS are replaced."""
     engine: EngineConfig
 
 

@@ -8,7 +8,7 @@ from argosy.gateway.config import (
     Timeouts,
     load_config,
 )
-from argosy.gateway.identity import AuthConfig, check_exposure
+from argosy.gateway.identity import AuthConfig, check_exposure, is_loopback
 from argosy.gateway.server import GatewayServer, serve_gateway
 from argosy.gateway.upstream_tls import UpstreamTls
 
@@ -22,6 +22,7 @@ __all__ = [
     "Timeouts",
     "UpstreamTls",
     "check_exposure",
+    "is_loopback",
     "load_config",
     "serve_gateway",
 ]

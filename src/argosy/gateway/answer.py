@@ -5,7 +5,9 @@ An answer that is gathered survives its replica as a stream does, and can be end
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, Protocol
 
 import msgspec
@@ -116,7 +118,7 @@ class Gathered:
     def __init__(self, journey: Journey) -> None:
         self._journey = journey
         self._events = EventParser()
-        self._choices = [_Choice() for _ in range(journey.ask.choices)]
+        self._choices: defaultdict[int, _Choice] = defaultdict(_Choice)
         self._identity: dict[str, Any] = {}
         self._prompt_ids: list[int] | None = None
         """A chat's, which has one prompt."""
@@ -125,11 +127,14 @@ class Gathered:
         """See `Out`."""
 
     def push(self, data: bytes) -> None:
-        """See `Out`."""
+        """See `Out`. Raises ValueError when they are no chunks of an answer."""
         for told in self._events.feed(data):
             if told == _DONE:
                 continue
-            chunk = msgspec.json.decode(told)
+            try:
+                chunk = msgspec.json.decode(told, type=dict[str, Any])
+            except msgspec.DecodeError as error:
+                raise ValueError(str(error)) from error
             self._identity = chunk
             self._prompt_ids = chunk.get("prompt_token_ids", self._prompt_ids)
             for choice in chunk["choices"]:
@@ -140,7 +145,7 @@ class Gathered:
 
     def retract(self) -> bool:
         """See `Out`."""
-        self._choices = [_Choice() for _ in self._choices]
+        self._choices.clear()
         return True
 
     async def end(self) -> None:
@@ -153,7 +158,7 @@ class Gathered:
             "object": self._journey.api.whole,
             "created": identity["created"],
             "model": identity["model"],
-            "choices": [write(index, choice) for index, choice in enumerate(self._choices)],
+            "choices": [write(*told) for told in sorted(self._choices.items(), key=itemgetter(0))],
             "usage": usage(self._journey.delivered),
         }
         if self._prompt_ids is not None:

@@ -19,6 +19,8 @@ DEFAULT_OUTPUT = 256
 """Expected output where the request names no limit."""
 LONGEST_TOKEN_BYTES = 128
 """No token of a tokenizer in use is longer, runs of spaces included."""
+MOST = 1 << 24
+"""Choices, and tokens of each, as far as estimates go; who asks for more is refused by the replica."""
 WHOLE_ONLY = frozenset({"prompt_logprobs", "resume", "stream_options"})
 """Fields that streams do not take, or take differently."""
 
@@ -71,6 +73,7 @@ def read(raw: bytes, prompt_field: str) -> Ask:
         )
     choices = _field(fields, "n", int)
     limit = _field(fields, "max_completion_tokens", int)
+    limit = _field(fields, "max_tokens", int) if limit is None else limit
     drew_seed = _field(fields, "seed", int) is None
     if drew_seed:
         # Drawn here, so that whichever replica carries the answer on draws the same tokens.
@@ -79,8 +82,8 @@ def read(raw: bytes, prompt_field: str) -> Ask:
         fields=fields,
         model=model,
         stream=bool(_field(fields, "stream", bool)),
-        choices=max(1, choices or 1) * _prompts(prompt),
-        max_output=_field(fields, "max_tokens", int) if limit is None else limit,
+        choices=max(1, min(choices or 1, MOST)) * _prompts(prompt),
+        max_output=None if limit is None else max(0, min(limit, MOST)),
         prompt=bytes(prompt),
         session=_field(fields, "session_id", str) or "",
         include_usage=_includes_usage(fields),

@@ -50,6 +50,9 @@ class Books:
         store = await asyncio.to_thread(_open, url)
         books = cls(store, await asyncio.to_thread(Spool, usage_folder(url)), config)
         await asyncio.to_thread(books.spool.recover)
+        await asyncio.to_thread(
+            books.spool.drain, store.usage.add
+        )  # budgets begin with what is there
         books.directory = await asyncio.to_thread(store.directory)
         settling = settle_forever(books.spool, store.usage.add, books._ending)
         books._settling = asyncio.create_task(settling)

@@ -7,6 +7,8 @@ request came when they are told.
 from __future__ import annotations
 
 from collections import OrderedDict
+from heapq import nsmallest
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import msgspec
@@ -14,7 +16,9 @@ import msgspec
 from argosy.policy import Cost
 
 MOST_CANDIDATES = 16
-"""So many of the candidates are told, the cheapest first."""
+"""So many of the candidates are kept, the cheapest first."""
+MOST_TRIES = 64
+"""So many attempts are kept: the first one, and the latest."""
 
 
 class ExplainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -85,6 +89,14 @@ class Trace(msgspec.Struct, gc=False):
     card: dict[str, Any] = msgspec.field(default_factory=dict)
     """What each stage adds, under a key of its own, in JSON's types."""
 
+    def begin_try(self, replica: str, now: float, told: int, costs: tuple[Cost, ...]) -> None:
+        """A replica was chosen."""
+        if len(costs) > MOST_CANDIDATES:
+            costs = tuple(nsmallest(MOST_CANDIDATES, costs, key=attrgetter("total_s")))
+        if len(self.tries) == MOST_TRIES:
+            del self.tries[1]
+        self.tries.append(Try(replica, now, told, costs))
+
     def tell(self) -> dict[str, Any]:
         """The explanation, in JSON's types."""
         return {
@@ -125,7 +137,7 @@ class Trace(msgspec.Struct, gc=False):
         }
 
     def _attempt(self, tried: Try) -> dict[str, Any]:
-        cheapest = sorted(tried.costs, key=lambda cost: cost.total_s)[:MOST_CANDIDATES]
+        cheapest = sorted(tried.costs, key=attrgetter("total_s"))
         return {
             "replica": tried.replica,
             "chosen_ms": self._ms(tried.at),

@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 
 from argosy.gateway.ask import Ask
 from argosy.gateway.caller import Caller
-from argosy.gateway.explain import Trace, Try
+from argosy.gateway.explain import Trace
 from argosy.gateway.journal import Delivered
 from argosy.gateway.replicas import Picked, Pool, Replica
 from argosy.protocol import ApiError
@@ -87,8 +87,7 @@ class Journey:
         replica.sent(picked.uncached)
         self.picked = picked
         self.route = replica.name
-        told = self.delivered.output_tokens
-        self.trace.tries.append(Try(replica.name, now, told, picked.costs))
+        self.trace.begin_try(replica.name, now, self.delivered.output_tokens, picked.costs)
         return replica
 
     def got_on(self) -> None:

@@ -113,6 +113,6 @@ async def settle_forever(spool: Spool, store: Store, leaving: asyncio.Event) -> 
 
 
 def _settle(spool: Spool, store: Store) -> None:
-    """Everything that has ended, and what other gateways of the folder left when they died."""
-    spool.recover()
+    """Everything that has ended; what other gateways of the folder left when they died is next."""
     spool.drain(store)
+    spool.recover()

@@ -194,12 +194,12 @@ class Limits:
         return self._extend(held, told.prompt_tokens, told.cached_tokens, told.output_tokens)
 
     def leave(self, journey: Journey) -> None:
-        """Give back what was not used; of a request that got nothing because of us, all."""
+        """Give back what was not used; of a request that was sent nowhere, or got nothing because of us, all."""
         held = self._held.pop(id(journey), None)
         if held is None:
             return
         told, now = journey.delivered, self._clock()
-        if not told.output_tokens and journey.status == "failed":
+        if not told.output_tokens and (journey.status == "failed" or not journey.route):
             held.reservation.settle(Use(), now)
             return
         prompt = told.prompt_tokens
@@ -253,17 +253,13 @@ class Limits:
 
     def _meter(self, limit: Limit) -> Meter:
         """The limit's meter: the one that it has, unless something else is to be counted."""
-        known, meter = self._meters.get(limit.id, (None, None))
-        if (
-            known is None
-            or meter is None
-            or msgspec.structs.replace(known, amount=0)
-            != (msgspec.structs.replace(limit, amount=0))
-        ):
-            counter = self._state.counter(limit)
-            return Meter(limit.owner_kind, limit.unit, limit.window or "", limit.model, counter)
-        meter.counter.limit = limit.amount
-        return meter
+        if limit.id in self._meters:
+            known, meter = self._meters[limit.id]
+            if known == msgspec.structs.replace(limit, amount=known.amount):
+                meter.counter.limit = limit.amount
+                return meter
+        counter = self._state.counter(limit)
+        return Meter(limit.owner_kind, limit.unit, limit.window or "", limit.model, counter)
 
     def _party(self, journey: Journey) -> _Party:
         caller, model, asked = journey.caller, journey.pool.model, journey.ask.model

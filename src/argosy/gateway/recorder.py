@@ -35,6 +35,7 @@ class Recorder:
         trace.tier = caller.tier
         trace.started_at = journey.started_at
         trace.rule = journey.pool.rule
+        journey.headers.append((b"x-argosy-request", trace.id.encode()))
         self._traces.begin(trace)
 
     def counted(self, journey: Journey) -> str | None:
@@ -79,6 +80,9 @@ class Recorder:
         metrics.ended(model, tenant, trace.status, now - trace.arrived)
         if trace.error:
             metrics.refused(model, trace.error)
+        if trace.admitted is None:
+            for limit in trace.card.get("limits", ()):
+                metrics.limited(model, limit["unit"])
         if trace.stream and trace.first is not None:
             metrics.first_token(model, trace.first - trace.arrived)
         if trace.tries:

@@ -100,10 +100,13 @@ class Replica:
 
     def first_token(self, seconds: float, tokens: int, now: float) -> None:
         """The answer to a prompt with so many uncached tokens began `seconds` after it was sent."""
-        self.load.latency.add(seconds, now)
+        load = self.load
+        load.latency.add(seconds, now)
+        if load.reported_at < now - seconds:
+            load.sent_tokens = max(0, load.sent_tokens - tokens)
         if self._alone and tokens >= LEAST_PREFILL and not self.tells_speed:
             self._prefill.add(tokens, seconds)
-            self.load.prefill_rate = self._prefill.per_s or self.load.prefill_rate
+            load.prefill_rate = self._prefill.per_s or load.prefill_rate
 
     def streamed(self, tokens: int, seconds: float) -> None:
         """So many tokens of one sequence, after its first, came in so long."""
@@ -116,6 +119,8 @@ class Replica:
     ) -> None:
         """It is over; None: for a reason that says nothing about the replica."""
         self.load.in_flight -= 1
+        if not self.load.in_flight:
+            self.load.sent_tokens = 0
         if outcome is not None:
             self.breaker.record(outcome, now, retry_after_s)
             if not self.breaker.closed:

@@ -5,7 +5,7 @@ from argosy.policy.breaker import Breaker, BreakerLimits, Outcome, classify, usa
 from argosy.policy.estimates import OutputEstimates
 from argosy.policy.fairness import INPUT_PRICE, OUTPUT_PRICE, Account, TenantShares
 from argosy.policy.headroom import lowest_tier
-from argosy.policy.leases import Ask, Grant, Lease, Shared, SlotLease
+from argosy.policy.leases import Ask, Grant, Lease, Shared
 from argosy.policy.limits import (
     Hold,
     Meter,
@@ -37,6 +37,7 @@ from argosy.policy.routing import (
     cost,
 )
 from argosy.policy.shedding import admits, fits, saturation
+from argosy.policy.slot_lease import SlotLease
 from argosy.policy.supervision import Action, Custody, CustodyLimits, Life
 from argosy.policy.windows import Concurrency, Counter, Period, Window, period
 

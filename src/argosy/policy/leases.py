@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from argosy.policy.windows import SHORT_S, SLOTS, Concurrency, Counter, Period, Window, period
+from argosy.policy.windows import SHORT_S, SLOTS, Counter, Period, Window, period
 
 LEASE_S = 2.0
 """Most that a grant is good for; of a window, a tenth of it at most."""
@@ -72,6 +72,10 @@ class Grant:
     """Whether what was used before has been told, by whomever."""
 
 
+def _nothing() -> None:
+    """There is nobody to tell."""
+
+
 @dataclass(slots=True)
 class _Granted:
     slot: int
@@ -120,6 +124,8 @@ class Lease:
         self._own = own
         self.unknown = own.unknown
         self.dry_until = -math.inf
+        self.on_news: Callable[[], None] = _nothing
+        """Called when there is something to tell that nobody waits for."""
         self._seconds = own.seconds if isinstance(own, Window) else 0.0
         self._lease_s = min(LEASE_S, self._seconds / 10 or LEASE_S)
         self._grants: deque[_Granted] = deque()
@@ -133,6 +139,8 @@ class Lease:
         """Own slot -> the earliest slot of grants that were used in it."""
         self._back: dict[int, int] = {}
         self._seeds: list[tuple[float, int]] | None = None
+        self._short = False
+        """There was not enough: what nobody here could use of it may be what somebody elsewhere waits for."""
         self._renew_at = math.inf
         self._told = Grant(0, 0, 0, 0.0, 0.0, known=True)
         self._told_at = -math.inf
@@ -171,12 +179,14 @@ class Lease:
         self._expire(now)
         own = self._own.add(units, now)
         rest, slot = units, None
-        for grant in self._grants:
+        while rest and self._grants:
+            grant = self._grants[0]
             taken = min(grant.left, rest)
-            if taken:
-                grant.left -= taken
-                rest -= taken
-                slot = grant.slot if slot is None else slot
+            grant.left -= taken
+            rest -= taken
+            slot = grant.slot if slot is None else slot
+            if not grant.left:
+                self._grants.popleft()
         self._left -= units - rest
         self._spent += units
         if rest:
@@ -184,6 +194,7 @@ class Lease:
             if len(self._owed) > MOST_OWED:
                 del self._owed[next(iter(self._owed))]  # longer ago than a window
             self._credit = max(0, self._credit - rest)
+            self.on_news()
         if slot is not None:
             self._origins.setdefault(own, slot)
         return own
@@ -200,6 +211,7 @@ class Lease:
             origin = self._origins[slot]
             self._back[origin] = self._back.get(origin, 0) - units
             self.dry_until = -math.inf  # there is this again
+            self.on_news()
         return True
 
     def wait_s(self, units: int, now: float) -> float:
@@ -250,14 +262,15 @@ class Lease:
     def ask(self, now: float) -> Ask:
         """See `Shared`."""
         self._expire(now)
-        need = self._need
-        # What is needed before it was time to renew was too little: twice as much, until it lasts.
-        self._pace = 2 * max(self._spent, self._pace) if need else max(self._spent, self._pace // 2)
-        ahead = max(0, max(self._pace, need) - self._left)
-        if not self._spent and not need:
-            ahead = 0
+        need = min(self._need, LARGEST)
+        # What was needed before it was time to renew was too little: twice as much, until it lasts.
+        pace = 2 * max(self._spent, self._pace) if need else max(self._spent, self._pace // 2)
+        self._pace = min(pace, self.limit)
+        idle = not self._spent and not need
+        if idle or self._short:
             while self._grants:
                 self._return(self._grants.popleft())
+        ahead = 0 if idle else max(0, max(self._pace, need) - self._left)
         seeds = self._seeds
         width = self._seconds / SLOTS
         ask = Ask(
@@ -268,13 +281,14 @@ class Lease:
             keep_s=(self._seconds or self._ends - now) + self._lease_s + width + 1.0,
             slot=int(self._starts),
             need=need,
-            ahead=ahead,
+            ahead=min(ahead, LARGEST),
             kept=0,
             owed=tuple(self._aged(now)),
             back=tuple(self._back.items()),
             seeds=None if seeds is None else tuple((now - at, units) for at, units in seeds),
         )
         self._need = self._spent = 0
+        self._short = False
         self._owed, self._back, self._seeds = {}, {}, None
         self._renew_at = now + self._lease_s / 2 if self._grants else math.inf
         if self._seconds:
@@ -295,6 +309,7 @@ class Lease:
         self._told, self._told_at = grant, now
         if grant.granted < ask.need:
             self.dry_until = now + DRY_S
+            self._short, self._renew_at = True, now
         if not grant.known and self._seeds is None:
             self.unknown = self._seconds == 0.0 or self._seconds > SHORT_S
 
@@ -311,133 +326,17 @@ class Lease:
             self._return(self._grants.popleft())
 
     def _return(self, grant: _Granted) -> None:
-        if grant.left:
-            self._back[grant.slot] = self._back.get(grant.slot, 0) + grant.left
-            self._left -= grant.left
+        self._back[grant.slot] = self._back.get(grant.slot, 0) + grant.left
+        self._left -= grant.left
 
     def _turn(self, now: float) -> None:
-        """A new period: nothing of the old one matters, and whoever saw it begin knows that nothing was used before."""
-        saw = self._ends > 0.0
+        """A new period: nothing of the old one matters. Whoever sees it begin knows that nothing was used before."""
+        seen = self._ends > 0.0
         if isinstance(self._own, Period):
             self._starts, self._ends = period(self._own.calendar, now)
+        seen = seen and now < self._starts + self._lease_s
         self._grants.clear()
         self._left = self._spent = self._pace = 0
         self._owed, self._origins, self._back = {}, {}, {}
-        self._seeds = [] if saw else None
+        self._seeds, self.unknown = ([], False) if seen else (None, True)
         self._told = Grant(0, 0, 0, 0.0, 0.0, known=True)
-
-
-class SlotLease:
-    """Of a limit on how much may run at a time. The authority forgets a gateway that is silent for `alive_s`."""
-
-    def __init__(self, name: str, own: Concurrency, alive_s: float) -> None:
-        self.name = name
-        self._own = own
-        self._alive_s = alive_s
-        self.unknown = False
-        self.dry_until = -math.inf
-        self._allowed = 0
-        self._until = -math.inf
-        self._credit_at = -math.inf
-        self._need = 0
-        self._touched = False
-        self._told_at = -math.inf
-        self._others = 0
-
-    @property
-    def limit(self) -> int:
-        """See `Counter`."""
-        return self._own.limit
-
-    @limit.setter
-    def limit(self, limit: int) -> None:
-        self._own.limit = limit
-
-    @property
-    def used(self) -> int:
-        """See `Counter`: by all gateways, as far as is known."""
-        return self._others + self._own.used
-
-    @property
-    def idle(self) -> bool:
-        """See `Shared`."""
-        return not (self._allowed or self._own.used or self._need or self._touched)
-
-    def room(self, now: float) -> int:
-        """See `Counter`."""
-        if now == self._credit_at:
-            return 1
-        return self._allowed - self._own.used if now < self._until else 0
-
-    def add(self, units: int, now: float) -> int:
-        """See `Counter`."""
-        self._touched = True
-        self._credit_at = -math.inf
-        return self._own.add(units, now)
-
-    def correct(self, slot: int, units: int, now: float) -> bool:
-        """See `Counter`."""
-        return self._own.correct(slot, units, now)
-
-    def wait_s(self, units: int, now: float) -> float:
-        """See `Counter`."""
-        return self._own.wait_s(units, now)
-
-    def reset_s(self, now: float) -> float:
-        """See `Counter`."""
-        return self._own.reset_s(now)
-
-    def since(self, now: float) -> tuple[float, ...]:
-        """See `Counter`."""
-        return self._own.since(now)
-
-    def recall(self, used: Iterable[tuple[float, int]]) -> None:
-        """See `Counter`."""
-
-    def due(self, now: float) -> bool:
-        """See `Shared`: often enough not to be forgotten."""
-        return now >= self._told_at + self._alive_s / 5
-
-    def want(self, units: int) -> None:
-        """See `Shared`."""
-        self._need += units
-
-    def lend(self, units: int, now: float) -> None:  # noqa: ARG002 - it is one each time
-        """See `Shared`."""
-        self._credit_at = now
-
-    def affords(self, units: int, gateways: int, now: float) -> bool:  # noqa: ARG002 - see `Shared`
-        """See `Shared`."""
-        return self._own.used + units <= -(-self.limit // gateways)
-
-    def ask(self, now: float) -> Ask:
-        """See `Shared`. What is not kept is not used from now on, whatever the answer."""
-        used = self._own.used
-        spare = used // 4 + 1 if self._touched or self._need or used else 0
-        allowed = self._allowed if now < self._until else 0
-        self._allowed = max(used, min(allowed, used + spare))
-        ask = Ask(
-            kind="slots",
-            limit=min(self.limit, LARGEST),
-            seconds=0.0,
-            lease_s=0.0,
-            keep_s=self._alive_s * 2,
-            slot=0,
-            need=self._need,
-            ahead=used + spare - self._allowed,
-            kept=self._allowed,
-            owed=(),
-            back=(),
-            seeds=None,
-        )
-        self._need, self._touched = 0, False
-        return ask
-
-    def answer(self, ask: Ask, grant: Grant, asked_at: float, now: float) -> None:
-        """See `Shared`."""
-        self._allowed = ask.kept + grant.granted
-        self._others = grant.used - self._allowed
-        self._until = asked_at + self._alive_s
-        self._told_at = now
-        if grant.granted < ask.need:
-            self.dry_until = now + DRY_S

@@ -34,7 +34,7 @@ class Life:
 class CustodyLimits:
     """How patient to be. Times are in seconds."""
 
-    stall_s: float = 5.0
+    stall_s: float = 10.0
     """A replica that has answered and then gives no answer for this long hangs."""
     start_s: float = 120.0
     """So does one that gives no first answer for this long."""

@@ -8,6 +8,7 @@ import math
 import random
 import uuid
 from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
 from typing import cast
 
@@ -111,7 +112,9 @@ class RedisState:
         name = f"{PREFIX}limit:{':'.join(what)}"
         if isinstance(own, Concurrency):
             return SlotLease(name, own, self._alive_s)
-        return Lease(name, own)
+        lease = Lease(name, own)
+        lease.on_news = partial(self._active.__setitem__, lease, None)
+        return lease
 
     async def obtain(self, wants: Wants) -> bool:
         """See `SharedState`: within two exchanges."""

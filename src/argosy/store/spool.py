@@ -229,8 +229,11 @@ class Spool:
                 self._attach(made)
 
     def _remove(self, table: Table) -> None:
-        with self._alone():
-            table.remove()
+        try:
+            with self._alone():
+                table.remove()
+        except FileNotFoundError:
+            table.close()  # somebody has removed the folder
 
     def _in_memory(self) -> list[Table]:
         return [table for table in self._tables if table.path is None]

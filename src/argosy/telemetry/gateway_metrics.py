@@ -147,6 +147,11 @@ class GatewayMetrics(Collector):
             "Generation requests refused or failed, by the error's code.",
             *("model", "code"),
         )
+        self._limited = _Counts(
+            "argosy_gateway_limit_refusals",
+            "Limits that stood in a request's way, by what they limit.",
+            *("model", "unit"),
+        )
         self._tokens = _Counts(
             "argosy_gateway_tokens",
             "Tokens of prompts (input: computed; cached: found) and of answers (output: delivered).",
@@ -215,6 +220,10 @@ class GatewayMetrics(Collector):
         """It was refused, or failed, with the error `code`."""
         self._refused.add((model, self._code(code)))
 
+    def limited(self, model: str, unit: str) -> None:
+        """A limit of `unit`s, one of a fixed few, stood in its way."""
+        self._limited.add((model, unit))
+
     def ended(self, model: str, tenant: str, status: str, seconds: float) -> None:
         """It has ended; `status` is one of a fixed few."""
         self._ended.add((model, self._tenant(tenant), status))
@@ -246,7 +255,7 @@ class GatewayMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """See prometheus_client's `Collector`."""
-        counts = (self._http, self._ended, self._refused, self._tokens, self._cost)
+        counts = (self._http, self._ended, self._refused, self._limited, self._tokens, self._cost)
         for kind in (*counts, self._retries, self._failovers):
             yield kind.family()
         for spread in (self._ttft, self._itl, self._e2e, self._queue):

@@ -22,6 +22,7 @@ from argosy.web.wire import RequestWire
 
 HEADER_LIMIT_BYTES = 64 * 1024
 """Most bytes of request line and headers together."""
+TOO_LARGE = "the request's headers are too large"
 
 
 class Connection(asyncio.Protocol):
@@ -131,12 +132,16 @@ class Connection(asyncio.Protocol):
 
     def on_url(self, url: bytes) -> None:
         """A part of the request line came."""
-        self._count(len(url))
+        self._header_bytes += len(url)
+        if self._header_bytes > HEADER_LIMIT_BYTES:
+            raise ValueError(TOO_LARGE)
         self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """A header came."""
-        self._count(len(name) + len(value))
+        self._header_bytes += len(name) + len(value)
+        if self._header_bytes > HEADER_LIMIT_BYTES:
+            raise ValueError(TOO_LARGE)
         self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
@@ -150,6 +155,7 @@ class Connection(asyncio.Protocol):
         expects = any(n == b"expect" and v.lower() == b"100-continue" for n, v in self._headers)
         wire = RequestWire(self, scope, keep_alive=keep_alive, expects_continue=expects)
         scope["state"] = {WIRE: wire}
+        self._headers = []  # for what may come behind the body, which nobody is told
         self._incoming = wire
         if self._current is None:
             self._start(wire, scope)
@@ -235,11 +241,6 @@ class Connection(asyncio.Protocol):
         self.transport.close()
 
     # --- within ----------------------------------------------------------------------------------
-
-    def _count(self, size: int) -> None:
-        self._header_bytes += size
-        if self._header_bytes > HEADER_LIMIT_BYTES:
-            raise ValueError("the request's headers are too large")
 
     def _scope(self) -> Scope:
         url = httptools.parse_url(self._url)

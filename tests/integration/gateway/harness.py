@@ -11,7 +11,13 @@ from dataclasses import dataclass, field
 import httpx2
 
 from argosy.gateway.admin import build_admin
-from argosy.gateway.config import GatewayConfig, ModelConfig, ReplicaConfig, Timeouts
+from argosy.gateway.config import (
+    GatewayConfig,
+    ModelConfig,
+    QueueConfig,
+    ReplicaConfig,
+    Timeouts,
+)
 from argosy.gateway.explain import ExplainConfig, Traces
 from argosy.gateway.front import Front
 from argosy.gateway.identity import Identity
@@ -63,6 +69,20 @@ class Running:
     client: httpx2.AsyncClient
     traces: Traces
     metrics: GatewayMetrics
+    serving: Serving
+    probers: list[Prober]
+
+    async def probe(self) -> None:
+        """Ask the replicas how they are."""
+        for prober in self.probers:
+            await prober.probe()
+
+    async def queued(self, count: int) -> None:
+        """Wait until so many requests wait for a replica."""
+        until = time.monotonic() + 30
+        while self.serving.queued["big"] != count:
+            assert time.monotonic() < until
+            await asyncio.sleep(0.01)
 
 
 @contextlib.asynccontextmanager
@@ -70,12 +90,14 @@ async def front(
     stages: Sequence[Stage],
     *behind: ReplicaConfig,
     timeouts: Timeouts = QUICK,
+    queue: QueueConfig = QueueConfig(),  # noqa: B008 - immutable
     slow_reader_timeout_s: float = 30.0,
 ) -> AsyncIterator[Running]:
     """The model "big" on these replicas; a recorder is the first stage."""
     config = GatewayConfig(
         models=[ModelConfig(name="big", routing="round-robin", replicas=list(behind))],
         timeouts=timeouts,
+        queue=queue,
         slow_reader_timeout_s=slow_reader_timeout_s,
     )
     models, metrics = build_models(config), GatewayMetrics()
@@ -93,8 +115,9 @@ async def front(
         config=config,
     )
     replicas = [replica for pool in models.pools for replica in pool.replicas.values()]
-    for replica in replicas:
-        await Prober(replica).probe()
+    probers = [Prober(replica) for replica in replicas]
+    for prober in probers:
+        await prober.probe()
     bound, listener = bind("127.0.0.1", 0), Listener(app)
     tasks = [
         asyncio.create_task(listener.serve(sockets=[bound])),
@@ -102,7 +125,7 @@ async def front(
     ]
     try:
         async with httpx2.AsyncClient(base_url=url_of(bound), timeout=30) as client:
-            yield Running(client, traces, metrics)
+            yield Running(client, traces, metrics, serving, probers)
         await app.idle.wait()
         assert all(replica.load.in_flight == 0 for replica in replicas)
     finally:

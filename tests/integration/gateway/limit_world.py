@@ -72,9 +72,11 @@ def deliver(limits: Limits, journey: Journey, output: int, prompt: int = 10) -> 
     return limits.counted(journey)
 
 
-def leave(limits: Limits, journey: Journey, status: Status = "completed") -> None:
-    """It has ended."""
-    journey.status = status
+def leave(
+    limits: Limits, journey: Journey, status: Status = "completed", route: str = "replica"
+) -> None:
+    """It has ended, after it was sent there."""
+    journey.status, journey.route = status, route
     limits.leave(journey)
 
 

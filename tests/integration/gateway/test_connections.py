@@ -40,8 +40,14 @@ async def closing(_request: Request) -> PlainTextResponse:
     return PlainTextResponse("bye", headers={"connection": "close"})
 
 
+async def names(request: Request) -> PlainTextResponse:
+    await request.body()
+    return PlainTextResponse(",".join(request.headers.keys()))
+
+
 APP = Starlette(
     routes=[
+        Route("/names", names, methods=["POST"]),
         Route("/echo", echo, methods=["GET", "HEAD", "POST"]),
         Route("/early", early, methods=["POST"]),
         Route("/counting", counting),
@@ -140,6 +146,14 @@ async def test_chunked_bodies_come_whole() -> None:
     async with listening(APP) as port:
         answer = await talk(port, head + b"3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n" + LAST)
     assert b"\r\n\r\nabcde" in answer
+
+
+async def test_what_comes_behind_a_body_is_no_header() -> None:
+    head = b"POST /names HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    async with listening(APP) as port:
+        answer = await talk(port, head + b"1\r\na\r\n0\r\nauthorization: Bearer x\r\n\r\n" + LAST)
+    assert b"\r\n\r\nhost,transfer-encoding" in answer
+    assert b"authorization" not in answer
 
 
 async def test_an_upgrade_is_not_taken_up() -> None:

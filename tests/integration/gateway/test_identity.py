@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import msgspec
 import pytest
 from structlog.testing import capture_logs
@@ -231,7 +233,7 @@ def test_a_client_that_has_gone_is_no_local_one(client: object, server: object, 
     scope = {
         "client": client,
         "server": server,
-        "state": {WIRE: None},
+        "state": {WIRE: Mock()},
         "http_version": "1.1",
         "method": "GET",
         "path": "/",

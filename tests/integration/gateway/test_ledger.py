@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import psycopg
 import pytest
@@ -22,7 +23,6 @@ from argosy.policy import LeastCost
 from argosy.protocol import ApiError
 from argosy.store import Directory, Price, Spool, SpoolFullError, UsageRow, open_store
 from argosy.web import Exchange
-from argosy.web.exchange import WIRE
 
 NOW = 5000.0
 PRICES = (
@@ -32,28 +32,11 @@ PRICES = (
 )
 
 
-async def never() -> dict[str, Any]:
-    raise AssertionError("nobody reads or writes here")
-
-
-async def nothing(message: object) -> None:
-    raise AssertionError("nobody reads or writes here")
-
-
 def journey(tier: int = 1, number: int = 1) -> Journey:
-    scope = {
-        "state": {WIRE: None},
-        "http_version": "1.1",
-        "method": "POST",
-        "path": "/v1/chat/completions",
-        "query_string": b"",
-        "headers": [],
-    }
-    exchange = Exchange(scope, never, nothing, None)  # type: ignore[arg-type]
     ask = read(b'{"model": "m", "messages": []}', "messages")
     caller = Caller(organisation="acme", project="web", key="k", user="ann", tier=tier)
     identity = b"chatcmpl-%d 5000" % number
-    return Journey(exchange, ask, CHAT, Pool("m", [], LeastCost()), identity, caller)
+    return Journey(Mock(spec=Exchange), ask, CHAT, Pool("m", [], LeastCost()), identity, caller)
 
 
 @pytest.fixture
@@ -142,6 +125,35 @@ async def test_rows_wait_while_the_store_is_down_and_reach_it_once(spool: Spool)
     await settling
     assert len({row.request for row in rows}) == len(rows) == 600
     assert spool.waiting == 0
+
+
+async def test_what_a_gateway_left_that_died_meanwhile_is_settled_by_another(
+    spool: Spool, tmp_path: Path
+) -> None:
+    rows: list[UsageRow] = []
+    leaving, other = asyncio.Event(), Spool(tmp_path)
+    settling = asyncio.create_task(settle_forever(spool, rows.extend, leaving))
+    await Ledger(other).enter(journey())
+    other.close()
+    await until(lambda: bool(rows))
+    assert [(row.request, row.status) for row in rows] == [("chatcmpl-1", "interrupted")]
+    leaving.set()
+    await settling
+
+
+async def test_rows_reach_the_store_though_somebody_removed_the_folder(
+    spool: Spool, tmp_path: Path
+) -> None:
+    rows: list[UsageRow] = []
+    leaving, ledger = asyncio.Event(), Ledger(spool)
+    shutil.rmtree(tmp_path)
+    for number in range(5000):
+        one = journey(number=number)
+        await ledger.enter(one)
+        ledger.leave(one)
+    leaving.set()
+    await settle_forever(spool, rows.extend, leaving)
+    assert len({row.request for row in rows}) == 5000
 
 
 async def test_a_database_that_goes_away_and_comes_back_gets_every_row_once(

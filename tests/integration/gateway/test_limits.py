@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -19,9 +20,10 @@ from tests.integration.gateway.limit_world import (
     request,
 )
 
+from argosy.gateway.books import Books, usage_folder
 from argosy.gateway.limit_words import duration
 from argosy.gateway.limits import Limits, LimitsConfig, shared_state
-from argosy.store import Limit, MemoryState, Price, UsageRow, open_store
+from argosy.store import Limit, MemoryState, Price, Spool, StoreConfig, UsageRow, open_store
 from argosy.store.shared import SteadyClock
 
 NOON = datetime(2026, 11, 21, 12, tzinfo=UTC).timestamp()
@@ -198,10 +200,10 @@ async def test_what_a_prompt_really_was_and_what_was_cached_is_what_counts(clock
 
 async def test_a_request_that_got_nothing_because_of_us_costs_nothing(clock: Clock) -> None:
     limits = in_force(clock, limit("requests", 1), limit("concurrency", 1), limit("tokens", 100))
-    for _ in range(3):
+    for route in ("", "replica", ""):
         journey = request()
         await limits.enter(journey)
-        leave(limits, journey, "failed")
+        leave(limits, journey, "failed" if route else "cancelled", route)
     journey = request()
     await limits.enter(journey)
     leave(limits, journey, "cancelled")
@@ -283,6 +285,23 @@ async def test_after_a_restart_the_ledger_tells_what_was_used(clock: Clock, tmp_
     await limits.enter(journey)
     assert journey.card["limits"][0]["used"] == 2  # the one at 3000 s is past
     store.close()
+
+
+async def test_what_a_gateway_that_died_had_not_settled_counts_at_the_next_start(
+    tmp_path: Path,
+) -> None:
+    url = f"sqlite:///{tmp_path}/argosy.db"
+    spool = Spool(usage_folder(url))
+    spool.begin(row(1, time.time())).count(100, 0, 23)
+    spool.close()
+    books = await Books.open(StoreConfig(url=url))
+    limits = Limits(MemoryState())
+    limits.update(directory(limit("tokens", 10_000, "month")))
+    await limits.seed(books.store.usage.spent)
+    journey = request()
+    await limits.enter(journey)
+    assert journey.card["limits"][0]["used"] == 123
+    await books.close()
 
 
 def row(number: int, ended_at: float) -> UsageRow:

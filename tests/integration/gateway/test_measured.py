@@ -13,13 +13,14 @@ from tests.integration.serving import MODEL, chat, completion, serve
 from argosy.engine import EngineConfig
 from argosy.engine.serving.core.client import EngineClient
 from argosy.engine.serving.text.tokenizer import Tokenizer
+from argosy.engine.serving.wire import Stats
 from argosy.gateway import ReplicaConfig
 from argosy.gateway.probing import Prober
 from argosy.gateway.replicas import Replica
 from argosy.gateway.upstream import Upstream
-from argosy.protocol import parse_endpoint
 from argosy.models import BUNDLED
-from argosy.policy import BLOCK_BYTES, BLOCK_TOKENS, PrefixIndex, ReplicaLoad, chain
+from argosy.policy import BLOCK_BYTES, BLOCK_TOKENS, Outcome, PrefixIndex, ReplicaLoad, chain
+from argosy.protocol import parse_endpoint
 
 UNKNOWN = ReplicaLoad("unknown")
 
@@ -120,6 +121,43 @@ async def test_a_server_that_does_not_tell_is_believed_to_have_what_it_was_sent(
             assert (await running.client.post("/v1/completions", json=body)).is_success
         (replica,) = watching.left[-1].pool.replicas.values()
         assert len(replica.prefixes) == 3 * (len(watching.left[-1].ask.prompt) // BLOCK_BYTES)
+
+
+def test_what_was_sent_counts_until_it_was_computed_whether_or_not_the_server_reports() -> None:
+    replica = Replica("r", "openai", "rough", Upstream(parse_endpoint("http://localhost:1")))
+    load = replica.load
+    for tokens in (500, 300, 200):
+        replica.sent(tokens)
+    replica.first_token(0.5, 500, now=10.0)
+    assert load.sent_tokens == 500
+    load.reported_at, load.sent_tokens = 10.0, 0
+    replica.sent(100)
+    replica.first_token(1.0, 300, now=10.5)
+    assert load.sent_tokens == 100
+    for _ in range(4):
+        replica.ended(None, 11.0)
+    assert load.sent_tokens == 0
+
+
+async def test_a_replica_that_was_started_anew_is_believed_to_have_nothing(
+    tokenizer: Tokenizer,
+) -> None:
+    engine = FakeEngine(tokenizer, always(says(tokenizer, "Yes.")))
+    keys = chain(b"", b"x" * 1000, BLOCK_BYTES)
+    async with serve(engine) as served:
+        replica = Replica("r", "argosy", MODEL, Upstream(parse_endpoint(served.url)))
+        prober = Prober(replica)
+        replica.prefixes.sent(keys)
+        for step, believed in ((7, 3), (8, 3), (2, 0)):
+            engine.stats = Stats(step=step, blocks_total=1024)
+            await prober.probe()
+            assert len(replica.prefixes) == believed
+        replica.prefixes.sent(keys)
+        for _ in range(3):
+            replica.sent(1)
+            replica.ended(Outcome.FAILURE, 0.0)
+        assert len(replica.prefixes) == 0
+        replica.upstream.close()
 
 
 def test_memory_is_flat_under_many_distinct_prompts() -> None:

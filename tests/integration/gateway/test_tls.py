@@ -12,13 +12,16 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx2
+import msgspec
 import openai
 import pytest
+from tests.integration.fake_engine import FakeEngine
 from tests.integration.gateway.certificates import Authority, Pair
 from tests.integration.gateway.doubles.behind import BODIES, COMPLETION, QUICK, stream
 from tests.integration.gateway.doubles.families import Vllm
 from tests.integration.gateway.doubles.server import WHOLE, Fault, running
 from tests.integration.gateway.wire import CHUNKED, OK, Kept, ask, read_request, serving
+from tests.integration.serving import CONFIG, MODEL, serve
 
 from argosy.gateway import GatewayConfig, GatewayServer, ModelConfig, ReplicaConfig, UpstreamTls
 from argosy.web import App, Certificates, Listener, Receive, Scope, Send, TlsConfig, bind
@@ -265,6 +268,21 @@ async def test_replicas_are_reached_over_tls_and_carried_on(
                 for count in (0, 3, 7):
                     one.faults.append(Fault("die", count))
                     assert (await stream(client, COMPLETION)).text == WHOLE
+
+
+async def test_our_own_replica_listens_over_tls_too(
+    authority: Authority, server_pair: Pair, engine: FakeEngine
+) -> None:
+    settings = msgspec.structs.replace(CONFIG, tls=config(server_pair))
+    async with serve(engine, settings) as served:
+        assert served.url.startswith("https://")
+        replica = ReplicaConfig(url=served.url, model=MODEL, tls=UpstreamTls(ca=authority.ca))
+        async with (
+            gateway(replica) as (server, url),
+            httpx2.AsyncClient(base_url=url, timeout=30) as client,
+        ):
+            assert server.replicas[0].kind == "argosy"
+            assert (await stream(client, COMPLETION)).done == 1
 
 
 async def test_a_replica_that_nobody_vouches_for_gets_nothing(

@@ -184,9 +184,12 @@ class Trusting(Sliding):
 
 
 class Daily(Fleet):
-    """A day's budget: never passed, and nothing of it leaks while nobody dies."""
+    """A day's budget, and the next day's: never passed, and nothing leaks while nobody dies."""
 
-    died = False
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 12 * 86400 - 100.0  # a little before midnight
+        self.died = False
 
     def lease(self) -> Shared:
         return Lease("budget", Period(self.limit, "day"))

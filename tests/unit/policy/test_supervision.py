@@ -70,7 +70,7 @@ def test_a_refusal_is_final_unless_it_has_served_before() -> None:
 
 
 def test_silence_is_a_stall_once_it_has_answered() -> None:
-    custody = Custody()
+    custody = Custody(CustodyLimits(stall_s=5.0))
     life = replace(started(custody, 0.0), heard_at=1.0)
     for now in (1.0, 2.0, 3.0, 4.0, 5.0, 6.0):
         assert custody.decide(life, now) is NOTHING
@@ -88,7 +88,7 @@ def test_a_start_may_take_longer() -> None:
 
 
 def test_after_our_own_sleep_silence_says_nothing() -> None:
-    custody = Custody()
+    custody = Custody(CustodyLimits(stall_s=5.0))
     life = replace(started(custody, 0.0), heard_at=1.0)
     assert custody.decide(life, 2.0) is NOTHING
     assert custody.decide(life, 500.0) is NOTHING

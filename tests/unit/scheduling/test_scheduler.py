@@ -422,3 +422,16 @@ def test_cancelling_twice_is_harmless(most: int) -> None:
     rig.cancel("a")
     assert rig.ended == {"a": "cancelled"}
     rig.run()
+
+
+def test_queued_tokens_are_those_of_the_queue_and_what_running_prefills_lack() -> None:
+    rig = Rig(limits(max_seqs=2, max_step_tokens=10, num_blocks=64))
+    for name, length in (("a", 25), ("b", 8), ("c", 12)):
+        rig.add(name, list(range(length)), 3)
+    told = [rig.scheduler.queued_tokens]
+    while rig.scheduler.has_work:
+        rig.step()
+        told.append(rig.scheduler.queued_tokens)
+    assert told[:2] == [45, 35]
+    assert told == sorted(told, reverse=True)
+    assert told[-1] == 0

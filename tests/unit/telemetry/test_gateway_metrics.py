@@ -34,6 +34,7 @@ def some(metrics: GatewayMetrics) -> None:
     metrics.retried("m")
     metrics.failed_over("m")
     metrics.refused("m", "rate_limit_exceeded")
+    metrics.limited("m", "tokens")
     metrics.ended("m", "t", "completed", 1.5)
     metrics.used("m", "t", input_tokens=5, cached_tokens=2, output_tokens=3, nano_dollars=10**9)
 
@@ -51,6 +52,7 @@ def test_what_is_counted_is_shown() -> None:
     assert now['inter_token_latency_seconds_bucket{le="0.025",model="m"}'] == 2
     assert now['time_to_first_token_seconds_bucket{le="+Inf",model="m"}'] == 1
     assert now['requests_unanswered_total{code="rate_limit_exceeded",model="m"}'] == 1
+    assert now['limit_refusals_total{model="m",unit="tokens"}'] == 1
     assert now['replica_state{model="m",replica="http://a",state="open"}'] == 1
     assert now['replica_state{model="m",replica="http://a",state="ready"}'] == 0
     assert now['queue_depth{model="m"}'] == 2

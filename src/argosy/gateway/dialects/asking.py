@@ -104,8 +104,18 @@ def journaled(
     if streams and not ask.stream:
         changes["stream"] = True
     if ids is not None:
-        changes["resume"] = {"token_ids": ids[0] if len(ids) == 1 else ids}
+        told = [first + then for first, then in zip(_resumed(ask), ids, strict=True)]
+        changes["resume"] = {"token_ids": told[0] if len(told) == 1 else told}
     return _changed(ask.fields, changes)
+
+
+def _resumed(ask: Ask) -> list[list[int]]:
+    """The ids that the client itself wants each choice to go on after, which a replica has found good."""
+    resume = msgspec.json.decode(ask.fields.get("resume", Raw(b"null")))
+    if resume is None:
+        return [[]] * ask.choices
+    given: list[Any] = resume["token_ids"]
+    return given if given and isinstance(given[0], list) else [given]
 
 
 def asked(ask: Ask, path: bytes, dialect: Dialect, model: str, *, carriable: bool) -> bytes:

@@ -12,14 +12,14 @@ from typing import Any
 import msgspec
 
 from argosy.gateway.dialects.dialect import CHAT_PATH
-from argosy.gateway.dialects.events import DONE, END, cut, data_of, error_of, is_error
+from argosy.gateway.dialects.events import BROKEN_OFF, DONE, END, cut, data_of, error_of, is_error
 from argosy.gateway.dialects.passing import Usage
 from argosy.gateway.dialects.told import Told, encode
 from argosy.gateway.journal import Delivered
 from argosy.protocol import SSE_DONE
 
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
-_EMPTY: tuple[object, ...] = (None, "", [], {})
+_SAID = frozenset({"role", "content"})
 _UNREADABLE = (AttributeError, LookupError, TypeError, ValueError, msgspec.DecodeError)
 
 
@@ -104,6 +104,9 @@ class ChunkReader:
             chunk.update(self._head)
             return False if self._view.usage else None
         choice = choices[0]
+        if choice.get("finish_reason") in BROKEN_OFF:
+            self.failure = "it broke the answer off"
+            return None
         if self._view.completion:
             choice["delta"] = {"content": choice.pop("text")}
             choice.pop("prompt_token_ids", None)
@@ -113,7 +116,7 @@ class ChunkReader:
             if not self._view.usage_with_each:
                 del chunk["usage"]
                 changed = True
-        finishes = choice.get("finish_reason") not in _EMPTY
+        finishes = bool(choice.get("finish_reason"))  # some send "" until then
         text, more = self._take_text(choice)
         if self._goes_on and not (text or more or finishes):
             return None  # the role, or an empty beginning: it was told before
@@ -131,11 +134,7 @@ class ChunkReader:
         told, holder, name, more = self._told, choice, "text", False
         if told.path == CHAT_PATH:
             holder, name = choice["delta"], "content"
-            more = any(
-                value not in _EMPTY
-                for field, value in holder.items()
-                if field not in {"role", "content"}
-            )
+            more = any(holder[said] for said in holder.keys() - _SAID)
         came = holder.get(name) or ""
         text = self._join(came)
         if text != came:

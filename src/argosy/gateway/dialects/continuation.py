@@ -119,8 +119,10 @@ class Carrier:
 
     def _journaled(self, model: str) -> Leg:
         ask, delivered = self._ask, self._delivered
-        ids = [delivered.ids(choice) for choice in range(ask.choices)]
-        body = journaled(ask, model, ids if delivered.tokens else None, streams=True)
+        ids = None
+        if delivered.tokens:
+            ids = [delivered.ids(choice) for choice in range(ask.choices)]
+        body = journaled(ask, model, ids, streams=True)
         return Leg(Outgoing(self._path, body), JournalReader(delivered))
 
     def _first(self, dialect: Dialect, model: str) -> Leg:

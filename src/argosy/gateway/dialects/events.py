@@ -7,22 +7,27 @@ from typing import Any
 LONGEST_EVENT_BYTES = 16 * 1024 * 1024
 END = b"\n\n"
 DONE = b"[DONE]"
+BROKEN_OFF = frozenset({"abort", "error"})
+"""Finish reasons of answers that a server did not bring to their end: it shuts down, or its engine died."""
 
 
 def cut(stream: bytes) -> tuple[bytes, bytes]:
     """The whole events at the beginning, and the rest. Raises ValueError when an event does not end."""
-    if b"\r\n" in stream:
+    if b"\r" in stream:
         stream = stream.replace(b"\r\n", b"\n")
-    whole, end, rest = stream.rpartition(END)
+    if stream.endswith(END):
+        return stream, b""
+    end = stream.rfind(END)
+    whole, rest = (b"", stream) if end < 0 else (stream[: end + 2], stream[end + 2 :])
     if len(rest) > LONGEST_EVENT_BYTES:
         raise ValueError(f"an event is longer than {LONGEST_EVENT_BYTES} bytes")
-    return whole + end, rest
+    return whole, rest
 
 
 def data_of(event: bytes) -> bytes | None:
     """What an event carries; None for comments and for events without data."""
-    if event.startswith(b"data:") and b"\n" not in event:
-        return event[5:].removeprefix(b" ")
+    if event.startswith(b"data: ") and b"\n" not in event:
+        return event[6:]
     lines = (line for line in event.split(b"\n") if line.startswith(b"data:"))
     data = [line[5:].removeprefix(b" ") for line in lines]
     return b"\n".join(data) if data else None

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from argosy.gateway.dialects.events import DONE, END, cut, data_of, error_of
+from argosy.gateway.dialects.events import BROKEN_OFF, DONE, END, cut, data_of, error_of
 from argosy.gateway.journal import Delivered
 from argosy.protocol import SSE_DONE
 
@@ -88,8 +88,8 @@ class _Delta(msgspec.Struct):
 
     @property
     def says(self) -> bool:
-        said = (self.content, self.reasoning, self.reasoning_content, self.refusal, self.tool_calls)
-        return any(said)
+        more = self.reasoning or self.reasoning_content or self.refusal or self.tool_calls
+        return bool(self.content or more)
 
 
 class _Choice(msgspec.Struct):
@@ -138,9 +138,9 @@ class PassReader:
             return b""
         whole, self._rest = cut(self._rest + body)
         events = whole.split(END)[:-1]
-        passed = b"".join(event + END for event in events if self._passes(event))
-        self.passed = self.passed or bool(passed)
-        return passed
+        kept = [event for event in events if self._passes(event)]
+        self.passed = self.passed or bool(kept)
+        return whole if len(kept) == len(events) else b"".join(event + END for event in kept)
 
     def take_held(self) -> bytes:
         """See `StreamReader`."""
@@ -162,6 +162,9 @@ class PassReader:
             return True  # no chunk, but perhaps its reader knows what it is
         if chunk.error is not None or chunk.object == "error":
             self.failure = error_of(msgspec.json.decode(data))
+            return False
+        if any(choice.finish_reason in BROKEN_OFF for choice in chunk.choices):
+            self.failure = "it broke the answer off"
             return False
         self._first = self._first or data
         self._count(chunk)

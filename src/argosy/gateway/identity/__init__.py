@@ -1,6 +1,6 @@
 """Who asks: from a request's headers and address to a caller, or to a refusal."""
 
-from argosy.gateway.identity.callers import Asking, Identity, check_exposure
+from argosy.gateway.identity.callers import Asking, Identity, check_exposure, is_loopback
 from argosy.gateway.identity.config import AuthConfig, JwtConfig
 from argosy.gateway.identity.roles import allows, check_model, check_role, may_use
 
@@ -13,5 +13,6 @@ __all__ = [
     "check_exposure",
     "check_model",
     "check_role",
+    "is_loopback",
     "may_use",
 ]

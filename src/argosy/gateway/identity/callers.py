@@ -144,7 +144,7 @@ class Identity:
 def check_exposure(host: str, settings: AuthConfig, directory: Directory) -> None:
     """Raise ValueError when listening at `host` would be open to others while nobody has a key."""
     needs_none = settings.mode == "auto" and not directory.keys and settings.jwt is None
-    if needs_none and not _is_loopback(host):
+    if needs_none and not is_loopback(host):
         raise ValueError(
             f"there are no API keys yet, so listening on {host or 'all addresses'} is refused: make one "
             "(argosy keys create), listen on 127.0.0.1, or set auth.mode to 'off' to let anyone in"
@@ -157,7 +157,8 @@ def _tokens(config: JwtConfig, clock: Callable[[], float]) -> Tokens:
     return Tokens(config, clock)
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches what listens at `host`."""
     try:
         return ip_address(host).is_loopback
     except ValueError:

@@ -29,7 +29,7 @@ Json = dict[str, Any]
 class Fault:
     """What goes wrong with a request after so many events of its stream."""
 
-    kind: Literal["die", "stall", "error", "refuse"]
+    kind: Literal["die", "stall", "error", "abort", "refuse"]
     events: int = 0
     status: int = 503
 
@@ -225,8 +225,11 @@ class Double:
         if fault.kind == "stall":
             await writer.drain()
             await asyncio.Event().wait()
-        if fault.kind == "error":
-            _chunk(writer, sse(self.error(500, "EngineCore died")))
+        if fault.kind in {"error", "abort"}:
+            choice: Json = {"index": 0, "text": "", "delta": {}, "finish_reason": "abort"}
+            broken_off = {"id": "x", "created": 7, "model": self.model, "choices": [choice]}
+            error = self.error(500, "EngineCore died")
+            _chunk(writer, sse(error if fault.kind == "error" else broken_off))
             _chunk(writer, b"data: [DONE]\n\n")
             writer.write(b"0\r\n\r\n")
             return True

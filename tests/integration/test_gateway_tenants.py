@@ -141,7 +141,7 @@ async def test_a_limit_ends_a_stream_and_the_ledger_has_what_was_delivered(
         async with openai.AsyncOpenAI(
             base_url=f"{here.url}/v1", api_key=here.keys["web"], max_retries=0
         ) as sdk:
-            finish, text = "", 0
+            finish, tokens = "", 0
             async for chunk in await sdk.chat.completions.create(
                 model="big",
                 messages=HELLO,
@@ -152,20 +152,26 @@ async def test_a_limit_ends_a_stream_and_the_ledger_has_what_was_delivered(
                 if chunk.choices and chunk.choices[0].finish_reason:
                     finish = str(chunk.choices[0].finish_reason)
                 if chunk.usage:
-                    text = chunk.usage.completion_tokens
+                    tokens = chunk.usage.completion_tokens
                 answer_id = chunk.id
             assert finish == "limit"
-            assert 20 <= text < 30
+            assert 20 <= tokens < 30
             with pytest.raises(openai.RateLimitError) as full:
                 await sdk.chat.completions.create(model="big", messages=HELLO)
             assert full.value.code == "rate_limit_exceeded"
             assert int(full.value.response.headers["retry-after"]) > 0
-        (stopped,) = await here.rows(1)
+            name = full.value.response.headers["x-argosy-request"]
+        async with here.client("admin") as client:
+            told = (await client.get(f"/admin/requests/{name}")).json()
+            assert (told["status"], told["limits"][0]["limit"]) == ("refused", 20)
+            text = (await client.get("/metrics")).text
+        assert value(text, "argosy_gateway_limit_refusals_total", unit="output_tokens") == 1
+        (stopped,) = await here.rows(1)  # what was refused has none
         assert stopped.status == "stopped"
         assert stopped.request == answer_id
-        assert stopped.output_tokens == text
+        assert stopped.output_tokens == tokens
         fresh = stopped.input_tokens - stopped.cached_tokens
-        cost = fresh * 5 + stopped.cached_tokens + text * 20
+        cost = fresh * 5 + stopped.cached_tokens + tokens * 20
         assert stopped.nano_dollars == cost
 
 

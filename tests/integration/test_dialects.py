@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
+from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 
 import httpx2
@@ -37,11 +40,18 @@ from tests.integration.gateway.doubles.server import (
     running,
 )
 
-from argosy.gateway import ReplicaConfig, Timeouts
+from argosy.gateway import (
+    GatewayConfig,
+    GatewayServer,
+    ModelConfig,
+    ReplicaConfig,
+    Timeouts,
+    load_config,
+)
 from argosy.gateway.dialects import Carry
 
 Family = type[Double]
-KINDS: tuple[Literal["error", "stall"], ...] = ("error", "stall")
+KINDS: tuple[Literal["error", "abort", "stall"], ...] = ("error", "abort", "stall")
 USAGE = {"include_usage": True}
 FOUND: dict[Family, tuple[str, int | None, float, int]] = {
     Vllm: ("vllm", 5, 0.25, 0),
@@ -188,7 +198,7 @@ async def test_a_stream_goes_on_wherever_its_server_dies(family: Family) -> None
 
 
 @each_family
-async def test_an_error_in_the_stream_and_a_stall_are_deaths_too(family: Family) -> None:
+async def test_errors_in_the_stream_and_stalls_are_deaths_too(family: Family) -> None:
     one, two = family(), family()
     timeouts = Timeouts(first_token_s=5.0, between_tokens_s=0.3, recovery_s=2.0)
     async with (
@@ -199,6 +209,10 @@ async def test_an_error_in_the_stream_and_a_stall_are_deaths_too(family: Family)
             one.faults.append(Fault(kind, 4))
             seen = await stream(client, COMPLETION)
             assert (seen.text, seen.finish, seen.done, seen.errors) == (WHOLE, ["stop"], 1, [])
+            if kind != "stall":
+                one.faults.append(Fault(kind, 4))  # more than text: nobody can go on
+                seen = await stream(client, COMPLETION, n=2)
+                assert (seen.done, len(seen.errors)) == (0, 1)
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETION])
@@ -334,3 +348,64 @@ async def test_a_hosted_api_gets_its_key_and_no_field_that_it_does_not_know(
         assert asked.body.keys() == {"model", "messages", "stream"}
         double.faults.append(Fault("die", 3))
         assert (await stream(client, CHAT)).errors
+
+
+# --- hostile servers, and settings ---------------------------------------------------------------
+
+HOSTILE = [
+    b"",
+    b"SSH-2.0-OpenSSH_9.2\r\n",
+    b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\nshort",
+    b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+    b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nffffffffffffffffff\r\n",
+    b"HTTP/1.1 200 OK\r\nx: " + b"y" * 100_000,
+    b"HTTP/1.1 100 Continue\r\n\r\n" * 5_000,
+    b"HTTP/1.1 101 Switching Protocols\r\nupgrade: h2c\r\nconnection: upgrade\r\n\r\n",
+    b'HTTP/1.1 200 OK\r\ncontent-length: 21\r\n\r\ndata: {"choices": 7}\n\n',
+]
+
+
+async def test_hostile_servers_cost_an_attempt_each_and_nothing_else() -> None:
+    answers = deque(HOSTILE)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            head = await reader.readuntil(b"\r\n\r\n")
+            well = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
+            writer.write(well if head.startswith(b"GET") else answers.popleft())
+            await writer.drain()
+        writer.close()
+
+    good = LlamaCpp()
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    bad = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with server, running(good):
+        while answers:
+            left = len(answers)
+            async with gateway(ReplicaConfig(url=bad, kind="vllm"), behind(good)) as (_, client):
+                for _ in range(2):  # they take turns
+                    assert (await stream(client, CHAT)).text == WHOLE
+            assert len(answers) == left - 1
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"headers": {"a b": "c"}},
+        {"headers": {"a": "c\r\nx: y"}},
+        {"headers": {"a": "\u20ac"}},
+        {"api_key_env": "A_VARIABLE_THAT_IS_NOT_SET"},
+    ],
+)
+def test_what_cannot_be_a_header_is_refused_at_the_start(settings: dict[str, Any]) -> None:
+    model = ModelConfig(name="m", replicas=[ReplicaConfig(url="http://a:1", **settings)])
+    with pytest.raises(ValueError, match=r"http://a:1: .*(plain ASCII|set the environment)"):
+        GatewayServer(GatewayConfig(models=[model]), lambda _: None)
+
+
+def test_the_settings_in_the_documentation_are_settings(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "engines.md").read_text()
+    path = tmp_path / "gateway.yaml"
+    path.write_text(text.split("```yaml\n")[1].split("```")[0])
+    config = load_config(path)
+    assert [model.name for model in config.models] == ["qwen", "gpt"]

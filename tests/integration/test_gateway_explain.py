@@ -127,6 +127,17 @@ def test_what_is_kept_is_bounded_in_number_and_age() -> None:
     assert traces.find("same") is None
 
 
+def test_attempts_and_candidates_are_bounded() -> None:
+    trace = Trace()
+    costs = tuple(Cost(f"http://{n}", float(n), 0.0, 0.0, 0.0, 0.0) for n in range(100))
+    for number in range(1000):
+        trace.begin_try(f"http://{number % 100}", float(number), 0, costs[::-1])
+    told = trace.tell()["attempts"]
+    assert len(told) == 64
+    assert [told[0]["replica"], told[-1]["replica"]] == ["http://0", "http://99"]
+    assert [one["replica"] for one in told[0]["candidates"]] == [f"http://{n}" for n in range(16)]
+
+
 def test_the_terminal_shows_steps_candidates_and_what_stages_added() -> None:
     costs = tuple(Cost(name, 0.1, 0.2, 0.3, 0.0, 0.0) for name in ("http://a", "http://b"))
     trace = Trace(

@@ -18,10 +18,10 @@ from tests.integration.gateway.doubles.behind import CHAT, COMPLETION, Seen, gat
 from argosy.gateway import ReplicaConfig
 from argosy.models import BUNDLED
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 PEER = Path(os.environ.get("ARGOSY_LLAMA_CPP", ROOT / ".venv-peers" / "llama-cpp"))
 SERVER = PEER / "build" / "bin" / "llama-server"
-EXPORT = Path(__file__).parent / "doubles" / "export_gguf.py"
+EXPORT = Path(__file__).parent / "gateway" / "doubles" / "export_gguf.py"
 BODIES: dict[str, dict[str, object]] = {
     CHAT: {"messages": [{"role": "user", "content": "Tell me a story about a cat."}]},
     COMPLETION: {"prompt": "Once upon a time"},
@@ -66,7 +66,17 @@ async def servers(model: Path, count: int) -> AsyncIterator[list[LlamaServer]]:
             for number in range(count):
                 socket = Path(folder) / f"{number}.sock"
                 process = await asyncio.create_subprocess_exec(
-                    *(str(SERVER), "-m", str(model), "--host", str(socket), "--threads", "1"),
+                    *(
+                        str(SERVER),
+                        "-m",
+                        str(model),
+                        "-a",
+                        "mini",
+                        "--host",
+                        str(socket),
+                        "--threads",
+                        "1",
+                    ),
                     *("--parallel", "2", "--ctx-size", "1024", "--no-webui", "--log-disable"),
                     stdout=asyncio.subprocess.DEVNULL,
                     stderr=asyncio.subprocess.DEVNULL,
@@ -94,13 +104,14 @@ async def story(client: httpx2.AsyncClient, path: str, killed: LlamaServer | Non
             if killed is not None and len(seen.chunks) == 8:
                 killed.process.kill()
                 await killed.process.wait()
+                killed = None
     return seen
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETION])
 async def test_a_story_goes_on_when_its_server_is_killed(model: Path, path: str) -> None:
     async with servers(model, 2) as both:
-        replicas = [ReplicaConfig(url=f"unix:{server.socket}") for server in both]
+        replicas = [ReplicaConfig(url=f"unix:{server.socket}", model="mini") for server in both]
         async with gateway(*replicas) as (running, client):
             assert {replica.kind for replica in running.replicas} == {"llama.cpp"}
             assert {replica.load.capacity for replica in running.replicas} == {2}

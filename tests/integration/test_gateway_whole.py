@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import AsyncIterator
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest_asyncio
 from tests.integration.fake_engine import FakeEngine, Script
 from tests.integration.gateway.harness import Watching, front
-from tests.integration.serving import MODEL, Served, chat, completion, serve
+from tests.integration.serving import MODEL, Served, chat, completion, events, serve
 
 from argosy.engine import EngineConfig
 from argosy.engine.serving.core.client import EngineClient
@@ -98,3 +99,29 @@ async def test_a_whole_answer_is_carried_on_elsewhere(tokenizer: Tokenizer) -> N
         traces = [running.traces.find(journey.id) for journey in watching.left]
     assert max(len(trace.tries) for trace in traces if trace) == 2
     assert any(request.output == tokens[:7] for request in good.requests)
+
+
+async def test_a_resumed_stream_is_carried_on_after_what_its_client_had(
+    tokenizer: Tokenizer,
+) -> None:
+    tokens = list(range(100, 120))
+    broken = FakeEngine(tokenizer, lambda _: Script(tokens[:9], crash=RuntimeError("gone")))
+    good = FakeEngine(tokenizer, lambda _: Script(tokens, finish="length"))
+    async with (
+        serve(broken) as one,
+        serve(good) as two,
+        front(
+            [],
+            ReplicaConfig(url=one.url, model=MODEL),
+            ReplicaConfig(url=two.url, model=MODEL),
+        ) as running,
+    ):
+        body = completion("Once", max_tokens=20, stream=True, return_token_ids=True)
+        body |= {"model": "big", "resume": {"token_ids": tokens[:4]}}
+        for _ in range(2):  # one of them begins at the broken one
+            answer = await running.client.post("/v1/completions", json=body)
+            *chunks, done = events(answer.content)
+            assert done == b"[DONE]"
+            told = [json.loads(chunk)["choices"][0]["token_ids"] for chunk in chunks]
+            assert [one for ids in told for one in ids] == tokens[4:]
+    assert any(request.output == tokens[:9] for request in good.requests)

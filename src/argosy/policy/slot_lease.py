@@ -1,0 +1,125 @@
+"""A gateway's part of a limit on how much may run at a time, over many gateways."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from argosy.policy.leases import DRY_S, LARGEST, Ask, Grant
+from argosy.policy.windows import Concurrency
+
+
+class SlotLease:
+    """Places that the authority keeps for this gateway; it forgets one that is silent for `alive_s`."""
+
+    def __init__(self, name: str, own: Concurrency, alive_s: float) -> None:
+        self.name = name
+        self._own = own
+        self._alive_s = alive_s
+        self.unknown = False
+        self.dry_until = -math.inf
+        self._allowed = 0
+        self._until = -math.inf
+        self._credit_at = -math.inf
+        self._need = 0
+        self._touched = False
+        self._told_at = -math.inf
+        self._others = 0
+
+    @property
+    def limit(self) -> int:
+        """See `Counter`."""
+        return self._own.limit
+
+    @limit.setter
+    def limit(self, limit: int) -> None:
+        self._own.limit = limit
+
+    @property
+    def used(self) -> int:
+        """See `Counter`: by all gateways, as far as is known."""
+        return self._others + self._own.used
+
+    @property
+    def idle(self) -> bool:
+        """See `Shared`."""
+        return not (self._allowed or self._own.used or self._need or self._touched)
+
+    def room(self, now: float) -> int:
+        """See `Counter`."""
+        if now == self._credit_at:
+            return 1
+        return self._allowed - self._own.used if now < self._until else 0
+
+    def add(self, units: int, now: float) -> int:
+        """See `Counter`."""
+        self._touched = True
+        self._credit_at = -math.inf
+        return self._own.add(units, now)
+
+    def correct(self, slot: int, units: int, now: float) -> bool:
+        """See `Counter`."""
+        return self._own.correct(slot, units, now)
+
+    def wait_s(self, units: int, now: float) -> float:
+        """See `Counter`."""
+        return self._own.wait_s(units, now)
+
+    def reset_s(self, now: float) -> float:
+        """See `Counter`."""
+        return self._own.reset_s(now)
+
+    def since(self, now: float) -> tuple[float, ...]:
+        """See `Counter`."""
+        return self._own.since(now)
+
+    def recall(self, used: Iterable[tuple[float, int]]) -> None:
+        """See `Counter`."""
+
+    def due(self, now: float) -> bool:
+        """See `Shared`: often enough not to be forgotten."""
+        return now >= self._told_at + self._alive_s / 5
+
+    def want(self, units: int) -> None:
+        """See `Shared`."""
+        self._need += units
+
+    def lend(self, units: int, now: float) -> None:  # noqa: ARG002 - it is one each time
+        """See `Shared`."""
+        self._credit_at = now
+
+    def affords(self, units: int, gateways: int, now: float) -> bool:  # noqa: ARG002 - see `Shared`
+        """See `Shared`."""
+        return self._own.used + units <= -(-self.limit // gateways)
+
+    def ask(self, now: float) -> Ask:
+        """See `Shared`. What is not kept is not used from now on, whatever the answer."""
+        used = self._own.used
+        spare = used // 4 + 1 if self._touched or self._need or used else 0
+        allowed = self._allowed if now < self._until else 0
+        self._allowed = max(used, min(allowed, used + spare))
+        ask = Ask(
+            kind="slots",
+            limit=min(self.limit, LARGEST),
+            seconds=0.0,
+            lease_s=0.0,
+            keep_s=self._alive_s * 2,
+            slot=0,
+            need=min(self._need, LARGEST),
+            ahead=used + spare - self._allowed,
+            kept=self._allowed,
+            owed=(),
+            back=(),
+            seeds=None,
+        )
+        self._need, self._touched = 0, False
+        return ask
+
+    def answer(self, ask: Ask, grant: Grant, asked_at: float, now: float) -> None:
+        """See `Shared`."""
+        self._allowed = ask.kept + grant.granted
+        self._others = grant.used - self._allowed
+        self._until = asked_at + self._alive_s
+        self._told_at = now
+        if grant.granted < ask.need:
+            self.dry_until = now + DRY_S

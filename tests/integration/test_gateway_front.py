@@ -1,0 +1,116 @@
+"""What a gateway serves besides generation: models, tokenizing, readiness; and whom it turns away first."""
+
+from __future__ import annotations
+
+import asyncio
+
+from tests.integration.fake_engine import FakeEngine, Script
+from tests.integration.gateway.harness import Watching, front
+from tests.integration.rough_server import Asked, rough_server
+from tests.integration.serving import MODEL, serve
+
+from argosy.engine.serving.text.tokenizer import Tokenizer
+from argosy.gateway import QueueConfig, ReplicaConfig
+from argosy.gateway.journey import Journey
+
+BODY = {"model": "big", "prompt": "Say something", "max_tokens": 3}
+
+
+def engine_of(tokenizer: Tokenizer) -> FakeEngine:
+    return FakeEngine(tokenizer, lambda _: Script(list(range(100, 110)), finish="length"))
+
+
+async def test_what_a_replica_serves_besides_generation(tokenizer: Tokenizer) -> None:
+    async with (
+        serve(engine_of(tokenizer)) as served,
+        front([], ReplicaConfig(url=served.url, model=MODEL)) as running,
+    ):
+        client, own = running.client, served.client
+        (card,) = (await client.get("/v1/models")).json()["data"]
+        assert (card["id"], card["max_model_len"]) == ("big", 512)
+        for body in ({"prompt": "Once upon"}, {"prompt": "Once", "model": "big"}):
+            told = await client.post("/tokenize", json=body)
+            assert (
+                told.json() == (await own.post("/tokenize", json={"prompt": body["prompt"]})).json()
+            )
+        text = await client.post("/detokenize", json={"tokens": told.json()["tokens"]})
+        assert text.json()["prompt"].endswith("Once")
+        assert (await client.post("/tokenize", json={"model": "other"})).status_code == 404
+        refused = await client.post("/tokenize", json={"prompt": 3})
+        assert refused.json()["error"]["param"] == "prompt"
+        assert "/v1/completions" in (await client.get("/openapi.json")).json()["paths"]
+        assert (await client.get("/version")).json()["version"]
+        assert (await client.get("/ready")).status_code == 200
+
+
+async def test_what_never_fits_is_refused_before_it_waits(tokenizer: Tokenizer) -> None:
+    watching = Watching()
+    async with (
+        serve(engine_of(tokenizer)) as served,
+        front([watching], ReplicaConfig(url=served.url, model=MODEL)) as running,
+    ):
+        for prompt in ([1] * 513, "x" * 512 * 200):
+            answer = await running.client.post("/v1/completions", json=BODY | {"prompt": prompt})
+            assert answer.status_code == 413
+            assert answer.json()["error"]["code"] == "context_length_exceeded"
+    assert not watching.left
+
+
+async def test_a_model_without_a_replica_is_named(tokenizer: Tokenizer) -> None:
+    async with (
+        serve(engine_of(tokenizer)) as served,
+        front([], ReplicaConfig(url=served.url, model=MODEL)) as running,
+    ):
+        await served.client.post("/drain")
+        until = asyncio.get_running_loop().time() + 30
+        while (ready := await running.client.get("/ready")).status_code == 200:
+            assert asyncio.get_running_loop().time() < until
+            await running.probe()
+        assert ready.status_code == 503
+        assert "big" in ready.json()["error"]["message"]
+        assert ready.headers["retry-after"]
+
+
+async def test_lower_tiers_are_turned_away_first() -> None:
+    more, asked_for = asyncio.Event(), asyncio.Semaphore(0)
+
+    async def busy(asked: Asked) -> None:
+        asked_for.release()
+        await more.wait()
+        asked.json(200, {"choices": []})
+
+    class Tiers(Watching):
+        """The request says of which tier it is: here nobody looks at keys."""
+
+        async def enter(self, journey: Journey) -> None:
+            tier = int(journey.exchange.header(b"x-tier"))
+            journey.caller = type(journey.caller)(tier=tier)
+
+    async with (
+        rough_server(busy) as rough,
+        front(
+            [Tiers()],
+            ReplicaConfig(url=rough.url, kind="openai", max_requests=1),
+            queue=QueueConfig(requests=4),
+        ) as running,
+    ):
+
+        async def post(tier: int) -> int:
+            headers = {"x-tier": str(tier)}
+            answer = await running.client.post("/v1/completions", json=BODY, headers=headers)
+            return answer.status_code
+
+        waiting = [asyncio.create_task(post(0))]
+        await asked_for.acquire()
+        for tier in (2, 2):
+            waiting.append(asyncio.create_task(post(tier)))
+            await running.queued(len(waiting) - 1)
+        assert await post(2) == 429
+        waiting.append(asyncio.create_task(post(1)))
+        await running.queued(3)
+        assert await post(1) == 429
+        waiting.append(asyncio.create_task(post(0)))
+        await running.queued(4)
+        assert await post(0) == 429
+        more.set()
+        assert await asyncio.gather(*waiting) == [200] * 5
