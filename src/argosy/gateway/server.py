@@ -137,7 +137,10 @@ class GatewayServer:
                 task.cancel()
             listener.should_exit = True
             await listening
-            await asyncio.gather(*tasks, return_exceptions=True)
+            late = list(listener.server_state.tasks)
+            for task in late:  # what did not end in time is ended, and counted
+                task.cancel()
+            await asyncio.gather(*tasks, *late, return_exceptions=True)
             self._unlink()
 
     def _explain(self, request: str) -> dict[str, Any] | None:
