@@ -216,7 +216,7 @@ def calm_collector() -> None:
     """Leave what has been made so far to itself, and look for cycles less often: requests leave hardly any."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(YOUNG, 20, 100)
+    gc.set_threshold(YOUNG, 10, 10)
 
 
 def serve_gateway(config: GatewayConfig, on_ready: Callable[[str], None]) -> None:
