@@ -106,6 +106,8 @@ class Serving:
                 await exchange.end_stream()
             raise
         finally:
+            if journey.status == "failed" and out.retract():
+                journey.delivered.forget()  # nothing reached the client, so nothing is billed
             leave(passed, journey)
 
     def _journey(self, exchange: Exchange, ask: Ask, api: Api, caller: Caller) -> Journey:

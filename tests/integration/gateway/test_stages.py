@@ -225,6 +225,30 @@ async def test_how_requests_end(tokenizer: Tokenizer) -> None:
             assert watching.left[-1].delivered.output_tokens == 0
 
 
+@pytest.mark.parametrize("stream", [True, False])
+async def test_what_was_refused_or_given_up_counts_no_tokens(
+    tokenizer: Tokenizer, stream: bool
+) -> None:
+    async def refuses(asked: Asked) -> None:
+        asked.json(422, {"error": {"message": "temperature is too high"}})
+
+    watching = Watching()
+    async with (
+        rough_server(refuses) as rough,
+        front([watching], ReplicaConfig(url=rough.url, kind="openai")) as running,
+    ):
+        answer = await running.client.post(PATHS[1], json=body(PATHS[1], stream=stream))
+        assert answer.status_code == 422
+    async with ours(tokenizer, watching) as (running, engine):
+        engine.script = lambda _: Script(TOKENS[:3], crash=RuntimeError("gone"))
+        answer = await running.client.post(PATHS[0], json=body(PATHS[0], stream=stream))
+    assert answer.status_code == (200 if stream else 502)
+    refused, given_up = watching.left
+    assert refused.status == given_up.status == "failed"
+    assert (refused.delivered.prompt_tokens, refused.delivered.output_tokens) == (0, 0)
+    assert given_up.delivered.output_tokens == (3 if stream else 0)
+
+
 async def test_a_client_that_takes_nothing_is_cut_off() -> None:
     watching = Watching()
 
