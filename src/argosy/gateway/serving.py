@@ -44,6 +44,7 @@ log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gatewa
 
 @dataclass(frozen=True, slots=True)
 class _StreamLimits:
+    first_token_s: float
     between_tokens_s: float
     keep_alive_s: float
     slow_reader_s: float
@@ -58,7 +59,10 @@ class Serving:
         self._stages = stages
         self._clock = time.monotonic
         self._limits = _StreamLimits(
-            config.timeouts.between_tokens_s, config.keep_alive_s, config.slow_reader_timeout_s
+            config.timeouts.first_token_s,
+            config.timeouts.between_tokens_s,
+            config.keep_alive_s,
+            config.slow_reader_timeout_s,
         )
         queue = QueueLimits(config.queue.requests, config.queue.bytes, config.queue.wait_s)
         self._dispatchers = {

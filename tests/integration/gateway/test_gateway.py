@@ -237,6 +237,7 @@ async def test_a_stalled_replica_is_given_up() -> None:
 
 async def test_an_idle_stream_shows_that_somebody_is_there() -> None:
     more = asyncio.Event()
+    timeouts = Timeouts(first_token_s=30.0, between_tokens_s=0.1)  # the head is no token
 
     async def thinking(asked: Asked) -> None:
         asked.stream()
@@ -246,7 +247,7 @@ async def test_an_idle_stream_shows_that_somebody_is_there() -> None:
 
     async with (
         rough_server(thinking) as replica,
-        gateway(replica, keep_alive_s=0.2) as client,
+        gateway(replica, timeouts=timeouts, keep_alive_s=0.2) as client,
         client.stream("POST", "/v1/completions", json=STREAM) as answer,
     ):
         pieces = answer.aiter_text()
