@@ -185,6 +185,29 @@ async def test_another_servers_usage_is_believed_and_shown_only_to_who_asked(wan
     assert (delivered.prompt_tokens, delivered.output_tokens) == (1, 2)
 
 
+@pytest.mark.parametrize("tokens", [-5, 2**63])
+async def test_usage_that_cannot_be_is_not_believed(tokens: int) -> None:
+    watching = Watching()
+
+    async def lies(asked: Asked) -> None:
+        if asked.body.get("stream"):
+            asked.stream()
+            asked.say("one token", "stop")
+            asked.end(tokens=tokens)
+        else:
+            usage = {"prompt_tokens": 1, "completion_tokens": tokens}
+            asked.json(200, {"choices": [], "usage": usage})
+
+    async with (
+        rough_server(lies) as rough,
+        front([watching], ReplicaConfig(url=rough.url, kind="openai")) as running,
+    ):
+        for stream in (True, False):
+            answer = await running.client.post(PATHS[1], json=body(PATHS[1], stream=stream))
+            assert answer.status_code == 200
+    assert all(0 < journey.delivered.output_tokens < 100 for journey in watching.left)
+
+
 async def test_a_refusal_leaves_the_stages_before_it() -> None:
     first, second = Watching(), Watching(refuses=ApiError(429, "rate_limit_exceeded", "No more."))
     async with (
