@@ -11,7 +11,6 @@ from argosy.gateway.dialects.events import BROKEN_OFF, DONE, END, cut, data_of, 
 from argosy.gateway.journal import Delivered
 from argosy.protocol import SSE_DONE
 
-
 Tokens = Annotated[int, Meta(ge=0, lt=2**48)]
 """A count that can be: whatever else a server says is not billed."""
 
