@@ -126,6 +126,8 @@ class GatewayServer:
         tasks = [asyncio.create_task(care) for care in caring]
         if certificates is not None:
             tasks.append(asyncio.create_task(certificates.watch()))
+        for task in tasks:
+            task.add_done_callback(_note_failure)
         url = url_of(bound, "http" if certificates is None else "https")
         log.info("ready", url=url, models=[model.name for model in self._config.models])
         self._on_ready(url)
@@ -206,6 +208,13 @@ class _Keeping:
             self._limits.update(directory)
             self._ledger.update(directory)
         await self._limits.seed(self._books.store.usage.spent)
+
+
+def _note_failure(task: asyncio.Task[None]) -> None:
+    """Something that is looked after as long as the gateway runs no longer is: say so while it runs on."""
+    error = None if task.cancelled() else task.exception()
+    if error is not None:
+        log.error("not_looked_after", what=repr(task.get_coro()), exc_info=error)
 
 
 def _nothing() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import httpx2
 import openai
 import pytest
+from structlog.testing import capture_logs
 from tests.integration.rough_server import Asked, Rough, rough_server
 
 from argosy.gateway import (
@@ -21,6 +22,7 @@ from argosy.gateway import (
     ReplicaConfig,
     Timeouts,
 )
+from argosy.gateway.probing import Prober
 
 BODY = {"model": "big", "prompt": "Say something", "max_tokens": 3}
 STREAM = BODY | {"stream": True}
@@ -347,6 +349,18 @@ async def test_a_full_queue_and_a_long_wait_are_refused_with_the_time_to_come_ba
         assert all(answer.headers["retry-after-ms"] for answer in refused)
         gate.open.release()
         assert (await running).status_code == 200
+
+
+async def test_what_is_no_longer_looked_after_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def breaks(self: Prober) -> None:
+        raise RuntimeError(f"a bug: {self}")
+
+    monkeypatch.setattr(Prober, "run", breaks)
+    with capture_logs() as logs:
+        async with rough_server(whole) as replica, gateway(replica) as client:
+            assert (await client.post("/v1/completions", json=BODY)).status_code == 200
+    (told,) = (line for line in logs if line["event"] == "not_looked_after")
+    assert told["log_level"] == "error"
 
 
 async def test_who_leaves_the_queue_frees_its_place() -> None:
