@@ -117,6 +117,10 @@ def load_config(path: Path) -> GatewayConfig:
     twice = {name for name in names if names.count(name) > 1}
     if twice:
         raise ValueError(f"{path}: the model name {min(twice)!r} is there twice; keep one")
+    if config.store is None and config.limits.redis is not None:
+        raise ValueError(f"{path}: limits.redis shares the limits of accounts; add a store")
+    if config.store is None and config.auth.mode == "keys" and config.auth.jwt is None:
+        raise ValueError(f"{path}: auth.mode is keys, and nobody has one; add a store")
     return config
 
 
