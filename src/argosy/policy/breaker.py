@@ -16,7 +16,7 @@ class Outcome(enum.Enum):
     BACKPRESSURE = "backpressure"
     """It is alive and full (429, 503): give it time, do not hold it against it."""
     FAILURE = "failure"
-    """No connection, a stall, a cut stream, any other 5xx."""
+    """No connection, a stall, a cut stream, any other 5xx; 401 too: our own key for it is wrong."""
 
 
 def classify(status: int | None) -> Outcome:
@@ -25,7 +25,7 @@ def classify(status: int | None) -> Outcome:
         return Outcome.FAILURE
     if status in {429, 503}:
         return Outcome.BACKPRESSURE
-    return Outcome.FAILURE if status >= 500 else Outcome.SUCCESS
+    return Outcome.FAILURE if status >= 500 or status == 401 else Outcome.SUCCESS
 
 
 @dataclass(frozen=True, slots=True)

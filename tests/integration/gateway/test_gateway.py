@@ -150,6 +150,17 @@ async def test_a_broken_replica_costs_nothing_when_there_is_another(stream: bool
         assert len(two.asked) == 4
 
 
+async def test_a_replica_that_refuses_the_gateways_own_key_is_not_the_clients_affair() -> None:
+    async def locked(asked: Asked) -> None:
+        asked.json(401, {"error": {"message": "Incorrect API key provided: sk-proj-abcd"}})
+
+    async with rough_server(locked) as one, gateway(one) as client:
+        for body in (BODY, STREAM):
+            answer = await client.post("/v1/completions", json=body)
+            assert answer.status_code == 502
+            assert "sk-proj" not in answer.text
+
+
 async def test_when_all_are_broken_the_refusal_says_when_to_come_back() -> None:
     async with rough_server(broken) as one, gateway(one) as client:
         answer = await client.post("/v1/completions", json=BODY)
