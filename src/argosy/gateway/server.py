@@ -126,8 +126,8 @@ class GatewayServer:
         tasks = [asyncio.create_task(care) for care in caring]
         if certificates is not None:
             tasks.append(asyncio.create_task(certificates.watch()))
-        for task in tasks:
-            task.add_done_callback(_note_failure)
+        for tended in tasks:
+            tended.add_done_callback(_note_failure)
         url = url_of(bound, "http" if certificates is None else "https")
         log.info("ready", url=url, models=[model.name for model in self._config.models])
         self._on_ready(url)
