@@ -155,6 +155,7 @@ class GatewayServer:
             queued=serving.queued,
             replicas=read_replicas(self._models.pools),
             backlog=0 if books is None else books.spool.waiting,
+            in_memory=0 if books is None else books.spool.in_memory,
         )
 
     async def _drain(self, front: Front, listener: Listener) -> None:
