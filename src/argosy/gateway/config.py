@@ -97,7 +97,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     queue: QueueConfig = QueueConfig()
     explain: ExplainConfig = ExplainConfig()
     attempts: Annotated[int, Meta(ge=1, le=10)] = 4
-    """Most replicas that one request is tried on before its first byte."""
+    """So many answers of living replicas that are failures (5xx), and a request is given up."""
     body_limit_bytes: int = 32 * 1024 * 1024
     body_timeout_s: Positive = 60.0
     slow_reader_timeout_s: Positive = 30.0

@@ -42,6 +42,8 @@ class BreakerLimits:
     open_most_s: float = 10.0
     cool_s: float = 0.5
     """How long a full replica is left alone when it does not say (Retry-After)."""
+    cool_most_s: float = 60.0
+    """How long at most, whatever it says: it is asked again, were it full for a day."""
 
 
 class Breaker:
@@ -81,7 +83,7 @@ class Breaker:
         """Take in how an attempt, or a probe, went."""
         if outcome is Outcome.BACKPRESSURE:
             wait = self._limits.cool_s if retry_after_s is None else retry_after_s
-            self.cool_until = max(self.cool_until, now + wait)
+            self.cool_until = max(self.cool_until, now + min(wait, self._limits.cool_most_s))
         failed = outcome is Outcome.FAILURE
         if not self.closed:
             if self._probing:

@@ -30,6 +30,9 @@ def test_failures_in_a_row_open_it_and_backpressure_never_does() -> None:
     assert breaker.closed
     assert breaker.cooling(2.9)
     assert not breaker.cooling(3.0)
+    breaker.record(Outcome.BACKPRESSURE, 0.0, retry_after_s=86400.0)
+    assert breaker.cooling(59.0)
+    assert not breaker.cooling(61.0)
     opened()
 
 
