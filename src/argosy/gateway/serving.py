@@ -32,7 +32,7 @@ from argosy.gateway.journey import (
     leave,
 )
 from argosy.gateway.models import Models
-from argosy.gateway.replicas import Pool, Replica
+from argosy.gateway.replicas import Replica
 from argosy.gateway.stream import ClientStream
 from argosy.gateway.upstream import UpstreamError
 from argosy.policy import Outcome, backoff_s, classify
@@ -274,7 +274,7 @@ class Serving:
             if picked is not None:
                 return journey.goes_to(picked, now)
             if now - journey.failing_since > self._config.timeouts.recovery_s:
-                raise _upstream_failed(pool)
+                raise _upstream_failed(journey)
             journey.tried.clear()
             await asyncio.sleep(backoff_s(journey.failures, random.random()))  # noqa: S311 - jitter
 
@@ -300,7 +300,7 @@ class Serving:
         if journey.refusals >= self._config.attempts or not (
             begun or journey.pool.retries.take(now)
         ):
-            raise _upstream_failed(journey.pool)
+            raise _upstream_failed(journey)
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,6 +349,10 @@ def _retry_after(attempt: Attempt) -> float | None:
     return float(told[:6]) if told.isdigit() else None
 
 
-def _upstream_failed(pool: Pool) -> ApiError:
-    message = f"No replica could answer for {pool.model!r}. Try again shortly."
+def _upstream_failed(journey: Journey) -> ApiError:
+    model = journey.pool.model
+    if journey.trace.tries[-1].outcome == Outcome.BACKPRESSURE.value:
+        message = f"The replicas for {model!r} are full. Try again shortly."
+        return ApiError(429, "overloaded", message, retry_after_s=RETRY_AFTER_S)
+    message = f"No replica could answer for {model!r}. Try again shortly."
     return ApiError(502, "upstream_failed", message, retry_after_s=RETRY_AFTER_S)

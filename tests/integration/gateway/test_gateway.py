@@ -150,6 +150,16 @@ async def test_a_broken_replica_costs_nothing_when_there_is_another(stream: bool
         assert len(two.asked) == 4
 
 
+async def test_when_all_are_full_the_client_is_told_so() -> None:
+    async def full(asked: Asked) -> None:
+        asked.json(429, {"error": {"message": "slow down"}})
+
+    async with rough_server(full) as one, gateway(one) as client:
+        answer = await client.post("/v1/completions", json=BODY)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (429, "overloaded")
+        assert answer.headers["retry-after"] == "1"
+
+
 async def test_a_replica_that_refuses_the_gateways_own_key_is_not_the_clients_affair() -> None:
     async def locked(asked: Asked) -> None:
         asked.json(401, {"error": {"message": "Incorrect API key provided: sk-proj-abcd"}})
