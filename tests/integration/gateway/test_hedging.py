@@ -18,6 +18,7 @@ from tests.integration.serving import MODEL, completion, events, serve
 
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.gateway import ReplicaConfig
+from argosy.gateway.dialects import Kind
 from argosy.gateway.journey import Journey
 from argosy.gateway.replicas import Replica
 from argosy.policy.hedging import RESERVE, SHARE
@@ -180,7 +181,12 @@ async def test_a_client_that_leaves_ends_both(tokenizer: Tokenizer) -> None:
 
 @contextlib.asynccontextmanager
 async def others(
-    watching: Entered, first: Answer, second: Answer, *, later: Answer = plain
+    watching: Entered,
+    first: Answer,
+    second: Answer,
+    *,
+    later: Answer = plain,
+    kind: Kind = "openai",
 ) -> AsyncIterator[tuple[Running, list[Rough]]]:
     """In front of two servers of another kind: the one that a request is placed on answers as `first`."""
     servers: list[Rough] = []
@@ -194,7 +200,7 @@ async def others(
 
     async with rough_server(script) as a, rough_server(script) as b:
         servers += (a, b)
-        behind = [ReplicaConfig(url=one.url, kind="openai", model="rough") for one in servers]
+        behind = [ReplicaConfig(url=one.url, kind=kind, model="rough") for one in servers]
         async with front([watching], *behind, hedge_after_s=SOON_S) as running:
             yield running, servers
 
@@ -227,10 +233,8 @@ async def test_the_head_of_a_stream_is_no_sign_of_an_answer() -> None:
     assert hedges(running) == {"true": 1}
 
 
-@pytest.mark.parametrize("n", [1, 2])
-async def test_the_first_server_may_be_first_after_all_whether_it_can_be_carried_on_or_not(
-    n: int,
-) -> None:
+@pytest.mark.parametrize("kind", ["openai", "vllm"])
+async def test_a_server_of_another_kind_may_be_first_after_all(kind: Kind) -> None:
     watching, hedged, over = Entered(), asyncio.Event(), asyncio.Event()
 
     async def first(asked: Asked) -> None:
@@ -241,8 +245,8 @@ async def test_the_first_server_may_be_first_after_all_whether_it_can_be_carried
         hedged.set()
         await over.wait()
 
-    async with others(watching, first, second) as (running, _):
-        asked = body(PATHS[1], stream=True, n=n, stream_options={"include_usage": True})
+    async with others(watching, first, second, kind=kind) as (running, _):
+        asked = body(PATHS[1], stream=True, stream_options={"include_usage": True})
         answer = await running.client.post(PATHS[1], json=asked)
         over.set()
     told = [json.loads(chunk) for chunk in events(answer.content)[:-1]]
