@@ -1,7 +1,7 @@
 """One tenant floods a gateway with ten times what the others ask: who is served how much, and who waits how long.
 
 python -m benchmarks.fairness                      (a stand-in with known seats and a known pace)
-python -m benchmarks.fairness --model argosy-mini  (a real replica)
+python -m benchmarks.fairness --replica            (a real one, with the bundled model)
 
 Three projects of one tier keep the same number of requests waiting each, with answers of different lengths; a fourth
 keeps ten times as many; a premium project asks now and then. Prints a row for each of three times: the premium project
@@ -25,6 +25,7 @@ from pathlib import Path
 import httpx2
 import msgspec
 import numpy as np
+import psutil
 
 from argosy.bench.client import Client
 from argosy.bench.reply import Reply
@@ -61,6 +62,7 @@ class Tenant:
     prompts: int = 0
     """Tokens of the prompts that were answered then, as the gateway estimates them."""
     errors: int = 0
+    last_error: str = ""
 
     async def ask(self, window: tuple[float, float]) -> None:
         """One answer; what of it falls into `window` counts."""
@@ -75,7 +77,9 @@ class Tenant:
         reply = await self.client.post("/v1/chat/completions", msgspec.json.encode(body), Reply())
         begin, end = window
         self.tokens += sum(begin <= at < end for at in reply.chunks)
-        self.errors += bool(reply.error)
+        if reply.error:
+            self.errors += 1
+            self.last_error = f"{reply.error}: {reply.detail}"
         if reply.chunks and reply.sent_at is not None and begin <= reply.chunks[0] < end:
             self.waits.append(reply.chunks[0] - reply.sent_at)
             self.prompts += len(msgspec.json.encode(body["messages"])) // 4
@@ -131,11 +135,12 @@ async def measure(
     return found
 
 
-def row(kind: str, found: dict[str, Tenant], seconds: float) -> dict[str, object]:
-    """For the record."""
+def row(kind: str, found: dict[str, Tenant], seconds: float, busy_s: float) -> dict[str, object]:
+    """For the record; `busy_s` is the gateway's processor time."""
     return {
         "kind": kind,
         "seconds": seconds,
+        "gateway_cpu": round(busy_s / (seconds + SETTLED_S), 3),
         "tokens_per_s": round(sum(one.tokens for one in found.values()) / seconds, 1),
         "tenants": {
             name: {
@@ -162,14 +167,24 @@ def jain(shares: list[int]) -> float:
     return sum(shares) ** 2 / (len(shares) * sum(share**2 for share in shares))
 
 
-async def compare(url: str, keys: dict[str, str], seconds: float) -> None:
+async def compare(url: str, keys: dict[str, str], seconds: float, gateway: psutil.Process) -> None:
     """Print a row for each time, and what they say together."""
     tier = [name for name in LENGTHS if name != "flood"]
-    alone = await measure(url, keys, ["premium"], seconds)
-    calm = await measure(url, keys, ["premium", *tier], seconds)
-    flood = await measure(url, keys, ["premium", *LENGTHS], seconds)
-    for kind, found in (("alone", alone), ("calm", calm), ("flood", flood)):
-        print(json.dumps(row(kind, found, seconds)))
+    times = {
+        "alone": ["premium"],
+        "calm": ["premium", *tier],
+        "flood": ["premium", *LENGTHS],
+    }
+    found: dict[str, dict[str, Tenant]] = {}
+    for kind, who in times.items():
+        before = sum(gateway.cpu_times()[:2])
+        found[kind] = await measure(url, keys, who, seconds)
+        premium = found[kind]["premium"]
+        if not premium.waits:
+            raise SystemExit(f"Nothing is answered: {premium.last_error}")
+        spent = sum(gateway.cpu_times()[:2]) - before
+        print(json.dumps(row(kind, found[kind], seconds, spent)))
+    alone, calm, flood = found.values()
     waits = {name: max(one.waits, default=float("inf")) for name, one in flood.items()}
     total = [sum(one.tokens for one in found.values()) for found in (calm, flood)]
     p95 = [ms(found["premium"].waits, 95) for found in (alone, calm, flood)]
@@ -216,27 +231,33 @@ def said(process: subprocess.Popen[bytes], log: Path, before: str) -> str:
 
 
 @contextlib.contextmanager
-def upstream(model: str | None, folder: Path) -> Iterator[ReplicaConfig]:
+def upstream(folder: Path, *, real: bool) -> Iterator[ReplicaConfig]:
     """The stand-in, or a replica of ours."""
     log = folder / "upstream.log"
-    if model is None:
+    if not real:
         stub = "from argosy.bench.stub import main; main()"
         pace = msgspec.json.encode(PACE).decode()
         with running([sys.executable, "-c", stub, pace], log) as process:
             url = said(process, log, "http://")
             yield ReplicaConfig(url=f"http://{url}", kind="openai", max_requests=SEATS)
         return
-    command = [sys.executable, "-m", "argosy.cli", "replica", model, "--uds", str(folder / "r")]
+    command = [sys.executable, "-m", "argosy.cli", "replica", "--uds", str(folder / "r")]
     command += ["--max-seqs", str(SEATS), "--threads", "1", "--served-model-name", MODEL]
     with running(command, log) as process:
         transport = httpx2.HTTPTransport(uds=str(folder / "r"))
         with httpx2.Client(transport=transport, base_url="http://replica") as client:
-            while process.poll() is None:
-                with contextlib.suppress(httpx2.TransportError):
-                    if client.get("/ready").status_code == 200:
-                        break
+            while not ready(client):
+                if process.poll() is not None:
+                    raise SystemExit(f"The replica ended: {log.read_text()}")
                 time.sleep(0.05)
         yield ReplicaConfig(url=f"unix:{folder / 'r'}")
+
+
+def ready(client: httpx2.Client) -> bool:
+    """Whether the replica takes requests."""
+    with contextlib.suppress(httpx2.TransportError):
+        return client.get("/ready").status_code == 200
+    return False
 
 
 def accounts(url: str) -> dict[str, str]:
@@ -260,10 +281,10 @@ def accounts(url: str) -> dict[str, str]:
 def main() -> None:
     """Measure, and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", help="serve this one instead of the stand-in")
+    parser.add_argument("--replica", action="store_true", help="a real one, not the stand-in")
     parser.add_argument("--seconds", type=float, default=30.0, help="measured, each of the times")
     told = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name, upstream(told.model, Path(name)) as replica:
+    with tempfile.TemporaryDirectory() as name, upstream(Path(name), real=told.replica) as replica:
         folder = Path(name)
         store = f"sqlite:///{folder / 'store.db'}"
         keys = accounts(store)
@@ -286,7 +307,7 @@ def main() -> None:
         log = folder / "gateway.log"
         with running(command, log) as process:
             url = said(process, log, "argosy gateway is ready at ")
-            asyncio.run(compare(url, keys, told.seconds))
+            asyncio.run(compare(url, keys, told.seconds, psutil.Process(process.pid)))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ constexpr std::string_view PROBED =
     R"({"object":"list","status":"ready","state":"ready","data":[{"id":"mock","object":"model","created":1700000000,)"
     R"("owned_by":"mock"}],"model_path":"mock","served_model_name":"mock","is_generation":true,"max_model_len":131072,)"
     R"("max_total_num_tokens":100000000,"tp_size":1,"dp_size":1,"server_load":0,"models":["mock"],"running":0,"waiting":0,)"
-    R"("queued_tokens":0,"max_seqs":100000,"block_size":16,"kv_blocks_total":1000000,"kv_blocks_used":0,)"
+    R"("queued_tokens":0,"max_seqs":100000,"block_size":16,"kv_blocks_total":100000,"kv_blocks_used":0,)"
     R"("kv_blocks_cached":0,"step":0,"step_s":0.01})";
 
 struct Connection {

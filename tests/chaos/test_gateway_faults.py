@@ -156,8 +156,51 @@ async def disturbed(fleet: Fleet, what: signal.Signals, after_chunks: int) -> No
     await victim.ready()
 
 
+async def whole(fleet: Fleet, number: int, name: str) -> str:
+    """One seeded answer that is sent whole, as JSON, without what differs from answer to answer."""
+    answer = await fleet.client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": f"Tell me a story about {number}."}],
+        temperature=0.9,
+        seed=number,
+        n=1 + number % 2,
+        max_tokens=200,
+        logprobs=True,
+        extra_body={"ignore_eos": True},
+        extra_headers={"x-request-id": name},
+    )
+    assert answer.usage is not None
+    answer.usage.prompt_tokens_details = None
+    return answer.model_copy(update={"id": "", "created": 0}).to_json()
+
+
+async def begun(fleet: Fleet, names: list[str]) -> None:
+    """Wait until the first token of one of these requests has come to the gateway."""
+    url = str(fleet.client.base_url).removesuffix("v1/")
+    async with httpx2.AsyncClient(base_url=url) as client:
+        while True:
+            for name in names:
+                told = await client.get(f"/admin/requests/{name}")
+                if told.status_code == 200 and told.json()["ms"]["first_token"] is not None:
+                    return
+            await asyncio.sleep(0.005)
+
+
+async def whole_answers_disturbed(fleet: Fleet) -> None:
+    """Kill the busiest replica once whole answers are being made, and compare."""
+    expected = await asyncio.gather(*(whole(fleet, n, f"calm-{n}") for n in range(STREAMS)))
+    names = [f"disturbed-{n}" for n in range(STREAMS)]
+    answers = [asyncio.create_task(whole(fleet, n, name)) for n, name in enumerate(names)]
+    await begun(fleet, names)
+    victim = fleet.busiest()
+    assert victim.process is not None
+    victim.process.send_signal(signal.SIGKILL)
+    assert await asyncio.gather(*answers) == expected
+    await victim.end()
+
+
 @pytest.mark.timeout(180)
-async def test_streams_survive_their_replica(tmp_path: Path) -> None:
+async def test_answers_survive_their_replica(tmp_path: Path) -> None:
     async with fleet(tmp_path) as running:
         running.expected = list(await asyncio.gather(*(answer(running, n) for n in range(STREAMS))))
         assert sum(tokens for _, _, tokens in running.expected) > 100 * STREAMS
@@ -165,3 +208,4 @@ async def test_streams_survive_their_replica(tmp_path: Path) -> None:
         await disturbed(running, signal.SIGKILL, 300)
         await disturbed(running, signal.SIGTERM, 100)
         await disturbed(running, signal.SIGSTOP, 100)
+        await whole_answers_disturbed(running)

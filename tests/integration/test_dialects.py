@@ -49,6 +49,7 @@ from argosy.gateway import (
     load_config,
 )
 from argosy.gateway.dialects import Carry
+from argosy.policy import BLOCK_TOKENS
 
 Family = type[Double]
 KINDS: tuple[Literal["error", "abort", "stall"], ...] = ("error", "abort", "stall")
@@ -95,6 +96,9 @@ async def test_what_it_is_and_its_load_are_found_by_asking(family: Family) -> No
         load = replica.load
         told = (replica.kind, load.running, load.waiting, load.kv_used, load.capacity)
         assert told == (kind, 3, waiting, kv_used, capacity)
+        if family is Vllm:  # 40 blocks of 16: more prompts than that it cannot have cached
+            replica.prefixes.sent([b"%d" % number for number in range(1000)])
+            assert len(replica.prefixes) == 40 * 16 // BLOCK_TOKENS
         assert replica.max_model_len == (64 if family is Vllm else None)
 
 

@@ -38,6 +38,8 @@ class Shop:
     """A gateway in front of a scripted replica, and its store with two tenants."""
 
     url: str
+    server: GatewayServer
+    running: asyncio.Task[None]
     store: Store
     engine: FakeEngine
     web: Project
@@ -89,6 +91,7 @@ async def shop(folder: Path, tokenizer: Tokenizer, *, daily: int = 1000) -> Asyn
                 )
             ],
             store=StoreConfig(url=store_url),
+            drain_deadline_s=0.5,
         )
         url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         server = GatewayServer(config, url.set_result)
@@ -98,7 +101,7 @@ async def shop(folder: Path, tokenizer: Tokenizer, *, daily: int = 1000) -> Asyn
             await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
             if running.done():
                 await running
-            yield Shop(url.result(), store, engine, web, keys)
+            yield Shop(url.result(), server, running, store, engine, web, keys)
         finally:
             server.stop()
             await asyncio.gather(running, return_exceptions=True)
@@ -217,6 +220,27 @@ async def test_metrics_are_for_those_who_look_after_the_gateway(
         assert value(text, "argosy_gateway_requests_total", status="completed", **tenant) == 1
         assert value(text, "argosy_gateway_inter_token_latency_seconds_count") > 0
         assert value(text, "argosy_gateway_replica_state", state="ready") == 1
+
+
+async def test_what_does_not_end_before_the_gateway_leaves_is_counted(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    async with shop(tmp_path, tokenizer) as here:
+        here.engine.script = lambda _: Script(list(TOKENS), pause_after=5)
+        async with (
+            here.client("web") as client,
+            client.stream("POST", CHATS, json=BODY | {"stream": True}) as answer,
+        ):
+            told = answer.aiter_bytes()
+            data = await anext(told)
+            while data.count(b'"content"') < 6:  # five tokens, and the role
+                data += await anext(told)
+            here.server.stop()
+            await here.running
+            with pytest.raises(httpx2.TransportError):
+                await anext(told)
+        (row,) = await here.rows(1)
+        assert (row.status, row.output_tokens) == ("failed", 5)
 
 
 async def test_keys_are_made_and_revoked_while_the_gateway_runs(

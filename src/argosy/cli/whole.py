@@ -124,6 +124,9 @@ class Whole:
         await draining
 
     def _ready(self, url: str) -> None:
+        from argosy.gateway import calm_collector
+
+        calm_collector()
         self.served = True
         self._shown.ready(url, self._names[0], self._key, keyed=self._door.keyed)
 

@@ -21,6 +21,7 @@ ASK_EACH_S = 1.0
 ASK_TIMEOUT_S = 5.0
 GOODBYE_S = 10.0
 """How long after its drain deadline a replica may take to close its engine."""
+LONGEST_REPORT_BYTES = 1 << 20
 HEALTH = b"GET /health HTTP/1.1\r\nhost: replica\r\nconnection: close\r\n\r\n"
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.fleet")
@@ -162,6 +163,7 @@ async def _spawn() -> asyncio.subprocess.Process:
         *(sys.executable, "-P", "-m", "argosy.fleet.child"),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
+        limit=LONGEST_REPORT_BYTES,
         start_new_session=True,  # signals from the terminal are ours to act on
     )
 

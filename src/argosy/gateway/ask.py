@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 from msgspec import Raw
@@ -23,6 +23,11 @@ MOST = 1 << 24
 """Choices, and tokens of each, as far as estimates go; who asks for more is refused by the replica."""
 WHOLE_ONLY = frozenset({"prompt_logprobs", "resume", "stream_options"})
 """Fields that streams do not take, or take differently."""
+
+_TEXT = msgspec.json.Decoder(str | None)
+_NUMBER = msgspec.json.Decoder(int | None)
+_TRUTH = msgspec.json.Decoder(bool | None)
+_FIELDS = msgspec.json.Decoder(dict[str, Raw] | None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,28 +69,28 @@ class Ask:
 def read(raw: bytes, prompt_field: str) -> Ask:
     """Read a body. Raises ApiError 400 when a field that the gateway needs is missing or ill-typed."""
     fields = parse(dict[str, Raw], raw)
-    model = _field(fields, "model", str)
+    model = _field(fields, "model", _TEXT)
     prompt = fields.get(prompt_field)
     if model is None or prompt is None:
         name = "model" if model is None else prompt_field
         raise ApiError(
             400, "missing_required_parameter", f"Missing parameter '{name}'. Add it.", param=name
         )
-    choices = _field(fields, "n", int)
-    limit = _field(fields, "max_completion_tokens", int)
-    limit = _field(fields, "max_tokens", int) if limit is None else limit
-    drew_seed = _field(fields, "seed", int) is None
+    choices = _field(fields, "n", _NUMBER)
+    limit = _field(fields, "max_completion_tokens", _NUMBER)
+    limit = _field(fields, "max_tokens", _NUMBER) if limit is None else limit
+    drew_seed = _field(fields, "seed", _NUMBER) is None
     if drew_seed:
         # Drawn here, so that whichever replica carries the answer on draws the same tokens.
         fields = fields | {"seed": Raw(b"%d" % secrets.randbits(62))}
     return Ask(
         fields=fields,
         model=model,
-        stream=bool(_field(fields, "stream", bool)),
+        stream=bool(_field(fields, "stream", _TRUTH)),
         choices=max(1, min(choices or 1, MOST)) * _prompts(prompt),
         max_output=None if limit is None else max(0, min(limit, MOST)),
         prompt=bytes(prompt),
-        session=_field(fields, "session_id", str) or "",
+        session=_field(fields, "session_id", _TEXT) or "",
         include_usage=_includes_usage(fields),
         drew_seed=drew_seed,
     )
@@ -93,27 +98,23 @@ def read(raw: bytes, prompt_field: str) -> Ask:
 
 def _prompts(prompt: Raw) -> int:
     """How many prompts a completion has: a list of texts or of lists of ids has as many as items."""
-    if not bytes(prompt).startswith(b"["):
+    text = bytes(prompt)
+    if not text.startswith(b"[") or text[1:].lstrip()[:1] not in {b'"', b"["}:
         return 1
-    items = msgspec.json.decode(prompt, type=list[Raw])
-    return len(items) if items and bytes(items[0])[:1] in {b'"', b"["} else 1
+    return len(msgspec.json.decode(prompt, type=list[Raw]))
 
 
 def _includes_usage(fields: dict[str, Raw]) -> bool:
-    options = (
-        _field(fields, "stream_options", dict[str, Raw]) if "stream_options" in fields else None
-    )
-    return bool(options and _field(options, "include_usage", bool))
+    options = _field(fields, "stream_options", _FIELDS)
+    return bool(options and _field(options, "include_usage", _TRUTH))
 
 
-def _field(fields: dict[str, Raw], name: str, kind: type[T]) -> T | None:
+def _field(fields: dict[str, Raw], name: str, decoder: msgspec.json.Decoder[T]) -> T | None:
     """The field's value; None when it is left out or null."""
     raw = fields.get(name)
     if raw is None:
         return None
     try:
-        wanted: Any = kind | None
-        value: T | None = msgspec.json.decode(raw, type=wanted)
+        return decoder.decode(raw)
     except msgspec.ValidationError as error:
         raise invalid(f"Invalid value for '{name}': {error}.", name, "invalid_type") from error
-    return value

@@ -14,7 +14,15 @@ from dataclasses import dataclass
 from argosy.gateway.caller import TIERS
 from argosy.gateway.journey import Journey
 from argosy.gateway.replicas import Picked, Pool, Replica
-from argosy.policy import DispatchQueue, Waiting, admits, fits, lowest_tier, saturation
+from argosy.policy import (
+    DispatchQueue,
+    Waiting,
+    admits,
+    fits,
+    lowest_tier,
+    nothing_kept,
+    saturation,
+)
 from argosy.protocol import ApiError
 
 
@@ -57,7 +65,9 @@ class Dispatcher:
         if not self._pool.alive():
             raise unavailable(self._pool)
         self._asked[caller.tier] = now
-        if not self._queue and caller.tier <= self._lowest(now):
+        if not self._queue and (
+            nothing_kept(caller.tier, self._asked, now) or caller.tier <= self._lowest(now)
+        ):
             picked = self._pool.pick(ask, caller.domain, frozenset(), now)
             if picked is not None:
                 return self._goes(journey, picked, 0, now)

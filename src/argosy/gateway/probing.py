@@ -147,6 +147,8 @@ class Prober:
         load.waiting = load.waiting if told.waiting is None else told.waiting
         load.kv_used = load.kv_used if told.kv_used is None else told.kv_used
         load.capacity = load.capacity if told.capacity is None else told.capacity
+        if told.kv_tokens is not None:
+            self._replica.prefixes.resize(told.kv_tokens // BLOCK_TOKENS)
         load.queued_tokens = load.waiting * WAITING_TOKENS
         load.reported_at = time.monotonic()
         load.sent_tokens = 0

@@ -137,7 +137,10 @@ class GatewayServer:
                 task.cancel()
             listener.should_exit = True
             await listening
-            await asyncio.gather(*tasks, return_exceptions=True)
+            late = list(listener.server_state.tasks)
+            for task in late:  # what did not end in time is ended, and counted
+                task.cancel()
+            await asyncio.gather(*tasks, *late, return_exceptions=True)
             self._unlink()
 
     def _explain(self, request: str) -> dict[str, Any] | None:
@@ -213,7 +216,7 @@ def calm_collector() -> None:
     """Leave what has been made so far to itself, and look for cycles less often: requests leave hardly any."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(YOUNG, 20, 100)
+    gc.set_threshold(YOUNG, 10, 10)
 
 
 def serve_gateway(config: GatewayConfig, on_ready: Callable[[str], None]) -> None:

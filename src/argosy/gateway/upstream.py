@@ -16,6 +16,7 @@ from typing import Protocol, cast
 import httptools
 
 from argosy.protocol import Endpoint
+from argosy.web import Deadlines
 
 IDLE_S = 60.0
 """An idle connection is closed after this long: sooner than servers close theirs."""
@@ -69,7 +70,6 @@ class Connection(asyncio.Protocol):
         self.closed = False
         self.answers = 0
         """Whole answers so far: above 0 it is a kept connection."""
-        self.expiry: asyncio.TimerHandle | None = None
 
     # --- for whoever asks ------------------------------------------------------------------------
 
@@ -130,8 +130,6 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Cut, or closed."""
         self.closed = True
-        if self.expiry is not None:
-            self.expiry.cancel()
         if self._sink is None:
             return
         if exc is None and self._status >= 200 and not self._framed:
@@ -209,12 +207,13 @@ class Upstream:
         self._fixed = b"".join(name + b": " + value + b"\r\n" for name, value in fixed)
         self._path = endpoint.path.encode()
         self._idle: list[Connection] = []
+        self._expiring = Deadlines(IDLE_S, Connection.close)
 
     def request(
         self, method: bytes, path: bytes, body: bytes, headers: list[tuple[bytes, bytes]]
     ) -> bytes:
         """The bytes of a request to this replica."""
-        own = b"".join(name + b": " + value + b"\r\n" for name, value in headers)
+        own = b"".join([b"%b: %b\r\n" % header for header in headers])
         length = b"content-length: %d\r\n" % len(body) if body or method == b"POST" else b""
         line = method + b" " + self._path + path + b" HTTP/1.1\r\n"
         return line + self._fixed + own + length + b"\r\n" + body
@@ -223,9 +222,7 @@ class Upstream:
         """A connection that is idle and, as far as is known, alive."""
         while self._idle:
             connection = self._idle.pop()
-            if connection.expiry is not None:
-                connection.expiry.cancel()
-                connection.expiry = None
+            self._expiring.remove(connection)
             if not connection.closed:
                 return connection
         return None
@@ -268,6 +265,5 @@ class Upstream:
         if len(self._idle) >= MAX_IDLE:
             connection.abort()
             return
-        loop = asyncio.get_running_loop()
-        connection.expiry = loop.call_later(IDLE_S, connection.close)
+        self._expiring.add(connection)
         self._idle.append(connection)

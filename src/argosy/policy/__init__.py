@@ -4,7 +4,7 @@ from argosy.policy.affinity import BLOCK_BYTES, BLOCK_TOKENS, PrefixIndex, chain
 from argosy.policy.breaker import Breaker, BreakerLimits, Outcome, classify, usable
 from argosy.policy.estimates import OutputEstimates
 from argosy.policy.fairness import INPUT_PRICE, OUTPUT_PRICE, Account, TenantShares
-from argosy.policy.headroom import lowest_tier
+from argosy.policy.headroom import lowest_tier, nothing_kept
 from argosy.policy.hedging import Hedging
 from argosy.policy.leases import Ask, Grant, Lease, Shared
 from argosy.policy.limits import (
@@ -107,6 +107,7 @@ __all__ = [
     "fits",
     "lowest_tier",
     "never",
+    "nothing_kept",
     "period",
     "reserve",
     "running",

@@ -15,6 +15,11 @@ LATELY_S = 60.0
 """Nothing is kept for a tier that has not asked for so long."""
 
 
+def nothing_kept(tier: int, asked: Sequence[float], now: float) -> bool:
+    """Whether no higher tier has asked lately, so that any free seat is for this one."""
+    return all(now - at >= LATELY_S for at in asked[:tier])
+
+
 def lowest_tier(
     free: int, seats: int, running: Sequence[int], asked: Sequence[float], now: float
 ) -> int:

@@ -22,7 +22,7 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-QUANTUM = 1024.0
+QUANTUM = 256.0
 """Tokens that a tenant of weight 1 gets in a round."""
 PROMOTED_EACH = 4
 PROMOTE_S = (math.inf, 5.0, 30.0)

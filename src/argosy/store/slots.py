@@ -179,6 +179,9 @@ class Table:
 def _text(row: UsageRow) -> bytes:
     """Whose request it is, in as many bytes as a slot has for it."""
     texts = (row.request, row.organisation, row.project, row.key, row.user, row.model)
+    whole = "\0".join(texts)
+    if whole.isascii() and len(whole) <= ROUTE - TEXT and whole.count("\0") == len(texts) - 1:
+        return whole.encode()
     parts = [text.replace("\0", "").encode("utf-8", "replace") for text in texts]
     if sum(map(len, parts)) + len(parts) - 1 > ROUTE - TEXT:
         first, *others = parts

@@ -63,6 +63,7 @@ class Connection(asyncio.Protocol):
         self._url = b""
         self._headers: list[tuple[bytes, bytes]] = []
         self._header_bytes = 0
+        self._expects = False
         self._place: dict[str, Any] = {}
 
     # --- asyncio's -------------------------------------------------------------------------------
@@ -129,6 +130,7 @@ class Connection(asyncio.Protocol):
         self._idle.remove(self)
         self._heads.add(self)
         self._url, self._headers, self._header_bytes = b"", [], 0
+        self._expects = False
 
     def on_url(self, url: bytes) -> None:
         """A part of the request line came."""
@@ -142,7 +144,10 @@ class Connection(asyncio.Protocol):
         self._header_bytes += len(name) + len(value)
         if self._header_bytes > HEADER_LIMIT_BYTES:
             raise ValueError(TOO_LARGE)
-        self._headers.append((name.lower(), value))
+        name = name.lower()
+        if name == b"expect":
+            self._expects = value.lower() == b"100-continue"
+        self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         """All headers came: the request can be answered, or waits until those before it are."""
@@ -152,8 +157,7 @@ class Connection(asyncio.Protocol):
         scope = self._scope()
         version, parser = scope["http_version"], self._parser
         keep_alive = version != "1.0" and parser.should_keep_alive() and not parser.should_upgrade()
-        expects = any(n == b"expect" and v.lower() == b"100-continue" for n, v in self._headers)
-        wire = RequestWire(self, scope, keep_alive=keep_alive, expects_continue=expects)
+        wire = RequestWire(self, scope, keep_alive=keep_alive, expects_continue=self._expects)
         scope["state"] = {WIRE: wire}
         self._headers = []  # for what may come behind the body, which nobody is told
         self._incoming = wire

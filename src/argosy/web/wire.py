@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import http
 import logging
-import re
 from collections.abc import Iterable, MutableMapping
 from typing import Any, Protocol
 
@@ -15,7 +14,6 @@ UNREAD_BYTES = 64 * 1024
 """Most of a body that is taken in before somebody reads it."""
 
 _LINES = {int(s): f"HTTP/1.1 {s} {s.phrase}\r\n".encode() for s in http.HTTPStatus}
-_CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 _BODILESS = frozenset({204, 304})
 
 log = logging.getLogger("argosy.web")
@@ -237,13 +235,13 @@ class RequestWire:
 
     def _head(self, status: int, headers: list[tuple[bytes, bytes]]) -> bytes:
         self.started = True
-        lines = [_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status]
-        for name, value in (*self._connection.fixed_headers, *headers):
-            lines += (name, b": ", value, b"\r\n")
-        if _CONTROL.search(b"".join(value for _, value in headers)):
-            raise ValueError("the value of a header holds a control character")
-        lines.append(b"\r\n" if self.keep_alive else b"connection: close\r\n\r\n")
-        return b"".join(lines)
+        every = [*self._connection.fixed_headers, *headers]
+        if not self.keep_alive:
+            every.append((b"connection", b"close"))
+        lines = b"\r\n".join([b"%b: %b" % header for header in every])
+        if lines.count(b"\n") >= len(every) or lines.count(b"\r") >= len(every):
+            raise ValueError("a header holds a line break")
+        return (_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status) + lines + b"\r\n\r\n"
 
     def _write(self, data: bytes) -> None:
         if not self._transport.is_closing():

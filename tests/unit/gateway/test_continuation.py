@@ -22,8 +22,8 @@ from tests.integration.gateway.doubles.families import (
 from tests.integration.gateway.doubles.server import ANSWER, WHOLE, Asked, Double
 
 from argosy.gateway.ask import Ask, read
-from argosy.gateway.dialects import Carrier, Dialect, Kind, Leg, dialect_of
-from argosy.gateway.dialects.loads import values
+from argosy.gateway.dialects import Carrier, Dialect, Kind, Leg, Reading, dialect_of
+from argosy.gateway.dialects.loads import SGLANG, tensorrt_iterations, values, vllm_metrics
 from argosy.gateway.journal import Delivered
 from argosy.protocol import EventParser
 
@@ -228,3 +228,18 @@ a_b{l="q"} zwei
 c 3
 """
     assert values(text, {b"a_b", b"missing"}) == {b"a_b": [1.0, 2.0]}
+
+
+def test_the_size_of_a_cache_is_read_where_it_is_told() -> None:
+    vllm = b"""vllm:num_requests_running{engine="0"} 1.0
+vllm:num_requests_running{engine="1"} 2.0
+vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="100"} 1.0
+vllm:cache_config_info{engine="1",num_gpu_blocks="50",block_size="32"} 1.0
+"""
+    assert vllm_metrics(vllm) == Reading(running=3, waiting=0, kv_tokens=3200)
+    unknown = vllm.replace(b'"100"', b'"None"').replace(b'"50"', b'"None"')
+    assert vllm_metrics(unknown).kv_tokens is None
+    sglang = b"sglang:num_running_reqs{} 1\nsglang:max_total_num_tokens{} 4096.0\n"
+    assert SGLANG(sglang).kv_tokens == 4096
+    kv = {"usedNumBlocks": 1, "maxNumBlocks": 4, "tokensPerBlock": 32}
+    assert tensorrt_iterations(json.dumps([{"kvCacheStats": kv}]).encode()).kv_tokens == 128

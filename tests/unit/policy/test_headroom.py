@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy.policy import lowest_tier
+from argosy.policy import lowest_tier, nothing_kept
 
 NEVER = -math.inf
 LONG_AGO = -1000.0
@@ -39,5 +39,10 @@ def test_more_room_never_shuts_out_and_idle_replicas_take_everybody(
     asked = [0.0, 0.0, 0.0]
     assert lowest_tier(seats, seats, [0, 0, 0], asked, 0.0) == 2
     less = lowest_tier(free, seats, running, asked, 0.0)
+    for tier in range(3):
+        unasked = [NEVER if higher < tier else 0.0 for higher in range(3)]
+        assert nothing_kept(tier, unasked, 0.0)
+        assert (lowest_tier(free, seats, running, unasked, 0.0) >= tier) == (free > 0)
+    assert not nothing_kept(2, [NEVER, 0.0, NEVER], 0.0)
     assert less <= lowest_tier(free + 1, seats, running, asked, 0.0)
     assert (less == -1) == (free == 0)

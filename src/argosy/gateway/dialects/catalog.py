@@ -32,7 +32,7 @@ _DIALECTS = (
     Dialect("argosy", journal=True, unknown=frozenset()),
     Dialect(
         "vllm",
-        loads=(LoadSource(b"/metrics", loads.VLLM),),
+        loads=(LoadSource(b"/metrics", loads.vllm_metrics),),
         ids=BOTH,
         prefill=BOTH,
         prefill_flags=CONTINUE,

@@ -106,6 +106,7 @@ class Carrier:
             if limit is None or told.tokens < limit or not told.only_text:
                 return None
             missing = told.finish_event("length")
+            self._delivered.finished[0] = "length"
         told.prompt_tokens = (
             told.prompt_tokens or self._ask.prompt_tokens
         )  # nobody said: about so many

@@ -40,6 +40,8 @@ class Reading:
     """Part of its KV cache, 0 to 1."""
     capacity: int | None = None
     """Requests that it computes at once, at most."""
+    kv_tokens: int | None = None
+    """Tokens that its KV cache holds."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -17,10 +18,12 @@ class Gauges:
     running: tuple[bytes, ...]
     waiting: tuple[bytes, ...]
     kv_used: tuple[bytes, ...] = ()
+    kv_tokens: bytes | None = None
 
     def __call__(self, text: bytes) -> Reading:
         """What the text says. Several engines behind one server are added up. Raises ValueError."""
-        found = values(text, {*self.running, *self.waiting, *self.kv_used})
+        size = () if self.kv_tokens is None else (self.kv_tokens,)
+        found = values(text, {*self.running, *self.waiting, *self.kv_used, *size})
         running, waiting = _first(found, self.running), _first(found, self.waiting)
         used = _first(found, self.kv_used)
         if not running and not waiting:
@@ -29,6 +32,7 @@ class Gauges:
             running=int(sum(running)),
             waiting=int(sum(waiting)),
             kv_used=sum(used) / len(used) if used else None,
+            kv_tokens=int(sum(_first(found, size))) or None,
         )
 
 
@@ -62,6 +66,7 @@ SGLANG = Gauges(
     running=(b"sglang:num_running_reqs",),
     waiting=(b"sglang:num_queue_reqs",),
     kv_used=(b"sglang:token_usage",),
+    kv_tokens=b"sglang:max_total_num_tokens",
 )
 TGI = Gauges(running=(b"tgi_batch_current_size",), waiting=(b"tgi_queue_size",))
 LMDEPLOY = Gauges(
@@ -74,6 +79,18 @@ LLAMA_CPP = Gauges(
     waiting=(b"llamacpp:requests_deferred",),
     kv_used=(b"llamacpp:kv_cache_usage_ratio",),
 )
+
+
+_VLLM_CACHE = rb'^vllm:cache_config_info(?=\{)[^\n]*?[{,]%b="(\d+)"'
+_VLLM_BLOCKS = re.compile(_VLLM_CACHE % b"num_gpu_blocks", re.MULTILINE)
+_VLLM_BLOCK_SIZE = re.compile(_VLLM_CACHE % b"block_size", re.MULTILINE)
+
+
+def vllm_metrics(text: bytes) -> Reading:
+    """The `/metrics` of vLLM, with the size of its cache from the labels of `vllm:cache_config_info`."""
+    blocks, size = _VLLM_BLOCKS.findall(text), _VLLM_BLOCK_SIZE.findall(text)
+    tokens = sum(int(b) * int(s) for b, s in zip(blocks, size, strict=False))
+    return replace(VLLM(text), kv_tokens=tokens or None)
 
 
 class _SglangLoad(msgspec.Struct):
@@ -101,6 +118,7 @@ def sglang_loads(body: bytes) -> Reading:
 class _KvCacheStats(msgspec.Struct, rename="camel"):
     used_num_blocks: int = 0
     max_num_blocks: int = 0
+    tokens_per_block: int = 0
 
 
 class _Iteration(msgspec.Struct, rename="camel"):
@@ -122,6 +140,7 @@ def tensorrt_iterations(body: bytes) -> Reading:
         waiting=last.num_queued_requests,
         kv_used=kv.used_num_blocks / kv.max_num_blocks if kv and kv.max_num_blocks else None,
         capacity=last.max_num_active_requests or None,
+        kv_tokens=kv.max_num_blocks * kv.tokens_per_block or None if kv else None,
     )
 
 

@@ -41,6 +41,7 @@ class Vllm(Double):
                     f"vllm:num_requests_waiting{labels} {self.waiting:.1f}",
                     f'vllm:num_requests_waiting_by_reason{labels[:-1]},reason="capacity"}} 9.0',
                     f"vllm:kv_cache_usage_perc{labels} 0.25",
+                    'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="40"} 1.0',
                     "",
                 ]
             ),
