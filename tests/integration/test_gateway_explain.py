@@ -157,6 +157,7 @@ def test_the_terminal_shows_steps_candidates_and_what_stages_added() -> None:
         tries=[
             Try("http://a", 1.2, 0, costs, 1.2, 1.3, 1.5, "failure", "the replica closed"),
             Try("http://b", 1.55, 7, costs[1:], 1.56, 1.6, 2.0, "success"),
+            Try("http://c", 1.57, sent=1.57, ended=1.6, outcome="ended", hedge=True),
         ],
         status="completed",
         finished={0: "stop"},
@@ -166,7 +167,7 @@ def test_the_terminal_shows_steps_candidates_and_what_stages_added() -> None:
     show(console, trace.tell())
     text = console.export_text()
     for part in (
-        *("cmpl-1", "completed", "queue, 4 ahead", "the replica closed", "on after 7"),
+        *("cmpl-1", "completed", "queue, 4 ahead", "the replica closed", "on after 7", "c, hedge"),
         *("Attempt 1", "http://b", "0.6000", "limits", "tokens", "ledger", "nano_dollars"),
     ):
         assert part in text

@@ -121,8 +121,9 @@ def steps(told: dict[str, Any]) -> Iterator[Step]:
         begin = _or(attempt["sent_ms"], attempt["chosen_ms"])
         end = _or(attempt["ended_ms"], last)
         first = _or(attempt["first_token_ms"], end)
-        carried = f", on after {attempt['carried_on_at']}" if attempt["carried_on_at"] else ""
-        yield Step(f"{attempt['replica']}{carried}: first token", begin, first, "magenta")
+        why = f", on after {attempt['carried_on_at']}" if attempt["carried_on_at"] else ""
+        why = ", hedge" if attempt["hedge"] else why
+        yield Step(f"{attempt['replica']}{why}: first token", begin, first, "magenta")
         if attempt["first_token_ms"] is not None:
             yield Step(f"{attempt['replica']}: {_outcome(attempt)}", first, end, "green")
         elif attempt["outcome"] != "success":

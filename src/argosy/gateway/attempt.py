@@ -27,6 +27,8 @@ class Attempt:
         self._connection: Connection | None = None
         self._early: list[bytes] = []
         self._kept = 0
+        self._piece: asyncio.Future[None] | None = None
+        """Somebody waits for the first piece of the body."""
         self._take: Callable[[bytes], None] = self._keep
 
     async def send(self, upstream: Upstream, request: bytes) -> None:
@@ -54,6 +56,14 @@ class Attempt:
         self._take = take
         for piece in early:
             self._give(piece)
+
+    async def piece(self) -> None:
+        """Wait for the first piece of the body, before `deliver`, or its end. Raises UpstreamError."""
+        if not self._early and not self.end.done():
+            self._piece = asyncio.get_running_loop().create_future()
+            await asyncio.wait((self._piece, self.end), return_when=asyncio.FIRST_COMPLETED)
+        if not self._early:
+            await self.end
 
     async def whole(self) -> bytes:
         """The whole body. Raises UpstreamError."""
@@ -116,3 +126,5 @@ class Attempt:
             self.abandon(f"the replica's answer is larger than {WHOLE_LIMIT_BYTES} bytes")
         else:
             self._early.append(piece)
+            if self._piece is not None and not self._piece.done():
+                self._piece.set_result(None)

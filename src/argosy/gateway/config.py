@@ -56,6 +56,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     name: str
     aliases: tuple[str, ...] = ()
     routing: Routing = "least-cost"
+    hedge_after_s: Positive | None = None
+    """Ask a second replica too when the first has given nothing of an answer for so long; None: never."""
     replicas: Annotated[list[ReplicaConfig], Meta(min_length=1)]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from argosy.gateway.caller import TIERS
@@ -83,6 +83,22 @@ class Dispatcher:
                 size=len(ask.prompt),
             )
         )
+
+    def hedge(self, journey: Journey, others_than: Collection[str]) -> Picked | None:
+        """One more replica for a request that was placed and is stuck. None: it has to wait for its own."""
+        now, pool, caller = self._clock(), self._pool, journey.caller
+        if (
+            pool.hedging is None
+            or caller.tier > self._lowest(now)
+            or not any(name not in others_than for name in pool.room(now))
+        ):
+            return None
+        free, seats = pool.seats(now)
+        saturated = saturation(0.0, pool.loads())
+        waiting = len(self._queue)
+        if pool.hedging.take(now, waiting=waiting, free=free, seats=seats, saturated=saturated):
+            return pool.pick(journey.ask, caller.domain, others_than, now)
+        return None
 
     def charge(self, journey: Journey, tokens: int) -> None:
         """Count output tokens that came for a request that was placed."""

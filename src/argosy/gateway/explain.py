@@ -44,6 +44,8 @@ class Try(msgspec.Struct, gc=False):
     ended: float | None = None
     outcome: str = "running"
     reason: str = ""
+    hedge: bool = False
+    """The replica before was asked still, and silent."""
 
 
 class Trace(msgspec.Struct, gc=False):
@@ -89,13 +91,17 @@ class Trace(msgspec.Struct, gc=False):
     card: dict[str, Any] = msgspec.field(default_factory=dict)
     """What each stage adds, under a key of its own, in JSON's types."""
 
-    def begin_try(self, replica: str, now: float, told: int, costs: tuple[Cost, ...]) -> None:
+    def begin_try(
+        self, replica: str, now: float, told: int, costs: tuple[Cost, ...], *, hedge: bool = False
+    ) -> Try:
         """A replica was chosen."""
         if len(costs) > MOST_CANDIDATES:
             costs = tuple(nsmallest(MOST_CANDIDATES, costs, key=attrgetter("total_s")))
         if len(self.tries) == MOST_TRIES:
             del self.tries[1]
-        self.tries.append(Try(replica, now, told, costs))
+        tried = Try(replica, now, told, costs, hedge=hedge)
+        self.tries.append(tried)
+        return tried
 
     def tell(self) -> dict[str, Any]:
         """The explanation, in JSON's types."""
@@ -145,6 +151,7 @@ class Trace(msgspec.Struct, gc=False):
             "first_token_ms": self._ms(tried.first),
             "ended_ms": self._ms(tried.ended),
             "carried_on_at": tried.told,
+            "hedge": tried.hedge,
             "outcome": tried.outcome,
             "reason": tried.reason or None,
             "candidates": [_candidate(cost) for cost in cheapest],

@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 
 from argosy.gateway.ask import Ask
 from argosy.gateway.caller import Caller
-from argosy.gateway.explain import Trace
+from argosy.gateway.explain import Trace, Try
 from argosy.gateway.journal import Delivered
 from argosy.gateway.replicas import Picked, Pool, Replica
 from argosy.protocol import ApiError
@@ -63,6 +63,8 @@ class Journey:
     """The replica that it was at last."""
     picked: Picked | None = None
     """Why it went there."""
+    current: Try | None = None
+    """The attempt there."""
     started_at: float = field(default_factory=time.time)
     """Seconds since the epoch."""
     status: Status = "failed"
@@ -83,12 +85,19 @@ class Journey:
 
     def goes_to(self, picked: Picked, now: float) -> Replica:
         """Note that it goes to this replica now."""
-        replica = picked.replica
+        self.answered_by(picked, self.asks(picked, now))
+        return picked.replica
+
+    def asks(self, picked: Picked, now: float, *, hedge: bool = False) -> Try:
+        """Note that this replica is asked now; `hedge`: while another is."""
+        replica, told = picked.replica, self.delivered.output_tokens
         replica.sent(picked.uncached)
-        self.picked = picked
-        self.route = replica.name
-        self.trace.begin_try(replica.name, now, self.delivered.output_tokens, picked.costs)
-        return replica
+        return self.trace.begin_try(replica.name, now, told, picked.costs, hedge=hedge)
+
+    def answered_by(self, picked: Picked, tried: Try) -> None:
+        """Note whose answer it gets, as far as is known."""
+        self.picked, self.current = picked, tried
+        self.route = picked.replica.name
 
     def got_on(self) -> None:
         """A part of the answer came."""

@@ -7,7 +7,7 @@ from argosy.gateway.models import Models
 from argosy.gateway.replicas import Pool, Replica
 from argosy.gateway.upstream import Upstream
 from argosy.gateway.upstream_tls import client_context
-from argosy.policy import CHOOSERS
+from argosy.policy import CHOOSERS, Hedging
 from argosy.protocol import parse_endpoint
 
 
@@ -44,4 +44,5 @@ def _pool(model: ModelConfig, timeouts: Timeouts) -> Pool:
             stream_usage=wanted.stream_usage,
         )
         replicas.append(replica)
-    return Pool(model.name, replicas, CHOOSERS[model.routing](), model.routing)
+    hedging = None if model.hedge_after_s is None else Hedging(model.hedge_after_s)
+    return Pool(model.name, replicas, CHOOSERS[model.routing](), model.routing, hedging)

@@ -48,8 +48,8 @@ class Recorder:
             if len(trace.gaps) >= GAPS:
                 self._tell_gaps(trace)
         trace.last = now
-        tried = trace.tries[-1]
-        if tried.first is None:
+        tried = journey.current
+        if tried is not None and tried.first is None:
             tried.first = now
         return None
 
@@ -89,7 +89,9 @@ class Recorder:
             placed = trace.tries[0].at
             metrics.placed(model, 0.0 if trace.queued is None else placed - trace.queued)
         for tried in trace.tries[1:]:
-            if tried.told:
+            if tried.hedge:
+                metrics.hedged(model, won=tried.first is not None)
+            elif tried.told:
                 metrics.failed_over(model)
             else:
                 metrics.retried(model)

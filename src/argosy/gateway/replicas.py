@@ -17,6 +17,7 @@ from argosy.policy import (
     Candidate,
     Chooser,
     Cost,
+    Hedging,
     Mean,
     Outcome,
     PrefixIndex,
@@ -152,13 +153,20 @@ class Pool:
     """The replicas that answer for one public model name."""
 
     def __init__(
-        self, model: str, replicas: list[Replica], chooser: Chooser, rule: str = ""
+        self,
+        model: str,
+        replicas: list[Replica],
+        chooser: Chooser,
+        rule: str = "",
+        hedging: Hedging | None = None,
     ) -> None:
         self.model = model
         self.rule = rule
         """Name of the chooser."""
         self.replicas = {replica.name: replica for replica in replicas}
         self.retries = RetryBudget()
+        self.hedging = hedging
+        """None: it does not."""
         self._chooser = chooser
         self._outputs = Mean(OUTPUT_HALF_LIFE, DEFAULT_OUTPUT)
 
@@ -200,6 +208,12 @@ class Pool:
         able = [replica for replica in able if not replica.breaker.cooling(now)]
         free = sum(max(0, replica.seats - replica.load.in_flight) for replica in able)
         return free, sum(replica.seats for replica in able)
+
+    def asked(self, now: float) -> None:
+        """A request came: what may be tried again, and twice, is a part of all requests."""
+        self.retries.request(now)
+        if self.hedging is not None:
+            self.hedging.request(now)
 
     def answered(self, tokens: float) -> None:
         """An answer came to its end after so many tokens, each of its choices on average."""

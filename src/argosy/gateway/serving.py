@@ -6,7 +6,7 @@ import asyncio
 import os
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,10 +14,9 @@ import structlog
 
 from argosy.gateway.answer import Gathered, Out, Streamed
 from argosy.gateway.ask import Ask, read
-from argosy.gateway.attempt import Attempt
 from argosy.gateway.caller import Caller
 from argosy.gateway.config import GatewayConfig
-from argosy.gateway.dialects import Carrier, whole_request
+from argosy.gateway.dialects import Carrier, Leg, whole_request
 from argosy.gateway.dispatch import RETRY_AFTER_S, Dispatcher, QueueLimits
 from argosy.gateway.explain import Trace
 from argosy.gateway.headers import request_headers
@@ -32,8 +31,9 @@ from argosy.gateway.journey import (
     leave,
 )
 from argosy.gateway.models import Models
-from argosy.gateway.replicas import Replica
+from argosy.gateway.replicas import Picked, Replica
 from argosy.gateway.stream import ClientStream
+from argosy.gateway.turn import Begun, Race, RefusedError, Turn, Whole
 from argosy.gateway.upstream import UpstreamError
 from argosy.policy import Outcome, backoff_s, classify
 from argosy.protocol import ApiError, event
@@ -132,7 +132,7 @@ class Serving:
             headers=exchange.extra,
             trace=Trace(arrived=exchange.arrived, read=self._clock()),
         )
-        pool.retries.request(journey.trace.read)
+        pool.asked(journey.trace.read)
         return journey
 
     async def _pass(self, journey: Journey, passed: list[Stage], out: Out) -> None:
@@ -175,31 +175,28 @@ class Serving:
         self, journey: Journey, stream: ClientStream, carrier: Carrier, out: Out
     ) -> bool:
         """Let one replica give what it can; whether the answer is whole."""
-        replica = await self._next(journey)
+        await self._next(journey)
         before = journey.delivered.output_tokens
-        attempt, tried = Attempt(self._clock), journey.trace.tries[-1]
+        race, reason = Race(journey, self._clock), ""
         outcome: Outcome | None = None
         answered: Outcome | None = None
         try:
-            whole = await self._attempt(journey, replica, attempt, stream, carrier, out)
+            whole = await self._attempt(journey, race, stream, carrier, out)
             outcome = Outcome.SUCCESS
-        except _RefusedError as error:
+        except RefusedError as error:
             outcome = answered = error.outcome
-            tried.reason = str(error)
+            reason = str(error)
         except (UpstreamError, TimeoutError) as error:
             if stream.stopped is not None:
                 return True
-            outcome, tried.reason = Outcome.FAILURE, str(error) or "too late"
+            outcome, reason = Outcome.FAILURE, str(error) or "too late"
             stream.let_go()
             if journey.delivered.output_tokens > before:
                 journey.got_on()
         finally:
-            attempt.abandon("nobody waits for it")
-            tried.ended = self._clock()
-            tried.outcome = "ended" if outcome is None else outcome.value
-            replica.ended(outcome, tried.ended, _retry_after(attempt))
-        if tried.reason:
-            self._failed(journey, replica, tried.reason, answered)
+            race.turn.end(outcome, reason)
+        if reason:
+            self._failed(journey, race.turn.replica, reason, answered)
             if answered is None:
                 return _ended(stream, carrier)
             return False
@@ -208,50 +205,58 @@ class Serving:
         return True
 
     async def _attempt(
-        self,
-        journey: Journey,
-        replica: Replica,
-        attempt: Attempt,
-        stream: ClientStream,
-        carrier: Carrier,
-        out: Out,
-    ) -> _Whole | None:
-        """Ask one replica. Its whole answer; None when it was a stream, which has been passed on.
+        self, journey: Journey, race: Race, stream: ClientStream, carrier: Carrier, out: Out
+    ) -> Whole | None:
+        """Ask one replica, or two. The whole answer; None when it was a stream, which has been passed on.
 
-        Raises UpstreamError or TimeoutError when it gave none, _RefusedError when it gave one of no use.
+        Raises UpstreamError or TimeoutError when there was none, RefusedError when it is of no use.
         """
-        ask, timeouts, dialect = journey.ask, self._config.timeouts, replica.dialect
-        flows = ask.stream or (dialect.journal and ask.gathers)
-        leg = None
-        if flows:
-            leg = carrier.leg(dialect, replica.model, replica.max_model_len or 0)
+        timeouts, hedging = self._config.timeouts, journey.pool.hedging
+        flows = _flows(journey.ask, race.turn.replica)
+        ask = partial(self._ask, journey, carrier, stream)
+        async with asyncio.timeout(timeouts.first_token_s if flows else timeouts.total_s):
+            if hedging is None or not flows or _has_begun(journey):
+                begun = await ask(race.turn)
+            else:
+                second = partial(self._second, journey)
+                begun = await race.run(partial(_to_first_piece, ask), hedging.after_s, second)
+        if isinstance(begun, Whole):
+            return begun
+        turn = race.turn
+        await out.begin()
+        leg = begun
+        if race.hedged:  # the carrier goes by the last leg that it gave
+            leg = _leg(carrier, turn.replica) or begun
+        stream.feed_from(turn.attempt, turn.replica, leg.reader)
+        await turn.attempt.end
+        stream.finish()
+        return None
+
+    async def _ask(
+        self, journey: Journey, carrier: Carrier, stream: ClientStream, turn: Turn
+    ) -> Begun:
+        """Ask one replica, until it answers. Raises UpstreamError, or RefusedError when that is of no use."""
+        ask, replica, attempt, path = journey.ask, turn.replica, turn.attempt, journey.api.path
+        dialect, flows = replica.dialect, _flows(ask, replica)
+        leg = _leg(carrier, replica) if flows else None
         if journey.delivered.output_tokens and leg is None:
             _start_over(stream)
         if flows and leg is None:
             raise _cut_off()
-        outgoing = (
-            leg.outgoing if leg else whole_request(ask, journey.api.path, dialect, replica.model)
-        )
+        outgoing = leg.outgoing if leg else whole_request(ask, path, dialect, replica.model)
         headers = request_headers(journey, replica, journaled=flows)
         request = replica.upstream.request(b"POST", outgoing.path, outgoing.body, headers)
-        journey.trace.tries[-1].sent = self._clock()
-        async with asyncio.timeout(timeouts.first_token_s if flows else timeouts.total_s):
-            await attempt.send(replica.upstream, request)
-            status = await attempt.head
-            streamed = leg is not None and status == 200
-            content = b"" if streamed else await attempt.whole()
-        if leg is not None and streamed:
-            await out.begin()
-            stream.feed_from(attempt, replica, leg.reader)
-            await attempt.end
-            stream.finish()
-            return None
-        begun = journey.exchange.status is not None or journey.delivered.output_tokens > 0
-        if classify(status) is not Outcome.SUCCESS or begun:
-            raise _RefusedError(status)
-        return _Whole(status, content, attempt.headers.get(b"content-type", JSON))
+        turn.tried.sent = self._clock()
+        await attempt.send(replica.upstream, request)
+        status = await attempt.head
+        if leg is not None and status == 200:
+            return leg
+        content = await attempt.whole()
+        if classify(status) is not Outcome.SUCCESS or _has_begun(journey):
+            raise RefusedError(status)
+        return Whole(status, content, attempt.headers.get(b"content-type", JSON))
 
-    async def _pass_on(self, journey: Journey, stream: ClientStream, whole: _Whole) -> None:
+    async def _pass_on(self, journey: Journey, stream: ClientStream, whole: Whole) -> None:
         """Give the client a replica's whole answer, a refusal too that is the request's own fault."""
         if whole.status == 200:
             stream.count_whole(whole.content)
@@ -278,6 +283,13 @@ class Serving:
             journey.tried.clear()
             await asyncio.sleep(backoff_s(journey.failures, random.random()))  # noqa: S311 - jitter
 
+    def _second(self, journey: Journey) -> Picked | None:
+        """Another replica, beside the one that is silent, if there is room to spare."""
+        replicas = journey.pool.replicas.values()
+        whole = {replica.name for replica in replicas if not _flows(journey.ask, replica)}
+        others = {journey.route} | journey.tried | whole
+        return self._dispatchers[journey.pool.model].hedge(journey, others)
+
     def _failed(
         self, journey: Journey, replica: Replica, why: str, answered: Outcome | None
     ) -> None:
@@ -303,22 +315,26 @@ class Serving:
             raise _upstream_failed(journey)
 
 
-@dataclass(frozen=True, slots=True)
-class _Whole:
-    """An answer that came in one piece."""
-
-    status: int
-    content: bytes
-    kind: bytes
-    """Its content type."""
+def _flows(ask: Ask, replica: Replica) -> bool:
+    """Whether the replica's answer is a stream, which the client gets as one or whole."""
+    return ask.stream or (replica.dialect.journal and ask.gathers)
 
 
-class _RefusedError(Exception):
-    """A replica answered, with what is no answer to the request."""
+def _leg(carrier: Carrier, replica: Replica) -> Leg | None:
+    return carrier.leg(replica.dialect, replica.model, replica.max_model_len or 0)
 
-    def __init__(self, status: int) -> None:
-        super().__init__(f"status {status}")
-        self.outcome = classify(status)
+
+def _has_begun(journey: Journey) -> bool:
+    """Whether a part of the answer is there."""
+    return journey.exchange.status is not None or journey.delivered.output_tokens > 0
+
+
+async def _to_first_piece(ask: Callable[[Turn], Awaitable[Begun]], turn: Turn) -> Begun:
+    """Ask, and wait for more than the head of a stream: some servers send that at once."""
+    begun = await ask(turn)
+    if not isinstance(begun, Whole):
+        await turn.attempt.piece()
+    return begun
 
 
 def _ended(stream: ClientStream, carrier: Carrier) -> bool:
@@ -343,15 +359,10 @@ def _cut_off() -> ApiError:
     return ApiError(502, "upstream_failed", message)
 
 
-def _retry_after(attempt: Attempt) -> float | None:
-    """What the replica said about coming back, in seconds."""
-    told = attempt.headers.get(b"retry-after", b"")
-    return float(told[:6]) if told.isdigit() else None
-
-
 def _upstream_failed(journey: Journey) -> ApiError:
     model = journey.pool.model
-    if journey.trace.tries[-1].outcome == Outcome.BACKPRESSURE.value:
+    tried = journey.current
+    if tried is not None and tried.outcome == Outcome.BACKPRESSURE.value:
         message = f"The replicas for {model!r} are full. Try again shortly."
         return ApiError(429, "overloaded", message, retry_after_s=RETRY_AFTER_S)
     message = f"No replica could answer for {model!r}. Try again shortly."

@@ -171,14 +171,14 @@ class ClientStream:
         if attempt is None or replica is None:
             return
         self._first_at = attempt.last
-        sent, picked = self._journey.trace.tries[-1].sent, self._journey.picked
-        if sent is None or picked is None or self._before:
+        tried, picked = self._journey.current, self._journey.picked
+        if tried is None or tried.sent is None or picked is None or self._before:
             return
         uncached = picked.uncached
         if replica.kind == "argosy":  # others tell at the end, if at all
             uncached = told.prompt_tokens - told.cached_tokens
             picked.answered(told.prompt_tokens, told.cached_tokens)
-        replica.first_token(attempt.last - sent, uncached, attempt.last)
+        replica.first_token(attempt.last - tried.sent, uncached, attempt.last)
 
     def _measure(self) -> None:
         """The attempt is over: so many tokens came in so long."""

@@ -5,6 +5,7 @@ from argosy.policy.breaker import Breaker, BreakerLimits, Outcome, classify, usa
 from argosy.policy.estimates import OutputEstimates
 from argosy.policy.fairness import INPUT_PRICE, OUTPUT_PRICE, Account, TenantShares
 from argosy.policy.headroom import lowest_tier, nothing_kept
+from argosy.policy.hedging import Hedging
 from argosy.policy.leases import Ask, Grant, Lease, Shared
 from argosy.policy.limits import (
     Hold,
@@ -65,6 +66,7 @@ __all__ = [
     "CustodyLimits",
     "DispatchQueue",
     "Grant",
+    "Hedging",
     "Held",
     "Hold",
     "LatencyAware",

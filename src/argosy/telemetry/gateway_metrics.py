@@ -170,6 +170,11 @@ class GatewayMetrics(Collector):
         self._failovers = _Counts(
             "argosy_gateway_failovers", "Streams carried on by another replica.", "model"
         )
+        self._hedges = _Counts(
+            "argosy_gateway_hedges",
+            "Second attempts beside one that was silent, by whether theirs was the answer.",
+            *("model", "won"),
+        )
 
     def _latencies(self) -> None:
         self._ttft = _Spread(
@@ -218,6 +223,10 @@ class GatewayMetrics(Collector):
         """Its stream was carried on elsewhere."""
         self._failovers.add((model,))
 
+    def hedged(self, model: str, *, won: bool) -> None:
+        """A second replica was asked while the first was silent."""
+        self._hedges.add((model, "true" if won else "false"))
+
     def refused(self, model: str, code: str) -> None:
         """It was refused, or failed, with the error `code`."""
         self._refused.add((model, self._code(code)))
@@ -258,7 +267,7 @@ class GatewayMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """See prometheus_client's `Collector`."""
         counts = (self._http, self._ended, self._refused, self._limited, self._tokens, self._cost)
-        for kind in (*counts, self._retries, self._failovers):
+        for kind in (*counts, self._retries, self._failovers, self._hedges):
             yield kind.family()
         for spread in (self._ttft, self._itl, self._e2e, self._queue):
             yield spread.family()

@@ -92,10 +92,18 @@ async def front(
     timeouts: Timeouts = QUICK,
     queue: QueueConfig = QueueConfig(),  # noqa: B008 - immutable
     slow_reader_timeout_s: float = 30.0,
+    hedge_after_s: float | None = None,
 ) -> AsyncIterator[Running]:
     """The model "big" on these replicas; a recorder is the first stage."""
     config = GatewayConfig(
-        models=[ModelConfig(name="big", routing="round-robin", replicas=list(behind))],
+        models=[
+            ModelConfig(
+                name="big",
+                routing="round-robin",
+                hedge_after_s=hedge_after_s,
+                replicas=list(behind),
+            )
+        ],
         timeouts=timeouts,
         queue=queue,
         slow_reader_timeout_s=slow_reader_timeout_s,

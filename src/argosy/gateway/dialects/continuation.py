@@ -70,6 +70,7 @@ class Carrier:
     def leg(self, dialect: Dialect, model: str, room: int = 0) -> Leg | None:
         """The next server's part. None: this one cannot go on where the last one stopped.
 
+        What is told of the answer goes by the part that was given last.
         `room`: tokens that the model's context has; 0: unknown.
         """
         if dialect.journal:
@@ -120,7 +121,7 @@ class Carrier:
 
     def _journaled(self, model: str) -> Leg:
         ask, delivered = self._ask, self._delivered
-        ids = None
+        self._passing = ids = None
         if delivered.tokens:
             ids = [delivered.ids(choice) for choice in range(ask.choices)]
         body = journaled(ask, model, ids, streams=True)
@@ -129,6 +130,7 @@ class Carrier:
     def _first(self, dialect: Dialect, model: str) -> Leg:
         ask, path = self._ask, self._path
         self._delivered.prompt_tokens = ask.prompt_tokens  # about so many, until the server tells
+        self._passing = None
         carriable = path in dialect.ids | dialect.prefill and is_plain_text(ask, path)
         body = asked(ask, path, dialect, model, carriable=carriable)
         outgoing = Outgoing(path, body)

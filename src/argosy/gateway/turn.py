@@ -1,0 +1,137 @@
+"""A replica's turn at a request: asked until its answer begins, and against another while it is silent (a hedge)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from argosy.gateway.attempt import Attempt
+from argosy.gateway.dialects import Leg
+from argosy.gateway.explain import Try
+from argosy.gateway.journey import Journey
+from argosy.gateway.replicas import Picked, Replica
+from argosy.gateway.upstream import UpstreamError
+from argosy.policy import Outcome, classify
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """An answer that came in one piece."""
+
+    status: int
+    content: bytes
+    kind: bytes
+    """Its content type."""
+
+
+class RefusedError(Exception):
+    """A replica answered, with what is no answer to the request."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"status {status}")
+        self.outcome = classify(status)
+
+
+Begun = Whole | Leg
+"""How an answer begins: it is whole at once, or its stream's first piece is there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One replica's."""
+
+    picked: Picked
+    tried: Try
+    attempt: Attempt
+    clock: Callable[[], float]
+
+    @property
+    def replica(self) -> Replica:
+        """Whose it is."""
+        return self.picked.replica
+
+    def end(self, outcome: Outcome | None, reason: str) -> None:
+        """It is over; None: for a reason that says nothing about the replica. Call it once."""
+        attempt, tried = self.attempt, self.tried
+        attempt.abandon("nobody waits for it")
+        tried.ended, tried.reason = self.clock(), reason
+        tried.outcome = "ended" if outcome is None else outcome.value
+        self.replica.ended(outcome, tried.ended, _retry_after(attempt))
+
+
+class Race:
+    """One turn, or two until one of them has begun to answer: then `turn` is that one, and the other has ended."""
+
+    def __init__(self, journey: Journey, clock: Callable[[], float]) -> None:
+        """For the replica that the request was placed on."""
+        picked, tried = journey.picked, journey.current
+        assert picked is not None  # noqa: S101 - it was placed
+        assert tried is not None  # noqa: S101 - it was placed
+        self.turn = Turn(picked, tried, Attempt(clock), clock)
+        self.hedged = False
+        self._journey = journey
+        self._clock = clock
+
+    async def run(
+        self,
+        ask: Callable[[Turn], Awaitable[Begun]],
+        after_s: float,
+        second: Callable[[], Picked | None],
+    ) -> Begun:
+        """How the answer begins. If it has not after `after_s`, `second` may name one more replica to ask.
+
+        Raises UpstreamError or RefusedError once no turn is left.
+        """
+        running = {asyncio.create_task(_try(ask, self.turn)): self.turn}
+        try:
+            done, _ = await asyncio.wait(running, timeout=after_s)
+            picked = None if done else second()
+            if picked is not None:
+                hedge = self._hedge(picked)
+                running[asyncio.create_task(_try(ask, hedge))] = hedge
+            while True:
+                done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    begun, turn = task.result(), running.pop(task)
+                    if not isinstance(begun, Exception):
+                        self._goes_on_with(turn)
+                        return begun
+                    if not running:
+                        raise begun
+                    turn.end(*_outcome(begun))
+                    self._journey.tried.add(turn.replica.name)
+                    self._goes_on_with(*running.values())
+        finally:
+            for task, turn in running.items():
+                task.cancel()
+                if turn is not self.turn:
+                    turn.end(None, "no longer needed")
+
+    def _hedge(self, picked: Picked) -> Turn:
+        self.hedged = True
+        tried = self._journey.asks(picked, self._clock(), hedge=True)
+        return Turn(picked, tried, Attempt(self._clock), self._clock)
+
+    def _goes_on_with(self, turn: Turn) -> None:
+        self.turn = turn
+        self._journey.answered_by(turn.picked, turn.tried)
+
+
+async def _try(
+    ask: Callable[[Turn], Awaitable[Begun]], turn: Turn
+) -> Begun | UpstreamError | RefusedError:
+    try:
+        return await ask(turn)
+    except (UpstreamError, RefusedError) as error:
+        return error
+
+
+def _outcome(error: UpstreamError | RefusedError) -> tuple[Outcome, str]:
+    return error.outcome if isinstance(error, RefusedError) else Outcome.FAILURE, str(error)
+
+
+def _retry_after(attempt: Attempt) -> float | None:
+    """What the replica said about coming back, in seconds."""
+    told = attempt.headers.get(b"retry-after", b"")
+    return float(told[:6]) if told.isdigit() else None
