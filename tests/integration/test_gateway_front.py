@@ -39,6 +39,8 @@ async def test_what_a_replica_serves_besides_generation(tokenizer: Tokenizer) ->
         refused = await client.post("/tokenize", json={"prompt": 3})
         assert refused.json()["error"]["param"] == "prompt"
         assert "/v1/completions" in (await client.get("/openapi.json")).json()["paths"]
+        head = await client.head("/openapi.json", timeout=5)
+        assert (head.status_code, head.content) == (200, b"")
         assert (await client.get("/version")).json()["version"]
         assert (await client.get("/ready")).status_code == 200
 

@@ -99,7 +99,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     queue: QueueConfig = QueueConfig()
     explain: ExplainConfig = ExplainConfig()
     attempts: Annotated[int, Meta(ge=1, le=10)] = 4
-    """Most replicas that one request is tried on before its first byte."""
+    """So many answers of living replicas that are failures (5xx), and a request is given up."""
     body_limit_bytes: int = 32 * 1024 * 1024
     body_timeout_s: Positive = 60.0
     slow_reader_timeout_s: Positive = 30.0
@@ -119,6 +119,10 @@ def load_config(path: Path) -> GatewayConfig:
     twice = {name for name in names if names.count(name) > 1}
     if twice:
         raise ValueError(f"{path}: the model name {min(twice)!r} is there twice; keep one")
+    if config.store is None and config.limits.redis is not None:
+        raise ValueError(f"{path}: limits.redis shares the limits of accounts; add a store")
+    if config.store is None and config.auth.mode == "keys" and config.auth.jwt is None:
+        raise ValueError(f"{path}: auth.mode is keys, and nobody has one; add a store")
     return config
 
 

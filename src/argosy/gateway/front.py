@@ -131,7 +131,7 @@ class Front:
         caller = ANYONE if route.open else self._identify(exchange)
         method = "GET" if exchange.method == "HEAD" else exchange.method
         if route.method not in {ANY, method}:
-            message = f"{exchange.path} takes {route.method}, not {exchange.method[:20]}."
+            message = f"{exchange.path[:200]} takes {route.method}, not {exchange.method[:20]}."
             raise ApiError(405, "method_not_allowed", f"{message} Use {route.method}.")
         await route.handler(exchange, caller)
 

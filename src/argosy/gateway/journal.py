@@ -31,11 +31,6 @@ class Delivered:
         self.tokens.clear()
         self.finished.clear()
 
-    def resumption(self, choices: int) -> list[int] | list[list[int]]:
-        """What a replica of ours is told to carry on from, of so many choices."""
-        told = [self.ids(choice) for choice in range(choices)]
-        return told[0] if choices == 1 else told
-
     def ids(self, choice: int) -> list[int]:
         """The token ids that a choice has."""
         return [int(i) for i in b",".join(self.tokens.get(choice, ())).split(b",") if i]

@@ -126,6 +126,8 @@ class GatewayServer:
         tasks = [asyncio.create_task(care) for care in caring]
         if certificates is not None:
             tasks.append(asyncio.create_task(certificates.watch()))
+        for tended in tasks:
+            tended.add_done_callback(_note_failure)
         url = url_of(bound, "http" if certificates is None else "https")
         log.info("ready", url=url, models=[model.name for model in self._config.models])
         self._on_ready(url)
@@ -153,6 +155,7 @@ class GatewayServer:
             queued=serving.queued,
             replicas=read_replicas(self._models.pools),
             backlog=0 if books is None else books.spool.waiting,
+            in_memory=0 if books is None else books.spool.in_memory,
         )
 
     async def _drain(self, front: Front, listener: Listener) -> None:
@@ -206,6 +209,13 @@ class _Keeping:
             self._limits.update(directory)
             self._ledger.update(directory)
         await self._limits.seed(self._books.store.usage.spent)
+
+
+def _note_failure(task: asyncio.Task[None]) -> None:
+    """Something that is looked after as long as the gateway runs no longer is: say so while it runs on."""
+    error = None if task.cancelled() else task.exception()
+    if error is not None:
+        log.error("not_looked_after", what=repr(task.get_coro()), exc_info=error)
 
 
 def _nothing() -> None:

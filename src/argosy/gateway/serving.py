@@ -31,7 +31,7 @@ from argosy.gateway.journey import (
     leave,
 )
 from argosy.gateway.models import Models
-from argosy.gateway.replicas import Picked, Pool, Replica
+from argosy.gateway.replicas import Picked, Replica
 from argosy.gateway.stream import ClientStream
 from argosy.gateway.turn import Begun, Race, RefusedError, Turn, Whole
 from argosy.gateway.upstream import UpstreamError
@@ -44,6 +44,7 @@ log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gatewa
 
 @dataclass(frozen=True, slots=True)
 class _StreamLimits:
+    first_token_s: float
     between_tokens_s: float
     keep_alive_s: float
     slow_reader_s: float
@@ -58,7 +59,10 @@ class Serving:
         self._stages = stages
         self._clock = time.monotonic
         self._limits = _StreamLimits(
-            config.timeouts.between_tokens_s, config.keep_alive_s, config.slow_reader_timeout_s
+            config.timeouts.first_token_s,
+            config.timeouts.between_tokens_s,
+            config.keep_alive_s,
+            config.slow_reader_timeout_s,
         )
         queue = QueueLimits(config.queue.requests, config.queue.bytes, config.queue.wait_s)
         self._dispatchers = {
@@ -106,6 +110,8 @@ class Serving:
                 await exchange.end_stream()
             raise
         finally:
+            if journey.status == "failed" and out.retract():
+                journey.delivered.forget()  # nothing reached the client, so nothing is billed
             leave(passed, journey)
 
     def _journey(self, exchange: Exchange, ask: Ask, api: Api, caller: Caller) -> Journey:
@@ -273,7 +279,7 @@ class Serving:
             if picked is not None:
                 return journey.goes_to(picked, now)
             if now - journey.failing_since > self._config.timeouts.recovery_s:
-                raise _upstream_failed(pool)
+                raise _upstream_failed(journey)
             journey.tried.clear()
             await asyncio.sleep(backoff_s(journey.failures, random.random()))  # noqa: S311 - jitter
 
@@ -306,7 +312,7 @@ class Serving:
         if journey.refusals >= self._config.attempts or not (
             begun or journey.pool.retries.take(now)
         ):
-            raise _upstream_failed(journey.pool)
+            raise _upstream_failed(journey)
 
 
 def _flows(ask: Ask, replica: Replica) -> bool:
@@ -353,6 +359,10 @@ def _cut_off() -> ApiError:
     return ApiError(502, "upstream_failed", message)
 
 
-def _upstream_failed(pool: Pool) -> ApiError:
-    message = f"No replica could answer for {pool.model!r}. Try again shortly."
+def _upstream_failed(journey: Journey) -> ApiError:
+    model = journey.pool.model
+    if journey.trace.tries[-1].outcome == Outcome.BACKPRESSURE.value:
+        message = f"The replicas for {model!r} are full. Try again shortly."
+        return ApiError(429, "overloaded", message, retry_after_s=RETRY_AFTER_S)
+    message = f"No replica could answer for {model!r}. Try again shortly."
     return ApiError(502, "upstream_failed", message, retry_after_s=RETRY_AFTER_S)

@@ -19,8 +19,12 @@ class StreamLimits(Protocol):
     """How long a stream may be silent, in seconds."""
 
     @property
+    def first_token_s(self) -> float:
+        """The replica, before its first token: then it counts as stalled."""
+
+    @property
     def between_tokens_s(self) -> float:
-        """The replica: then it counts as stalled."""
+        """The same, after it."""
 
     @property
     def keep_alive_s(self) -> float:
@@ -139,8 +143,9 @@ class ClientStream:
             return
         self.settle()
         quiet = now - max(attempt.last, self._shown_at)
-        if not self._full and now - attempt.last > limits.between_tokens_s:
-            attempt.abandon(f"nothing came for {limits.between_tokens_s:g} s")
+        patience = limits.first_token_s if self._first_at is None else limits.between_tokens_s
+        if not self._full and now - attempt.last > patience:
+            attempt.abandon(f"nothing came for {patience:g} s")
         elif quiet > limits.keep_alive_s and not self._full:
             self._shown_at = now
             self._out.keep_alive()

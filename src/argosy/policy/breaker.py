@@ -16,7 +16,7 @@ class Outcome(enum.Enum):
     BACKPRESSURE = "backpressure"
     """It is alive and full (429, 503): give it time, do not hold it against it."""
     FAILURE = "failure"
-    """No connection, a stall, a cut stream, any other 5xx."""
+    """No connection, a stall, a cut stream, any other 5xx; 401 too: our own key for it is wrong."""
 
 
 def classify(status: int | None) -> Outcome:
@@ -25,7 +25,7 @@ def classify(status: int | None) -> Outcome:
         return Outcome.FAILURE
     if status in {429, 503}:
         return Outcome.BACKPRESSURE
-    return Outcome.FAILURE if status >= 500 else Outcome.SUCCESS
+    return Outcome.FAILURE if status >= 500 or status == 401 else Outcome.SUCCESS
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,8 @@ class BreakerLimits:
     open_most_s: float = 10.0
     cool_s: float = 0.5
     """How long a full replica is left alone when it does not say (Retry-After)."""
+    cool_most_s: float = 60.0
+    """How long at most, whatever it says: it is asked again, were it full for a day."""
 
 
 class Breaker:
@@ -81,7 +83,7 @@ class Breaker:
         """Take in how an attempt, or a probe, went."""
         if outcome is Outcome.BACKPRESSURE:
             wait = self._limits.cool_s if retry_after_s is None else retry_after_s
-            self.cool_until = max(self.cool_until, now + wait)
+            self.cool_until = max(self.cool_until, now + min(wait, self._limits.cool_most_s))
         failed = outcome is Outcome.FAILURE
         if not self.closed:
             if self._probing:

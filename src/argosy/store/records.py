@@ -166,3 +166,10 @@ class Directory(msgspec.Struct, frozen=True, kw_only=True):
     keys: tuple[Key, ...] = ()
     limits: tuple[Limit, ...] = ()
     prices: tuple[Price, ...] = ()
+    had_keys: bool = False
+    """Whether a key was ever made, one that is revoked by now too."""
+
+    @property
+    def keyed(self) -> bool:
+        """Whether callers need keys: revoking the last one opens nothing."""
+        return self.had_keys or bool(self.keys)

@@ -77,6 +77,7 @@ class Store:
                 ),
                 limits=tuple(find(connection, Limit)),
                 prices=tuple(find(connection, Price)),
+                had_keys=connection.execute(select(schema.keys.c.id).limit(1)).first() is not None,
             )
 
 

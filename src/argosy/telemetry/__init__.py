@@ -6,7 +6,7 @@ from argosy.telemetry.gateway_metrics import (
     ReplicaReading,
     ReplicaState,
 )
-from argosy.telemetry.logs import LogFormat, configure_logs, get_log, request_context
+from argosy.telemetry.logs import LogFormat, configure_logs, request_context
 from argosy.telemetry.metrics import CONTENT_TYPE, EngineStats, Metrics, SequenceTimes
 
 __all__ = [
@@ -20,6 +20,5 @@ __all__ = [
     "ReplicaState",
     "SequenceTimes",
     "configure_logs",
-    "get_log",
     "request_context",
 ]

@@ -57,6 +57,8 @@ class GatewayReading:
     replicas: Sequence[ReplicaReading] = ()
     backlog: int = 0
     """Rows of the ledger that the store does not have yet."""
+    in_memory: int = 0
+    """Rows of the ledger that would not survive the gateway, since the disk was full."""
 
 
 class _Bounded:
@@ -277,6 +279,11 @@ class GatewayMetrics(Collector):
             "ledger_backlog_rows",
             "Rows of usage that the store does not have yet.",
             reading.backlog,
+        )
+        yield _gauge(
+            "ledger_memory_rows",
+            "Rows of usage, of running requests too, that are in memory only: the disk is full.",
+            reading.in_memory,
         )
         depth = GaugeMetricFamily(
             "argosy_gateway_queue_depth", "Requests that wait for a replica.", labels=["model"]

@@ -91,12 +91,6 @@ def _named(replica: str) -> Processor:
     return name
 
 
-def get_log(name: str) -> structlog.typing.FilteringBoundLogger:
-    """The logger of the module `name`."""
-    log: structlog.typing.FilteringBoundLogger = structlog.get_logger(name)
-    return log
-
-
 class request_context:  # noqa: N801 - used as a function is
     """Events logged inside carry `request_id`, and the trace id of a W3C `traceparent` header."""
 

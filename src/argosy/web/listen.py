@@ -15,6 +15,8 @@ from argosy.web.deadlines import Deadlines
 from argosy.web.exchange import App
 from argosy.web.tls import Certificates
 
+BACKLOG = 2048
+"""Connections that wait to be accepted: who comes before anybody accepts waits too."""
 KEEP_ALIVE_S = 75
 """An idle connection is closed after this long; longer than clients keep theirs."""
 HEADER_TIMEOUT_S = 30
@@ -55,7 +57,7 @@ def bind(host: str, port: int) -> socket.socket:
     """A listening socket; port 0 takes a free one. Raises OSError (with the remedy) when it is taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=2048)
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
         message = f"cannot listen on {host}:{port} ({error.strerror}); choose another --port"
         raise OSError(error.errno, message) from error
@@ -68,6 +70,7 @@ def bind_unix(path: Path) -> socket.socket:
         if path.is_socket() and not _somebody_listens(path):
             path.unlink()
         unix.bind(str(path))
+        unix.listen(BACKLOG)
     except OSError as error:
         unix.close()
         message = f"cannot listen on {path} ({error.strerror}); choose another --uds"

@@ -57,8 +57,8 @@ class Certificates:
 
     def _times(self) -> list[int]:
         config = self._config
-        paths = [Path(p) for p in (config.certificate, config.key, config.client_ca) if p]
-        return [path.stat().st_mtime_ns if path.exists() else 0 for path in paths]
+        paths = (config.certificate, config.key, config.client_ca)
+        return [_changed_at(Path(path)) for path in paths if path]
 
 
 def _context(config: TlsConfig) -> ssl.SSLContext:
@@ -84,6 +84,14 @@ def _load(context: ssl.SSLContext, config: TlsConfig) -> None:
                 f"{message}; give a PEM file with the authority's certificate"
             ) from error
         context.verify_mode = ssl.CERT_REQUIRED
+
+
+def _changed_at(path: Path) -> int:
+    """0 while it cannot be looked at: it may just be being replaced."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def _no_password() -> str:

@@ -14,7 +14,13 @@ from tests.integration.rough_server import Rough, rough_server
 from typer.testing import CliRunner
 
 from argosy.cli.app import app
-from argosy.gateway import GatewayConfig, GatewayServer, ModelConfig, ReplicaConfig
+from argosy.gateway import (
+    GatewayConfig,
+    GatewayServer,
+    ModelConfig,
+    ReplicaConfig,
+    load_config,
+)
 from argosy.store import Role, StoreConfig, open_store
 
 
@@ -121,6 +127,17 @@ async def test_a_change_by_the_command_line_counts_in_a_running_gateway(url: str
         async with asyncio.timeout(30):
             while (await client.get("/v1/models", headers=chat)).status_code != 401:  # noqa: ASYNC110 - it looks each second
                 await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("useless", ["limits: {redis: 'redis://localhost'}", "auth: {mode: keys}"])
+def test_settings_that_need_a_store_say_so(tmp_path: Path, useless: str) -> None:
+    path = tmp_path / "gateway.yaml"
+    behind = "models: [{name: m, replicas: [{url: 'http://localhost:1'}]}]\n"
+    path.write_text(behind + useless)
+    with pytest.raises(ValueError, match="add a store"):
+        load_config(path)
+    path.write_text(f"{behind}{useless}\nstore: {{}}")
+    assert load_config(path).store is not None
 
 
 async def test_listening_to_everybody_without_keys_is_refused(url: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import httpx2
 import openai
 import pytest
+from structlog.testing import capture_logs
 from tests.integration.rough_server import Asked, Rough, rough_server
 
 from argosy.gateway import (
@@ -21,6 +22,7 @@ from argosy.gateway import (
     ReplicaConfig,
     Timeouts,
 )
+from argosy.gateway.probing import Prober
 
 BODY = {"model": "big", "prompt": "Say something", "max_tokens": 3}
 STREAM = BODY | {"stream": True}
@@ -148,6 +150,27 @@ async def test_a_broken_replica_costs_nothing_when_there_is_another(stream: bool
         assert len(two.asked) == 4
 
 
+async def test_when_all_are_full_the_client_is_told_so() -> None:
+    async def full(asked: Asked) -> None:
+        asked.json(429, {"error": {"message": "slow down"}})
+
+    async with rough_server(full) as one, gateway(one) as client:
+        answer = await client.post("/v1/completions", json=BODY)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (429, "overloaded")
+        assert answer.headers["retry-after"] == "1"
+
+
+async def test_a_replica_that_refuses_the_gateways_own_key_is_not_the_clients_affair() -> None:
+    async def locked(asked: Asked) -> None:
+        asked.json(401, {"error": {"message": "Incorrect API key provided: sk-proj-abcd"}})
+
+    async with rough_server(locked) as one, gateway(one) as client:
+        for body in (BODY, STREAM):
+            answer = await client.post("/v1/completions", json=body)
+            assert answer.status_code == 502
+            assert "sk-proj" not in answer.text
+
+
 async def test_when_all_are_broken_the_refusal_says_when_to_come_back() -> None:
     async with rough_server(broken) as one, gateway(one) as client:
         answer = await client.post("/v1/completions", json=BODY)
@@ -237,6 +260,7 @@ async def test_a_stalled_replica_is_given_up() -> None:
 
 async def test_an_idle_stream_shows_that_somebody_is_there() -> None:
     more = asyncio.Event()
+    timeouts = Timeouts(first_token_s=30.0, between_tokens_s=0.1)  # the head is no token
 
     async def thinking(asked: Asked) -> None:
         asked.stream()
@@ -246,7 +270,7 @@ async def test_an_idle_stream_shows_that_somebody_is_there() -> None:
 
     async with (
         rough_server(thinking) as replica,
-        gateway(replica, keep_alive_s=0.2) as client,
+        gateway(replica, timeouts=timeouts, keep_alive_s=0.2) as client,
         client.stream("POST", "/v1/completions", json=STREAM) as answer,
     ):
         pieces = answer.aiter_text()
@@ -346,6 +370,18 @@ async def test_a_full_queue_and_a_long_wait_are_refused_with_the_time_to_come_ba
         assert all(answer.headers["retry-after-ms"] for answer in refused)
         gate.open.release()
         assert (await running).status_code == 200
+
+
+async def test_what_is_no_longer_looked_after_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def breaks(self: Prober) -> None:
+        raise RuntimeError(f"a bug: {self}")
+
+    monkeypatch.setattr(Prober, "run", breaks)
+    with capture_logs() as logs:
+        async with rough_server(whole) as replica, gateway(replica) as client:
+            assert (await client.post("/v1/completions", json=BODY)).status_code == 200
+    (told,) = (line for line in logs if line["event"] == "not_looked_after")
+    assert told["log_level"] == "error"
 
 
 async def test_who_leaves_the_queue_frees_its_place() -> None:

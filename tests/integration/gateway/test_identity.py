@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from unittest.mock import Mock
 
 import msgspec
@@ -32,7 +33,7 @@ from argosy.gateway.identity import (
     may_use,
 )
 from argosy.protocol import ApiError
-from argosy.store import Directory, Key, Role
+from argosy.store import Directory, Key, Role, open_store
 from argosy.web import Exchange
 from argosy.web.exchange import WIRE
 
@@ -257,6 +258,20 @@ def test_the_first_key_closes_the_door() -> None:
     who.identify(Request())
     who.update(directory(key("a")))
     assert refusal(who, Request()) == (401, "missing_api_key")
+
+
+def test_revoking_the_last_key_does_not_open_it_again(tmp_path: Path) -> None:
+    store = open_store(f"sqlite:///{tmp_path / 'argosy.db'}")
+    try:
+        store.migrate()
+        made = store.accounts.first_run(actor="test")
+        assert made is not None
+        store.accounts.revoke_key(made[0].id, actor="test")
+        who = Identity(store.directory(), AuthConfig())
+        assert refusal(who, Request()) == (401, "missing_api_key")
+        check_exposure("0.0.0.0", AuthConfig(), store.directory())  # noqa: S104 - nobody gets in
+    finally:
+        store.close()
 
 
 def test_modes_that_are_asked_for_by_name() -> None:

@@ -185,6 +185,29 @@ async def test_another_servers_usage_is_believed_and_shown_only_to_who_asked(wan
     assert (delivered.prompt_tokens, delivered.output_tokens) == (1, 2)
 
 
+@pytest.mark.parametrize("tokens", [-5, 2**63])
+async def test_usage_that_cannot_be_is_not_believed(tokens: int) -> None:
+    watching = Watching()
+
+    async def lies(asked: Asked) -> None:
+        if asked.body.get("stream"):
+            asked.stream()
+            asked.say("one token", "stop")
+            asked.end(tokens=tokens)
+        else:
+            usage = {"prompt_tokens": 1, "completion_tokens": tokens}
+            asked.json(200, {"choices": [], "usage": usage})
+
+    async with (
+        rough_server(lies) as rough,
+        front([watching], ReplicaConfig(url=rough.url, kind="openai")) as running,
+    ):
+        for stream in (True, False):
+            answer = await running.client.post(PATHS[1], json=body(PATHS[1], stream=stream))
+            assert answer.status_code == 200
+    assert all(0 < journey.delivered.output_tokens < 100 for journey in watching.left)
+
+
 async def test_a_refusal_leaves_the_stages_before_it() -> None:
     first, second = Watching(), Watching(refuses=ApiError(429, "rate_limit_exceeded", "No more."))
     async with (
@@ -223,6 +246,30 @@ async def test_how_requests_end(tokenizer: Tokenizer) -> None:
             assert failed.status_code == 502
             assert watching.left[-1].status == "failed"
             assert watching.left[-1].delivered.output_tokens == 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_what_was_refused_or_given_up_counts_no_tokens(
+    tokenizer: Tokenizer, stream: bool
+) -> None:
+    async def refuses(asked: Asked) -> None:
+        asked.json(422, {"error": {"message": "temperature is too high"}})
+
+    watching = Watching()
+    async with (
+        rough_server(refuses) as rough,
+        front([watching], ReplicaConfig(url=rough.url, kind="openai")) as running,
+    ):
+        answer = await running.client.post(PATHS[1], json=body(PATHS[1], stream=stream))
+        assert answer.status_code == 422
+    async with ours(tokenizer, watching) as (running, engine):
+        engine.script = lambda _: Script(TOKENS[:3], crash=RuntimeError("gone"))
+        answer = await running.client.post(PATHS[0], json=body(PATHS[0], stream=stream))
+    assert answer.status_code == (200 if stream else 502)
+    refused, given_up = watching.left
+    assert refused.status == given_up.status == "failed"
+    assert (refused.delivered.prompt_tokens, refused.delivered.output_tokens) == (0, 0)
+    assert given_up.delivered.output_tokens == (3 if stream else 0)
 
 
 async def test_a_client_that_takes_nothing_is_cut_off() -> None:

@@ -12,6 +12,7 @@ def test_a_refusal_that_is_the_requests_own_fault_counts_as_success() -> None:
     assert classify(200) is classify(400) is classify(404) is Outcome.SUCCESS
     assert classify(429) is classify(503) is Outcome.BACKPRESSURE
     assert classify(500) is classify(502) is classify(None) is Outcome.FAILURE
+    assert classify(401) is Outcome.FAILURE
 
 
 def opened(now: float = 0.0) -> Breaker:
@@ -29,6 +30,9 @@ def test_failures_in_a_row_open_it_and_backpressure_never_does() -> None:
     assert breaker.closed
     assert breaker.cooling(2.9)
     assert not breaker.cooling(3.0)
+    breaker.record(Outcome.BACKPRESSURE, 0.0, retry_after_s=86400.0)
+    assert breaker.cooling(59.0)
+    assert not breaker.cooling(61.0)
     opened()
 
 

@@ -16,6 +16,7 @@ READING = GatewayReading(
     queued={"m": 2},
     replicas=[ReplicaReading("m", "http://a", "open", 1)],
     backlog=7,
+    in_memory=5,
 )
 
 
@@ -57,6 +58,7 @@ def test_what_is_counted_is_shown() -> None:
     assert now['replica_state{model="m",replica="http://a",state="ready"}'] == 0
     assert now['queue_depth{model="m"}'] == 2
     assert now["ledger_backlog_rows"] == 7
+    assert now["ledger_memory_rows"] == 5
 
 
 def test_tenants_beyond_the_bound_are_counted_together() -> None:

@@ -7,10 +7,10 @@ import subprocess
 import sys
 
 PROGRAM = """
-import logging
-from argosy.telemetry import configure_logs, get_log, request_context
+import logging, structlog
+from argosy.telemetry import configure_logs, request_context
 configure_logs("json")
-log = get_log("argosy.test")
+log = structlog.get_logger("argosy.test")
 with request_context("req_1", "00-" + "a" * 32 + "-" + "b" * 16 + "-01"):
     log.info("served", route="/x")
     logging.getLogger("library").warning("look %s", "here")

@@ -1,13 +1,12 @@
 """How the servers behind the gateway differ: health, load, fields, and how their answers are carried on."""
 
-from argosy.gateway.dialects.catalog import DIALECTS, dialect_of
-from argosy.gateway.dialects.continuation import Carrier, Leg, Outgoing, whole_request
+from argosy.gateway.dialects.catalog import dialect_of
+from argosy.gateway.dialects.continuation import Carrier, Leg, whole_request
 from argosy.gateway.dialects.dialect import Carry, Dialect, Kind, LoadSource, Reading
 from argosy.gateway.dialects.finding import Found, find
 from argosy.gateway.dialects.passing import Identity, StreamReader, Usage, usage_of
 
 __all__ = [
-    "DIALECTS",
     "Carrier",
     "Carry",
     "Dialect",
@@ -16,7 +15,6 @@ __all__ = [
     "Kind",
     "Leg",
     "LoadSource",
-    "Outgoing",
     "Reading",
     "StreamReader",
     "Usage",

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import msgspec
+from msgspec import Meta
 
 from argosy.gateway.dialects.events import BROKEN_OFF, DONE, END, cut, data_of, error_of
 from argosy.gateway.journal import Delivered
 from argosy.protocol import SSE_DONE
+
+Tokens = Annotated[int, Meta(ge=0, lt=2**48)]
+"""A count that can be: whatever else a server says is not billed."""
 
 
 class StreamReader(Protocol):
@@ -32,14 +36,14 @@ class StreamReader(Protocol):
 class Cached(msgspec.Struct):
     """`prompt_tokens_details`, as far as it counts."""
 
-    cached_tokens: int | None = None
+    cached_tokens: Tokens | None = None
 
 
 class Usage(msgspec.Struct):
     """The tokens that a server says it used."""
 
-    prompt_tokens: int = 0
-    completion_tokens: int | None = None
+    prompt_tokens: Tokens = 0
+    completion_tokens: Tokens | None = None
     prompt_tokens_details: Cached | None = None
 
     @property

@@ -30,8 +30,8 @@ class Book:
     """Cheap to make: what is asked for is worked out then, and kept."""
 
     def __init__(self, directory: Directory) -> None:
-        self.empty = not directory.keys
-        """Nobody has a key."""
+        self.keyed = directory.keyed
+        """Callers need keys."""
         self._keys = {key.digest: key for key in directory.keys}
         self._projects = {project.id: project for project in directory.projects}
         self._named: dict[str, list[Project]] = {}

@@ -93,8 +93,8 @@ class Identity:
         raise ApiError(401, "missing_api_key", message)
 
     def _open(self, book: Book) -> bool:
-        """Whether those on this machine need no key, since nobody has any."""
-        return self._settings.mode == "auto" and book.empty and self._tokens is None
+        """Whether those on this machine need no key, since none was ever made."""
+        return self._settings.mode == "auto" and not book.keyed and self._tokens is None
 
     def _by_token(self, book: Book, credential: str, asking: Asking) -> Entry | None:
         """The entry of a token's bearer; None when it is no token or nobody's are taken."""
@@ -143,7 +143,7 @@ class Identity:
 
 def check_exposure(host: str, settings: AuthConfig, directory: Directory) -> None:
     """Raise ValueError when listening at `host` would be open to others while nobody has a key."""
-    needs_none = settings.mode == "auto" and not directory.keys and settings.jwt is None
+    needs_none = settings.mode == "auto" and not directory.keyed and settings.jwt is None
     if needs_none and not is_loopback(host):
         raise ValueError(
             f"there are no API keys yet, so listening on {host or 'all addresses'} is refused: make one "

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 Mode = Literal["auto", "keys", "off"]
-"""`auto`: keys, or nothing at all for clients on this machine while there are none. `keys`: always keys or
+"""`auto`: keys, or nothing at all for clients on this machine until the first is made. `keys`: always keys or
 tokens. `off`: nobody is asked."""
 
 RsaAlgorithm = Literal["RS256", "RS384", "RS512", "PS256", "PS384", "PS512"]
