@@ -47,6 +47,8 @@ class Ask:
     """Its stream is to end with the usage."""
     drew_seed: bool = False
     """The seed was drawn here; the client gave none."""
+    domain: str = ""
+    """Whose cached prompts it may share; empty: everybody's."""
 
     @property
     def least_tokens(self) -> int:

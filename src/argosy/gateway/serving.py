@@ -7,7 +7,7 @@ import os
 import random
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import structlog
@@ -94,7 +94,7 @@ class Serving:
     # --- one request ---------------------------------------------------------------------------
 
     async def _answer(self, exchange: Exchange, caller: Caller, api: Api) -> None:
-        ask = read(await exchange.body(), api.prompt_field)
+        ask = replace(read(await exchange.body(), api.prompt_field), domain=caller.domain)
         journey = self._journey(exchange, ask, api, caller)
         passed: list[Stage] = []
         out: Out = Streamed(exchange) if ask.stream else Gathered(journey)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -46,6 +47,22 @@ CARRIED = [
 def ask_for(path: str, **changes: object) -> Ask:
     body = BODIES[path] | {"stream": True} | changes
     return read(json.dumps(body).encode(), "messages" if path == CHAT else "prompt")
+
+
+def test_servers_that_can_keep_the_cached_prompts_of_tenants_apart() -> None:
+    def salt(kind: Kind, domain: str, **own: object) -> str | None:
+        ask = replace(ask_for(CHAT, **own), domain=domain)
+        leg = Carrier(ask, CHAT.encode(), Delivered()).leg(dialect_of(kind), "m")
+        assert leg is not None
+        told: str | None = json.loads(leg.outgoing.body).get("cache_salt")
+        return told
+
+    salts = {salt("vllm", "a"), salt("vllm", "b"), salt("vllm", "a", cache_salt="b")}
+    assert len(salts) == 3
+    assert None not in salts
+    assert salt("vllm", "a") == salt("vllm", "a", cache_salt=None)
+    assert salt("vllm", "", cache_salt="own") == "own"
+    assert salt("tgi", "a", cache_salt="own") is None
 
 
 def stream_of(kind: Kind, leg: Leg) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import msgspec
@@ -180,6 +181,8 @@ def _fields(
     if ask.drew_seed:
         del fields["seed"]  # it is for our own replicas; others are slower with one
     fields["model"] = Raw(_encode(model))
+    if ask.domain and "cache_salt" not in dialect.unknown:
+        fields["cache_salt"] = Raw(_encode(_salt(ask)))
     if carriable and path in dialect.ids:
         fields["return_token_ids"] = Raw(b"true")
     if ask.stream and dialect.usage:
@@ -188,6 +191,12 @@ def _fields(
             options["continuous_usage_stats"] = True
         fields["stream_options"] = Raw(_encode(options))
     return fields
+
+
+def _salt(ask: Ask) -> str:
+    """What keeps cached prompts of different tenants apart, with what the client wants apart itself."""
+    own = bytes(ask.fields.get("cache_salt", Raw(b"null")))
+    return hashlib.sha256(ask.domain.encode() + b"\0" + own).hexdigest()
 
 
 def _limits(ask: Ask, path: bytes, dialect: Dialect, told: int) -> dict[str, int]:
