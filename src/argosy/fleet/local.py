@@ -139,7 +139,12 @@ class _Child:
         self._changed.set()
 
     def _hear(self, line: bytes) -> None:
-        match msgspec.json.decode(line, type=Report):
+        try:
+            report = msgspec.json.decode(line, type=Report)
+        except msgspec.DecodeError as error:
+            log.warning("report_not_read", replica=self._name, reason=str(error))
+            return
+        match report:
             case Loading(what, done):
                 self._progress(what, done)
             case Serving():

@@ -361,7 +361,8 @@ def _cut_off() -> ApiError:
 
 def _upstream_failed(journey: Journey) -> ApiError:
     model = journey.pool.model
-    if journey.trace.tries[-1].outcome == Outcome.BACKPRESSURE.value:
+    tried = journey.current
+    if tried is not None and tried.outcome == Outcome.BACKPRESSURE.value:
         message = f"The replicas for {model!r} are full. Try again shortly."
         return ApiError(429, "overloaded", message, retry_after_s=RETRY_AFTER_S)
     message = f"No replica could answer for {model!r}. Try again shortly."

@@ -96,6 +96,23 @@ async def test_a_replica_is_launched_once_and_leaves_nothing(folder: Path) -> No
     assert not alive
 
 
+async def test_the_end_of_one_that_talks_nonsense_is_seen(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def spawn() -> asyncio.subprocess.Process:
+        pipe = asyncio.subprocess.PIPE
+        program = "print('no report', flush=True); input()"
+        return await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", program), stdin=pipe, stdout=pipe
+        )
+
+    monkeypatch.setattr("argosy.fleet.local._spawn", spawn)
+    launcher = launcher_in(folder)
+    await launcher.start(spec("a"))
+    await until(launcher, "a", lambda life: life.ended_at is not None)
+    await launcher.stop("a")
+
+
 async def test_what_died_or_hangs_is_replaced_behind_the_same_socket(folder: Path) -> None:
     launcher = launcher_in(folder)
     async with supervised(launcher, spec("a")) as supervisor:
