@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+import structlog
+
 from argosy.gateway.ask import Ask
 from argosy.gateway.caller import Caller
 from argosy.gateway.explain import Trace, Try
@@ -14,6 +16,8 @@ from argosy.gateway.journal import Delivered
 from argosy.gateway.replicas import Picked, Pool, Replica
 from argosy.protocol import ApiError
 from argosy.web import Exchange
+
+log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
 Status = Literal["completed", "cancelled", "failed", "stopped"]
 """How a request ended: as it should; the client left; it could not be answered; a limit ended it."""
@@ -119,7 +123,7 @@ class Stage(Protocol):
         """
 
     def leave(self, journey: Journey) -> None:
-        """It has ended, as `journey.status` tells. Called once, last stage first, and must not raise."""
+        """It has ended, as `journey.status` tells. Called once, last stage first."""
 
 
 async def enter(stages: Sequence[Stage], passed: list[Stage], journey: Journey) -> None:
@@ -138,6 +142,9 @@ def counted(passed: Sequence[Stage], journey: Journey) -> str | None:
 
 
 def leave(passed: list[Stage], journey: Journey) -> None:
-    """Leave the stages that were passed, last first."""
+    """Leave the stages that were passed, last first; one that fails keeps none of the others."""
     while passed:
-        passed.pop().leave(journey)
+        try:
+            passed.pop().leave(journey)
+        except Exception:
+            log.exception("stage_not_left", model=journey.pool.model)

@@ -268,16 +268,18 @@ class Serving:
 
     # --- replicas --------------------------------------------------------------------------------
 
-    async def _next(self, journey: Journey) -> Replica:
-        """The replica to try next, waited for if need be. Raises ApiError when it was tried enough."""
+    async def _next(self, journey: Journey) -> None:
+        """Wait for the replica to try next. Raises ApiError when the request was tried enough."""
         pool = journey.pool
         if journey.failing_since is None:
-            return await self._dispatchers[pool.model].place(journey)
+            await self._dispatchers[pool.model].place(journey)
+            return
         while True:  # what was placed once goes before all that wait
             now = self._clock()
             picked = pool.pick(journey.ask, journey.caller.domain, journey.tried, now)
             if picked is not None:
-                return journey.goes_to(picked, now)
+                journey.goes_to(picked, now)
+                return
             if now - journey.failing_since > self._config.timeouts.recovery_s:
                 raise _upstream_failed(journey)
             journey.tried.clear()

@@ -25,8 +25,8 @@ Carry = Literal["exact", "prefill", "none"]
 CHAT_PATH = b"/v1/chat/completions"
 COMPLETION_PATH = b"/v1/completions"
 
-OURS = frozenset({"resume", "timeout_s", "session_id", "cache_salt"})
-"""Fields of a body that this gateway and its own replicas read; few others know them."""
+OURS = frozenset({"resume", "timeout_s", "session_id", "cache_salt", "priority"})
+"""Fields of a body that this gateway and its own replicas read; few others know them, or mean the same."""
 
 
 @dataclass(frozen=True, slots=True)
