@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from sqlite3 import Connection as SqliteConnection
+from sqlite3 import OperationalError
 from typing import Any
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
@@ -146,8 +148,23 @@ def _postgres(url: URL) -> Engine:
 def _prepare(connection: SqliteConnection, _: object) -> None:
     """Settings of a new SQLite connection. `_begin` begins transactions, not the driver."""
     connection.isolation_level = None
-    for setting in ("journal_mode=WAL", "synchronous=NORMAL", "foreign_keys=ON"):
+    _write_ahead(connection)
+    for setting in ("synchronous=NORMAL", "foreign_keys=ON"):
         connection.execute(f"PRAGMA {setting}").close()
+
+
+def _write_ahead(connection: SqliteConnection) -> None:
+    """WAL, which a file keeps; SQLite does not wait for others while a file changes over to it, so we do."""
+    patience = time.monotonic() + BUSY_S
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode=WAL").close()
+        except OperationalError:
+            if time.monotonic() > patience:
+                raise
+            time.sleep(0.01)
+        else:
+            return
 
 
 def _begin(connection: Connection) -> None:

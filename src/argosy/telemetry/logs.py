@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import sys
@@ -47,6 +48,25 @@ def _encoded(_logger: WrappedLogger, _method: str, line: EventDict | str) -> byt
     return str(line).encode("utf-8", "backslashreplace")
 
 
+class _StandardError:
+    """Writes lines to standard error, whatever that is at the moment.
+
+    When nobody reads it any more (a closed pipe, a full disk), lines are lost, and nothing else is.
+    """
+
+    def __init__(self, name: str = "") -> None:
+        self.name = name
+
+    def msg(self, line: bytes) -> None:
+        """Write one line."""
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream = sys.stderr.buffer
+            stream.write(line + b"\n")
+            stream.flush()
+
+    debug = info = warning = error = critical = exception = msg
+
+
 def configure_logs(log_format: LogFormat, level: str = "info", replica: str = "") -> None:
     """Send every log event of the process, the libraries' too, to standard error. Call once.
 
@@ -66,7 +86,7 @@ def configure_logs(log_format: LogFormat, level: str = "info", replica: str = ""
     structlog.configure(
         processors=[*shared, *ours],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.BytesLoggerFactory(sys.stderr.buffer),
+        logger_factory=_StandardError,
         cache_logger_on_first_use=True,
     )
     handler = logging.StreamHandler(sys.stderr)

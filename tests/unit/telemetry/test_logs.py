@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import logging, structlog
 from argosy.telemetry import configure_logs, request_context
@@ -51,3 +53,30 @@ def test_lines_for_people() -> None:
     assert "ValueError: broken" in traceback[-1]
     assert "after" in after
     assert not done.stdout
+
+
+NOBODY_READS = """
+import os, sys, structlog
+from argosy.telemetry import configure_logs
+configure_logs(sys.argv[1])
+log = structlog.get_logger("argosy.test")
+log.info("before")
+reading, writing = os.pipe()
+os.close(reading)
+os.dup2(writing, 2)
+log.warning("nobody reads")
+sys.stderr.close()
+log.error("nor can it be written")
+sys.stderr = None
+log.exception("not even tried")
+print("went on")
+"""
+
+
+@pytest.mark.parametrize("log_format", ["json", "console"])
+def test_what_cannot_be_logged_is_lost_and_nothing_else(log_format: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", NOBODY_READS, log_format], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "went on\n"
+    assert "before" in done.stderr
