@@ -35,7 +35,8 @@ from argosy.store import Limit, Unsure, UsageSum, steady
 from argosy.store.redis_state import RedisState
 
 PATIENCE_S = 30.0
-CHILD = Path(__file__).with_name("limits_child.py")
+ROOT = Path(__file__).resolve().parents[3]
+CHILD = "tests.integration.gateway.limits_child"
 
 
 @pytest.fixture
@@ -408,8 +409,8 @@ def another(server: RedisServer) -> Iterator[None]:
 @contextlib.contextmanager
 def child(server: RedisServer, requests: str) -> Iterator[subprocess.Popen[str]]:
     """Another gateway, in a process, with so many requests running."""
-    command = [sys.executable, str(CHILD), server.url, requests]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    command = [sys.executable, "-m", CHILD, server.url, requests]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         try:
             yield process
         finally:
