@@ -121,7 +121,10 @@ class Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self._fail(f"the replica's answer is no HTTP ({error})")
+            if not self._whole:
+                self._fail(f"the replica's answer is no HTTP ({error})")
+                return
+            self.closed = True  # the answer is whole; what came after it is nobody's
         if self._whole:
             self._end()
         elif self._overhead > OVERHEAD_LIMIT_BYTES:

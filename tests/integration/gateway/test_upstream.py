@@ -9,7 +9,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.integration.gateway.wire import CHUNKED, OK, Kept, ask, read_request, serving
 
@@ -325,6 +325,7 @@ async def test_an_answer_that_nobody_takes_is_not_kept_without_end(
     ).map(b"".join),
     cuts=st.lists(st.integers(0, 300), max_size=5),
 )
+@example(answer=b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 3\r\n\r\nabcabc", cuts=[])
 def test_no_bytes_whatsoever_do_more_than_end_an_attempt(answer: bytes, cuts: list[int]) -> None:
     sink, kept = Kept(), list[Connection]()
     connection = Connection(kept.append)
