@@ -11,6 +11,7 @@ import structlog
 
 from argosy.gateway.ask import Ask
 from argosy.gateway.caller import Caller
+from argosy.gateway.dialects import CHAT_PATH, COMPLETION_PATH
 from argosy.gateway.explain import Trace, Try
 from argosy.gateway.journal import Delivered
 from argosy.gateway.replicas import Picked, Pool, Replica
@@ -35,10 +36,8 @@ class Api:
     chunk: str
 
 
-CHAT = Api(
-    b"/v1/chat/completions", "messages", "chatcmpl", "chat.completion", "chat.completion.chunk"
-)
-COMPLETION = Api(b"/v1/completions", "prompt", "cmpl", "text_completion", "text_completion")
+CHAT = Api(CHAT_PATH, "messages", "chatcmpl", "chat.completion", "chat.completion.chunk")
+COMPLETION = Api(COMPLETION_PATH, "prompt", "cmpl", "text_completion", "text_completion")
 
 
 @dataclass(slots=True)

@@ -24,8 +24,7 @@ class Models:
         pool = self._named.get(name)
         check_model(caller, name, name if pool is None else pool.model)
         if pool is None:
-            message = f"The model {name[:200]!r} is not served here. See /v1/models."
-            raise ApiError(404, "model_not_found", message, param="model")
+            raise _not_served(name)
         return pool
 
     def only(self, caller: Caller) -> Pool:
@@ -39,8 +38,7 @@ class Models:
         """What is told of a model. Raises ApiError 404."""
         pool = self._named.get(name)
         if pool is None or not may_use(caller, name, pool.model):
-            message = f"The model {name[:200]!r} is not served here. See /v1/models."
-            raise ApiError(404, "model_not_found", message, param="model")
+            raise _not_served(name)
         return ModelCard(
             id=name,
             created=self._created,
@@ -57,3 +55,8 @@ class Models:
         ]
         first, last = (cards[0].id, cards[-1].id) if cards else (None, None)
         return ModelList(data=cards, first_id=first, last_id=last)
+
+
+def _not_served(name: str) -> ApiError:
+    message = f"The model {name[:200]!r} is not served here. See /v1/models."
+    return ApiError(404, "model_not_found", message, param="model")

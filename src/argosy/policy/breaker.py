@@ -19,10 +19,8 @@ class Outcome(enum.Enum):
     """No connection, a stall, a cut stream, any other 5xx; 401 too: our own key for it is wrong."""
 
 
-def classify(status: int | None) -> Outcome:
-    """The outcome for an HTTP status; None: the transport failed or the answer was cut."""
-    if status is None:
-        return Outcome.FAILURE
+def classify(status: int) -> Outcome:
+    """The outcome for an HTTP status."""
     if status in {429, 503}:
         return Outcome.BACKPRESSURE
     return Outcome.FAILURE if status >= 500 or status == 401 else Outcome.SUCCESS

@@ -11,7 +11,7 @@ from argosy.policy import Breaker, BreakerLimits, Outcome, classify, usable
 def test_a_refusal_that_is_the_requests_own_fault_counts_as_success() -> None:
     assert classify(200) is classify(400) is classify(404) is Outcome.SUCCESS
     assert classify(429) is classify(503) is Outcome.BACKPRESSURE
-    assert classify(500) is classify(502) is classify(None) is Outcome.FAILURE
+    assert classify(500) is classify(502) is Outcome.FAILURE
     assert classify(401) is Outcome.FAILURE
 
 

@@ -2,11 +2,21 @@
 
 from argosy.gateway.dialects.catalog import dialect_of
 from argosy.gateway.dialects.continuation import Carrier, Leg, whole_request
-from argosy.gateway.dialects.dialect import Carry, Dialect, Kind, LoadSource, Reading
+from argosy.gateway.dialects.dialect import (
+    CHAT_PATH,
+    COMPLETION_PATH,
+    Carry,
+    Dialect,
+    Kind,
+    LoadSource,
+    Reading,
+)
 from argosy.gateway.dialects.finding import Found, find
 from argosy.gateway.dialects.passing import Identity, StreamReader, Usage, usage_of
 
 __all__ = [
+    "CHAT_PATH",
+    "COMPLETION_PATH",
     "Carrier",
     "Carry",
     "Dialect",
