@@ -63,6 +63,8 @@ def shared_state(config: LimitsConfig) -> SharedState:
     """The state that the settings ask for. Raises ValueError, saying what to change."""
     if config.password_env is None:
         return open_shared(config.redis)
+    if config.redis is None:
+        raise ValueError("limits: password_env is the password of a Redis; add redis: its URL")
     password = os.environ.get(config.password_env)
     if not password:
         raise ValueError(f"limits: set the environment variable {config.password_env}")

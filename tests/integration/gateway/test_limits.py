@@ -372,3 +372,5 @@ def test_settings_say_where_the_shared_state_is(monkeypatch: pytest.MonkeyPatch)
         shared_state(LimitsConfig(redis="http://nowhere"))
     with pytest.raises(ValueError, match="set the environment variable NOT_THERE"):
         shared_state(LimitsConfig(redis="redis://nowhere", password_env="NOT_THERE"))
+    with pytest.raises(ValueError, match="add redis"):
+        shared_state(LimitsConfig(password_env="HOME"))
