@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -30,9 +31,9 @@ def runtime_folder() -> Iterator[Path]:
 def _sweep(parent: Path) -> None:
     """Remove our folders that nobody holds any more."""
     for folder in parent.glob(f"{PREFIX}*"):
-        with (
-            contextlib.suppress(OSError),
-            (folder / LOCK).open() as lock,
-        ):  # another user's, or just made
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):  # just made, or gone meanwhile
+            if folder.stat().st_uid != os.getuid():
+                continue  # what lies in there is another user's to say
+            with (folder / LOCK).open() as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -176,6 +177,20 @@ def test_replicas_do_not_outlive_their_launcher(folder: Path, stopped: bool) -> 
             launching.kill()
     _, alive = psutil.wait_procs(family, timeout=20)
     assert not alive
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can make a folder of another user's")
+def test_what_lies_in_another_users_folder_is_let_be() -> None:
+    with runtime_folder() as ours:
+        theirs = ours.with_name(ours.name + "-theirs")
+        theirs.mkdir()
+        os.mkfifo(theirs / "lock")  # who opened it would wait for ever
+        os.chown(theirs, 65534, 65534)
+        try:
+            with runtime_folder():
+                assert theirs.is_dir()
+        finally:
+            shutil.rmtree(theirs)
 
 
 def test_folders_vanish_and_those_of_the_killed_are_swept() -> None:
