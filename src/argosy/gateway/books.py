@@ -47,13 +47,18 @@ class Books:
     async def open(cls, config: StoreConfig) -> Books:
         """With the tables up to date, and usage that a dead gateway left recovered. Raises StoreError, SpoolError."""
         url = config.url or default_url()
-        store = await asyncio.to_thread(_open, url)
-        books = cls(store, await asyncio.to_thread(Spool, usage_folder(url)), config)
-        await asyncio.to_thread(books.spool.recover)
-        await asyncio.to_thread(
-            books.spool.drain, store.usage.add
-        )  # budgets begin with what is there
-        books.directory = await asyncio.to_thread(store.directory)
+        async with contextlib.AsyncExitStack() as failing:
+            store = await asyncio.to_thread(_open, url)
+            failing.callback(store.close)
+            spool = await asyncio.to_thread(Spool, usage_folder(url))
+            failing.callback(spool.close)
+            await asyncio.to_thread(spool.recover)
+            await asyncio.to_thread(
+                spool.drain, store.usage.add
+            )  # budgets begin with what is there
+            books = cls(store, spool, config)
+            books.directory = await asyncio.to_thread(store.directory)
+            failing.pop_all()
         settling = settle_forever(books.spool, store.usage.add, books._ending)
         books._settling = asyncio.create_task(settling)
         return books
