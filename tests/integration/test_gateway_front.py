@@ -11,7 +11,7 @@ from tests.integration.serving import MODEL, serve
 
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.gateway import QueueConfig, ReplicaConfig
-from argosy.gateway.journey import Journey
+from argosy.gateway.journey import Journey, Visit
 
 BODY = {"model": "big", "prompt": "Say something", "max_tokens": 3}
 
@@ -84,9 +84,10 @@ async def test_lower_tiers_are_turned_away_first() -> None:
     class Tiers(Watching):
         """The request says of which tier it is: here nobody looks at keys."""
 
-        async def enter(self, journey: Journey) -> None:
+        async def enter(self, journey: Journey) -> Visit:
             tier = int(journey.exchange.header(b"x-tier"))
             journey.caller = type(journey.caller)(tier=tier)
+            return await super().enter(journey)
 
     async with (
         rough_server(busy) as rough,

@@ -68,8 +68,8 @@ class Ask:
         return self.fields.keys().isdisjoint(WHOLE_ONLY)
 
 
-def read(raw: bytes, prompt_field: str) -> Ask:
-    """Read a body. Raises ApiError 400 when a field that the gateway needs is missing or ill-typed."""
+def read(raw: bytes, prompt_field: str, domain: str = "") -> Ask:
+    """Read the body of who has `domain`. Raises ApiError 400: a field that is needed is missing or ill-typed."""
     fields = parse(dict[str, Raw], raw)
     model = _field(fields, "model", _TEXT)
     prompt = fields.get(prompt_field)
@@ -95,6 +95,7 @@ def read(raw: bytes, prompt_field: str) -> Ask:
         session=_field(fields, "session_id", _TEXT) or "",
         include_usage=_includes_usage(fields),
         drew_seed=drew_seed,
+        domain=domain,
     )
 
 

@@ -55,7 +55,7 @@ class Attempt:
         early, self._early = self._early, []
         self._take = take
         for piece in early:
-            self._give(piece)
+            self.on_body(piece)
 
     async def piece(self) -> None:
         """Wait for the first piece of the body, before `deliver`, or its end. Raises UpstreamError."""
@@ -98,7 +98,10 @@ class Attempt:
     def on_body(self, body: bytes) -> None:
         """See `Sink`."""
         self.last = self._clock()
-        self._give(body)
+        try:
+            self._take(body)
+        except (ValueError, LookupError) as error:
+            self.abandon(f"the replica's stream cannot be read ({error})")
 
     def on_end(self) -> None:
         """See `Sink`."""
@@ -113,12 +116,6 @@ class Attempt:
             if not future.done():
                 future.set_exception(error)
                 future.exception()  # it may be that nobody asks
-
-    def _give(self, piece: bytes) -> None:
-        try:
-            self._take(piece)
-        except (ValueError, LookupError) as error:
-            self.abandon(f"the replica's stream cannot be read ({error})")
 
     def _keep(self, piece: bytes) -> None:
         self._kept += len(piece)

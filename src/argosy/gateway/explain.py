@@ -75,8 +75,6 @@ class Trace(msgspec.Struct, gc=False):
     first: float | None = None
     last: float | None = None
     """The first and the latest of its tokens were passed on."""
-    gaps: list[float] = msgspec.field(default_factory=list)
-    """Seconds between tokens that the metrics have not been told yet."""
     ended: float | None = None
     tries: list[Try] = msgspec.field(default_factory=list)
     rule: str = ""

@@ -109,41 +109,39 @@ class Journey:
         self.failing_since = None
 
 
+class Visit(Protocol):
+    """One request's, at a stage that has let it in."""
+
+    def counted(self, now: float) -> str | None:
+        """More was delivered, as the journey's `delivered` tells, by `now` on the monotonic clock.
+
+        Called for each piece of a stream, so it must be quick. A finish reason ends the answer here, once what came
+        has been passed on.
+        """
+
+    def leave(self) -> None:
+        """The request has ended, as the journey's `status` tells. Called once, last stage first."""
+
+
 class Stage(Protocol):
     """Something that every request passes: limits, the ledger, the record for explanations."""
 
-    async def enter(self, journey: Journey) -> None:
-        """Let the request in, or raise ApiError to refuse it. If this returns, `leave` will be called."""
-
-    def counted(self, journey: Journey) -> str | None:
-        """More was delivered, as `journey.delivered` tells; called for each piece, so it must be quick.
-
-        A finish reason ends the answer here, once what came has been passed on.
-        """
-
-    def leave(self, journey: Journey) -> None:
-        """It has ended, as `journey.status` tells. Called once, last stage first."""
+    async def enter(self, journey: Journey) -> Visit | None:
+        """Let the request in, or raise ApiError to refuse it. None: it need not be told how that goes on."""
 
 
-async def enter(stages: Sequence[Stage], passed: list[Stage], journey: Journey) -> None:
-    """Pass all stages; `passed` is told which, for `leave`. Raises ApiError when one refuses."""
+async def enter(stages: Sequence[Stage], visits: list[Visit], journey: Journey) -> None:
+    """Pass all stages; `visits` gets those to be told more, also when one refuses. Raises ApiError then."""
     for stage in stages:
-        await stage.enter(journey)
-        passed.append(stage)
+        visit = await stage.enter(journey)
+        if visit is not None:
+            visits.append(visit)
 
 
-def counted(passed: Sequence[Stage], journey: Journey) -> str | None:
-    """Tell all stages that more was delivered; the finish reason of one that ends the answer here."""
-    ends = None
-    for stage in passed:
-        ends = stage.counted(journey) or ends
-    return ends
-
-
-def leave(passed: list[Stage], journey: Journey) -> None:
-    """Leave the stages that were passed, last first; one that fails keeps none of the others."""
-    while passed:
+def leave(visits: list[Visit], journey: Journey) -> None:
+    """End the visits, last first; one that fails keeps none of the others."""
+    while visits:
         try:
-            passed.pop().leave(journey)
+            visits.pop().leave()
         except Exception:
             log.exception("stage_not_left", model=journey.pool.model)

@@ -34,14 +34,12 @@ class Ledger:
         self._spool = spool
         self._clock = clock
         self._prices = PriceList()
-        self._open: dict[int, tuple[Slot, Rates]] = {}
-        """By the journey's identity as an object."""
 
     def update(self, directory: Directory) -> None:
         """Take over prices; requests that run keep those that they began with."""
         self._prices = PriceList(directory.prices)
 
-    async def enter(self, journey: Journey) -> None:
+    async def enter(self, journey: Journey) -> Entry:
         """Begin its row. Raises ApiError 503 when there is no room for one more."""
         caller, model = journey.caller, journey.pool.model
         rates = self._prices.rates(model, TIERS[caller.tier], self._clock())
@@ -63,18 +61,31 @@ class Ledger:
                 "Usage cannot be recorded at the moment, so nothing is answered. Try again later."
             )
             raise ApiError(503, "ledger_full", message, retry_after_s=RETRY_AFTER_S) from None
-        self._open[id(journey)] = slot, rates
+        return Entry(journey, slot, rates, self._clock)
 
-    def counted(self, journey: Journey) -> str | None:
+
+class Entry:
+    """A `Visit`: the row of one request."""
+
+    __slots__ = ("_clock", "_delivered", "_journey", "_rates", "_slot")
+
+    def __init__(
+        self, journey: Journey, slot: Slot, rates: Rates, clock: Callable[[], float]
+    ) -> None:
+        self._journey = journey
+        self._delivered = journey.delivered
+        self._slot = slot
+        self._rates = rates
+        self._clock = clock
+
+    def counted(self, now: float) -> None:  # noqa: ARG002 - see `Visit`
         """Count what was delivered so far."""
-        told = journey.delivered
-        self._open[id(journey)][0].count(told.prompt_tokens, told.cached_tokens, told.output_tokens)
-        return None
+        told = self._delivered
+        self._slot.count(told.prompt_tokens, told.cached_tokens, told.output_tokens)
 
-    def leave(self, journey: Journey) -> None:
-        """End its row."""
-        slot, rates = self._open.pop(id(journey))
-        told = journey.delivered
+    def leave(self) -> None:
+        """End the row."""
+        journey, slot, rates, told = self._journey, self._slot, self._rates, self._delivered
         counts = told.prompt_tokens, told.cached_tokens, told.output_tokens
         slot.count(*counts)
         slot.end(journey.status, journey.route, self._clock())

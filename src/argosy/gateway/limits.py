@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import msgspec
@@ -14,19 +13,17 @@ import structlog
 
 from argosy.gateway.ask import DEFAULT_OUTPUT
 from argosy.gateway.caller import TIERS
+from argosy.gateway.held import Held, Party, use_of, wants_of
 from argosy.gateway.journey import Journey
 from argosy.gateway.limit_words import Headers, kept_out, let_in, refused, unavailable
 from argosy.policy import (
     Meter,
     OutputEstimates,
     PriceList,
-    Rates,
     Refusal,
     Reservation,
     Use,
-    ended,
     reserve,
-    running,
 )
 from argosy.store import (
     Clock,
@@ -35,15 +32,12 @@ from argosy.store import (
     OwnerKind,
     SharedState,
     UsageSum,
-    Wants,
     open_shared,
     steady,
 )
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
-STEP = 32
-"""Output tokens that a stream holds ahead once it has passed what was expected."""
 ROUNDS = 2
 """How often more room is asked for: others may take it first."""
 MOST_PARTIES = 10_000
@@ -75,28 +69,6 @@ Spent = Callable[[OwnerKind, str, float, str | None], UsageSum]
 """What an owner used since a moment, of one model or of all: `store.usage.spent`."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Party:
-    """All limits that a caller's requests for a model come under."""
-
-    meters: tuple[Meter, ...]
-    trusted: bool
-    """It goes on while nobody can say how much is used."""
-    asker: tuple[str, ...]
-    headers: Headers
-
-
-@dataclass(slots=True)
-class _Held:
-    """What a request holds: enough for so many tokens."""
-
-    party: _Party
-    reservation: Reservation
-    rates: Rates
-    prompt: int
-    output: int
-
-
 class Limits:
     """The stage that lets in what the caller's limits have room for, and ends what they have no more room for.
 
@@ -114,9 +86,7 @@ class Limits:
         self._owners: dict[tuple[str, str], list[Meter]] = {}
         self._closed: frozenset[str] = frozenset()
         """Projects that refuse while nobody can say how much is used."""
-        self._parties: dict[tuple[str, ...], _Party] = {}
-        self._held: dict[int, _Held] = {}
-        """By the journey's identity as an object."""
+        self._parties: dict[tuple[str, ...], Party] = {}
 
     def update(self, directory: Directory) -> None:
         """Take over limits and prices. What is in use stays in use; requests that run keep theirs."""
@@ -162,17 +132,17 @@ class Limits:
 
     # --- the stage -------------------------------------------------------------------------------
 
-    async def enter(self, journey: Journey) -> None:
+    async def enter(self, journey: Journey) -> Held | None:
         """Hold what the request will likely use. Raises ApiError 413, 429 or 503 when that cannot be."""
         party = self._party(journey)
         if not party.meters:
-            return
+            return None
         ask, now = journey.ask, self._clock()
         rates = self._prices.rates(journey.pool.model, TIERS[journey.caller.tier], now)
         prompt = ask.prompt_tokens
         expected = self._estimates.expected(party.asker, ask.max_output, DEFAULT_OUTPUT)
         output = expected * ask.choices
-        likely, least = _use(rates, prompt, 0, output), _use(rates, prompt, 0, 1)
+        likely, least = use_of(rates, prompt, 0, output), use_of(rates, prompt, 0, 1)
         found = reserve(party.meters, likely, least, now)
         answered = True
         if isinstance(found, list):
@@ -183,44 +153,18 @@ class Limits:
             raise refused(found) if answered or party.trusted else unavailable()
         journey.card["limits"] = let_in(found)
         enough = output if found.covers(likely) else 0
-        self._held[id(journey)] = _Held(party, found, rates, prompt, enough)
-
-    def counted(self, journey: Journey) -> str | None:
-        """Hold more when what was delivered passes what is held."""
-        held = self._held.get(id(journey))
-        told = journey.delivered
-        if held is None or (
-            told.output_tokens <= held.output and told.prompt_tokens <= held.prompt
-        ):
-            return None
-        return self._extend(held, told.prompt_tokens, told.cached_tokens, told.output_tokens)
-
-    def leave(self, journey: Journey) -> None:
-        """Give back what was not used; of a request that was sent nowhere, or got nothing because of us, all."""
-        held = self._held.pop(id(journey), None)
-        if held is None:
-            return
-        told, now = journey.delivered, self._clock()
-        if not told.output_tokens and (journey.status == "failed" or not journey.route):
-            held.reservation.settle(Use(), now)
-            return
-        prompt = told.prompt_tokens
-        if not prompt and told.output_tokens:
-            prompt = held.prompt  # nobody said
-        cost = held.rates.cost(prompt, told.cached_tokens, told.output_tokens)
-        held.reservation.settle(ended(prompt, told.output_tokens, cost), now)
-        if journey.status == "completed":
-            length = told.output_tokens // journey.ask.choices
-            self._estimates.learn(held.party.asker, length, DEFAULT_OUTPUT)
+        return Held(
+            self._state, self._clock, self._estimates, party, journey, found, rates, prompt, enough
+        )
 
     # --- in parts --------------------------------------------------------------------------------
 
     async def _reserve(
-        self, party: _Party, likely: Use, least: Use, refusals: list[Refusal]
+        self, party: Party, likely: Use, least: Use, refusals: list[Refusal]
     ) -> tuple[Reservation | list[Refusal], bool]:
         """Ask for more room and try again; whether anybody could say how much there is."""
         for _ in range(ROUNDS):
-            answered = await self._state.obtain(_wants((r.meter, r.asked) for r in refusals))
+            answered = await self._state.obtain(wants_of((r.meter, r.asked) for r in refusals))
             now = self._clock()
             found = reserve(party.meters, likely, least, now)
             if not isinstance(found, list):
@@ -230,28 +174,10 @@ class Limits:
                 break
         else:
             return refusals, True
-        wants = _wants((r.meter, r.asked) for r in refusals)
+        wants = wants_of((r.meter, r.asked) for r in refusals)
         if party.trusted and self._state.trust(wants, now):
             return reserve(party.meters, likely, least, now), False
         return refusals, False
-
-    def _extend(self, held: _Held, prompt: int, cached: int, output: int) -> str | None:
-        now = self._clock()
-        prompt = prompt or held.prompt
-        for enough in (output + STEP, output):
-            use = _use(held.rates, prompt, cached, enough)
-            if held.reservation.extend(use, now) is None:
-                held.prompt, held.output = prompt, enough
-                return None
-        wants = _wants(held.reservation.lacking(use))
-        if not self._state.lend(wants, now) and held.party.trusted:
-            self._state.trust(wants, now)
-        refusal = held.reservation.extend(use, now)
-        if refusal is None:
-            held.prompt, held.output = prompt, output
-            return None
-        held.reservation.count(use, now)
-        return "budget" if refusal.meter.unit == "nano_dollars" else "limit"
 
     def _meter(self, limit: Limit) -> Meter:
         """The limit's meter: the one that it has, unless something else is to be counted."""
@@ -263,7 +189,7 @@ class Limits:
         counter = self._state.counter(limit)
         return Meter(limit.owner_kind, limit.unit, limit.window or "", limit.model, counter)
 
-    def _party(self, journey: Journey) -> _Party:
+    def _party(self, journey: Journey) -> Party:
         caller, model, asked = journey.caller, journey.pool.model, journey.ask.model
         name = (caller.key, caller.user, caller.project, caller.organisation, model, asked)
         party = self._parties.get(name)
@@ -283,17 +209,9 @@ class Limits:
                 if meter.model in {None, model, asked}
             )
             asker = (caller.key or caller.user or caller.project, model)
-            party = _Party(meters, caller.project not in self._closed, asker, Headers(meters))
+            party = Party(meters, caller.project not in self._closed, asker, Headers(meters))
             self._parties[name] = party
         return party
-
-
-def _use(rates: Rates, prompt: int, cached: int, output: int) -> Use:
-    return running(prompt, output, rates.cost(prompt, cached, output))
-
-
-def _wants(lacking: Iterable[tuple[Meter, int]]) -> Wants:
-    return [(meter.counter, units) for meter, units in lacking]
 
 
 def _used(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from argosy.gateway.explain import Trace, Traces
+from argosy.gateway.explain import Traces
 from argosy.gateway.journey import Journey
 from argosy.telemetry import GatewayMetrics
 
@@ -16,11 +16,11 @@ class Recorder:
     """A `Stage`."""
 
     def __init__(self, traces: Traces, metrics: GatewayMetrics, clock: Callable[[], float]) -> None:
-        self._traces = traces
-        self._metrics = metrics
-        self._clock = clock
+        self.traces = traces
+        self.metrics = metrics
+        self.clock = clock
 
-    async def enter(self, journey: Journey) -> None:
+    async def enter(self, journey: Journey) -> Recording:
         """See `Stage`."""
         trace, caller = journey.trace, journey.caller
         trace.id = journey.id
@@ -36,26 +36,39 @@ class Recorder:
         trace.started_at = journey.started_at
         trace.rule = journey.pool.rule
         journey.headers.append((b"x-argosy-request", trace.id.encode()))
-        self._traces.begin(trace)
+        self.traces.begin(trace)
+        return Recording(self, journey)
 
-    def counted(self, journey: Journey) -> str | None:
-        """See `Stage`."""
-        now, trace = self._clock(), journey.trace
-        if trace.last is None:
+
+class Recording:
+    """A `Visit`."""
+
+    __slots__ = ("_gaps", "_journey", "_stage", "_trace")
+
+    def __init__(self, stage: Recorder, journey: Journey) -> None:
+        self._stage = stage
+        self._journey = journey
+        self._trace = journey.trace
+        self._gaps: list[float] = []
+        """Seconds between tokens that the metrics have not been told yet."""
+
+    def counted(self, now: float) -> None:
+        """See `Visit`."""
+        trace = self._trace
+        last, trace.last = trace.last, now
+        if last is None:
             trace.first = now
         elif trace.stream:
-            trace.gaps.append(now - trace.last)
-            if len(trace.gaps) >= GAPS:
-                self._tell_gaps(trace)
-        trace.last = now
-        tried = journey.current
-        if tried is not None and tried.first is None:
-            tried.first = now
-        return None
+            gaps = self._gaps
+            gaps.append(now - last)
+            if len(gaps) >= GAPS:
+                self._tell_gaps()
 
-    def leave(self, journey: Journey) -> None:
-        """See `Stage`."""
-        now, trace, delivered = self._clock(), journey.trace, journey.delivered
+    def leave(self) -> None:
+        """See `Visit`."""
+        stage, trace, journey = self._stage, self._trace, self._journey
+        delivered = journey.delivered
+        now = stage.clock()
         trace.ended = now
         trace.status = journey.status
         if journey.error is not None:
@@ -66,16 +79,18 @@ class Recorder:
         trace.cached_tokens = delivered.cached_tokens
         trace.output_tokens = delivered.output_tokens
         trace.finished = delivered.finished
-        self._tell_gaps(trace)
-        self._traces.end(trace, now)
-        self._measure(journey, now)
+        if self._gaps:
+            self._tell_gaps()
+        stage.traces.end(trace, now)
+        self._measure(now)
 
-    def _tell_gaps(self, trace: Trace) -> None:
-        self._metrics.next_tokens(trace.model, trace.gaps)
-        trace.gaps.clear()
+    def _tell_gaps(self) -> None:
+        self._stage.metrics.next_tokens(self._trace.model, self._gaps)
+        self._gaps.clear()
 
-    def _measure(self, journey: Journey, now: float) -> None:
-        metrics, trace, delivered = self._metrics, journey.trace, journey.delivered
+    def _measure(self, now: float) -> None:
+        metrics, trace, journey = self._stage.metrics, self._trace, self._journey
+        delivered = journey.delivered
         model, tenant = trace.model, journey.caller.project
         metrics.ended(model, tenant, trace.status, now - trace.arrived)
         if trace.error:

@@ -7,13 +7,14 @@ import os
 import random
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import structlog
 
 from argosy.gateway.answer import Gathered, Out, Streamed
 from argosy.gateway.ask import Ask, read
+from argosy.gateway.attempt import Attempt
 from argosy.gateway.caller import Caller
 from argosy.gateway.config import GatewayConfig
 from argosy.gateway.dialects import Carrier, Leg, whole_request
@@ -26,7 +27,7 @@ from argosy.gateway.journey import (
     Api,
     Journey,
     Stage,
-    counted,
+    Visit,
     enter,
     leave,
 )
@@ -37,7 +38,7 @@ from argosy.gateway.turn import Begun, Race, RefusedError, Turn, Whole
 from argosy.gateway.upstream import UpstreamError
 from argosy.policy import Outcome, backoff_s, classify
 from argosy.protocol import ApiError, event
-from argosy.web import JSON, DisconnectedError, Exchange, SlowReaderError
+from argosy.web import JSON, Deadlines, DisconnectedError, Exchange, SlowReaderError
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
@@ -69,6 +70,10 @@ class Serving:
             pool.model: Dispatcher(pool, queue, self._clock) for pool in models.pools
         }
         self._streams: set[ClientStream] = set()
+        self._heads = Deadlines(config.timeouts.first_token_s, _too_late)
+        """Attempts whose answer is to begin."""
+        self._wholes = Deadlines(config.timeouts.total_s, _too_late)
+        """Attempts whose answer is to come in one piece."""
 
     @property
     def queued(self) -> Mapping[str, int]:
@@ -94,12 +99,12 @@ class Serving:
     # --- one request ---------------------------------------------------------------------------
 
     async def _answer(self, exchange: Exchange, caller: Caller, api: Api) -> None:
-        ask = replace(read(await exchange.body(), api.prompt_field), domain=caller.domain)
+        ask = read(await exchange.body(), api.prompt_field, caller.domain)
         journey = self._journey(exchange, ask, api, caller)
-        passed: list[Stage] = []
+        visits: list[Visit] = []
         out: Out = Streamed(exchange) if ask.stream else Gathered(journey)
         try:
-            await self._pass(journey, passed, out)
+            await self._pass(journey, visits, out)
         except (DisconnectedError, SlowReaderError):
             journey.status = "cancelled"
             raise
@@ -112,7 +117,7 @@ class Serving:
         finally:
             if journey.status == "failed" and out.retract():
                 journey.delivered.forget()  # nothing reached the client, so nothing is billed
-            leave(passed, journey)
+            leave(visits, journey)
 
     def _journey(self, exchange: Exchange, ask: Ask, api: Api, caller: Caller) -> Journey:
         """Raises ApiError when nothing here serves the model, to this caller, or ever could."""
@@ -135,7 +140,7 @@ class Serving:
         pool.asked(journey.trace.read)
         return journey
 
-    async def _pass(self, journey: Journey, passed: list[Stage], out: Out) -> None:
+    async def _pass(self, journey: Journey, visits: list[Visit], out: Out) -> None:
         """Let the request in and answer it, unless the client goes away."""
         task = asyncio.current_task()
         assert task is not None  # noqa: S101 - this is a coroutine
@@ -145,14 +150,14 @@ class Serving:
             journey,
             out,
             carrier,
-            counted=partial(counted, passed, journey),
+            visits=visits,
             charge=partial(dispatcher.charge, journey),
             leave=task.cancel,
         )
         journey.exchange.watch(stream)
         self._streams.add(stream)
         try:
-            await enter(self._stages, passed, journey)
+            await enter(self._stages, visits, journey)
             journey.trace.admitted = self._clock()
             while not await self._answer_from(journey, stream, carrier, out):
                 pass
@@ -186,10 +191,10 @@ class Serving:
         except RefusedError as error:
             outcome = answered = error.outcome
             reason = str(error)
-        except (UpstreamError, TimeoutError) as error:
+        except UpstreamError as error:
             if stream.stopped is not None:
                 return True
-            outcome, reason = Outcome.FAILURE, str(error) or "too late"
+            outcome, reason = Outcome.FAILURE, str(error)
             stream.let_go()
             if journey.delivered.output_tokens > before:
                 journey.got_on()
@@ -209,17 +214,16 @@ class Serving:
     ) -> Whole | None:
         """Ask one replica, or two. The whole answer; None when it was a stream, which has been passed on.
 
-        Raises UpstreamError or TimeoutError when there was none, RefusedError when it is of no use.
+        Raises UpstreamError when there was none, RefusedError when it is of no use.
         """
-        timeouts, hedging = self._config.timeouts, journey.pool.hedging
+        hedging = journey.pool.hedging
         flows = _flows(journey.ask, race.turn.replica)
         ask = partial(self._ask, journey, carrier, stream)
-        async with asyncio.timeout(timeouts.first_token_s if flows else timeouts.total_s):
-            if hedging is None or not flows or _has_begun(journey):
-                begun = await ask(race.turn)
-            else:
-                second = partial(self._second, journey)
-                begun = await race.run(partial(_to_first_piece, ask), hedging.after_s, second)
+        if hedging is None or not flows or _has_begun(journey):
+            begun = await ask(race.turn)
+        else:
+            second = partial(self._second, journey)
+            begun = await race.run(partial(_to_first_piece, ask), hedging.after_s, second)
         if isinstance(begun, Whole):
             return begun
         turn = race.turn
@@ -247,11 +251,16 @@ class Serving:
         headers = request_headers(journey, replica, journaled=flows)
         request = replica.upstream.request(b"POST", outgoing.path, outgoing.body, headers)
         turn.tried.sent = self._clock()
-        await attempt.send(replica.upstream, request)
-        status = await attempt.head
-        if leg is not None and status == 200:
-            return leg
-        content = await attempt.whole()
+        deadlines = self._heads if flows else self._wholes
+        deadlines.add(attempt)
+        try:
+            await attempt.send(replica.upstream, request)
+            status = await attempt.head
+            if leg is not None and status == 200:
+                return leg
+            content = await attempt.whole()
+        finally:
+            deadlines.remove(attempt)
         if classify(status) is not Outcome.SUCCESS or _has_begun(journey):
             raise RefusedError(status)
         return Whole(status, content, attempt.headers.get(b"content-type", JSON))
@@ -259,7 +268,7 @@ class Serving:
     async def _pass_on(self, journey: Journey, stream: ClientStream, whole: Whole) -> None:
         """Give the client a replica's whole answer, a refusal too that is the request's own fault."""
         if whole.status == 200:
-            stream.count_whole(whole.content)
+            stream.count_whole(whole.content, self._clock())
             journey.status = "completed"
         else:
             message = f"The replica refused the request with status {whole.status}."
@@ -315,6 +324,10 @@ class Serving:
             begun or journey.pool.retries.take(now)
         ):
             raise _upstream_failed(journey)
+
+
+def _too_late(attempt: Attempt) -> None:
+    attempt.abandon("too late")
 
 
 def _flows(ask: Ask, replica: Replica) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from argosy.gateway.answer import Out
@@ -10,7 +10,7 @@ from argosy.gateway.ask import BYTES_PER_TOKEN
 from argosy.gateway.attempt import Attempt
 from argosy.gateway.closing import closing
 from argosy.gateway.dialects import Carrier, Identity, StreamReader, Usage, usage_of
-from argosy.gateway.journey import Journey
+from argosy.gateway.journey import Journey, Visit
 from argosy.gateway.replicas import Replica
 from argosy.gateway.upstream import UpstreamError
 
@@ -38,8 +38,8 @@ class StreamLimits(Protocol):
 class ClientStream:
     """Watches the client and passes on what its replica gives, piece by piece, without a task between.
 
-    `counted` is called for each piece that brought tokens, once it was passed on; the finish reason that
-    it gives ends the answer there. `charge` is called each second, `leave` when the client has gone.
+    The `visits` of the stages are told of each piece that brought tokens, once it was passed on; a finish reason that
+    one gives ends the answer there. `charge` is called each second, `leave` when the client has gone.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class ClientStream:
         out: Out,
         carrier: Carrier,
         *,
-        counted: Callable[[], str | None],
+        visits: Sequence[Visit],
         charge: Callable[[int], None],
         leave: Callable[[], object],
     ) -> None:
@@ -59,7 +59,7 @@ class ClientStream:
         self._delivered = journey.delivered
         self._out = out
         self._carrier = carrier
-        self._counted = counted
+        self._visits = visits
         self._charge = charge
         self._leave = leave
         self._told = 0
@@ -107,15 +107,17 @@ class ClientStream:
         self.settle()
         self._attempt = self._reader = None
 
-    def count_whole(self, content: bytes) -> None:
+    def count_whole(self, content: bytes, now: float) -> None:
         """An answer came in one piece: count what it says it used."""
+        if self._journey.current is not None:
+            self._journey.current.first = now
         told = usage_of(content) or Usage(
             prompt_tokens=self._journey.ask.prompt_tokens,
             completion_tokens=len(content) // BYTES_PER_TOKEN,
         )
         told.into(self._delivered)
         self.settle()
-        self._counted()
+        self._count(now)
 
     def start_over(self) -> bool:
         """Forget what was delivered, where the client has not been given it; whether that can be."""
@@ -151,9 +153,10 @@ class ClientStream:
             self._out.keep_alive()
 
     def _take(self, body: bytes) -> None:
-        if self._reader is None or self.stopped is not None:
+        reader, attempt = self._reader, self._attempt
+        if reader is None or attempt is None or self.stopped is not None:
             return
-        data = self._reader.feed(body)
+        data = reader.feed(body)
         if data and not self.gone:
             self._out.push(data)
         told = self._delivered.output_tokens
@@ -161,18 +164,25 @@ class ClientStream:
             if self._first_at is None:
                 self._begin()
             self._told = told
-            reason = self._counted()
+            reason = self._count(attempt.last)
             if reason is not None:
                 self._stop(reason)
+
+    def _count(self, now: float) -> str | None:
+        """Tell all stages that more was delivered; the finish reason of one that ends the answer here."""
+        ends = None
+        for visit in self._visits:
+            ends = visit.counted(now) or ends
+        return ends
 
     def _begin(self) -> None:
         """The attempt's first token came: what does that say of its replica?"""
         attempt, replica, told = self._attempt, self._replica, self._delivered
-        if attempt is None or replica is None:
-            return
-        self._first_at = attempt.last
         tried, picked = self._journey.current, self._journey.picked
-        if tried is None or tried.sent is None or picked is None or self._before:
+        if attempt is None or replica is None or tried is None or picked is None:
+            return
+        self._first_at = tried.first = attempt.last
+        if tried.sent is None or self._before:
             return
         uncached = picked.uncached
         if replica.kind == "argosy":  # others tell at the end, if at all

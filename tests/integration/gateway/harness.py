@@ -21,7 +21,7 @@ from argosy.gateway.config import (
 from argosy.gateway.explain import ExplainConfig, Traces
 from argosy.gateway.front import Front
 from argosy.gateway.identity import Identity
-from argosy.gateway.journey import Journey, Stage
+from argosy.gateway.journey import Journey, Stage, Visit
 from argosy.gateway.operating import Operating
 from argosy.gateway.pools import build_models
 from argosy.gateway.probing import Prober
@@ -47,19 +47,29 @@ class Watching:
     gone: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
     """Released for each journey that has ended."""
 
-    async def enter(self, journey: Journey) -> None:
+    async def enter(self, journey: Journey) -> Visit:
         journey.headers.append((b"x-watched", b"yes"))
         if self.refuses is not None:
             raise self.refuses
+        return Watched(self, journey)
 
-    def counted(self, journey: Journey) -> str | None:
-        output = journey.delivered.output_tokens
-        self.counts.append(output)
-        return "budget" if self.most is not None and output >= self.most else None
 
-    def leave(self, journey: Journey) -> None:
-        self.left.append(journey)
-        self.gone.release()
+@dataclass(frozen=True)
+class Watched:
+    """A request's visit there."""
+
+    stage: Watching
+    journey: Journey
+
+    def counted(self, now: float) -> str | None:
+        del now
+        stage, output = self.stage, self.journey.delivered.output_tokens
+        stage.counts.append(output)
+        return "budget" if stage.most is not None and output >= stage.most else None
+
+    def leave(self) -> None:
+        self.stage.left.append(self.journey)
+        self.stage.gone.release()
 
 
 @dataclass(frozen=True)

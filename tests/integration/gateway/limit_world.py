@@ -8,12 +8,25 @@ from typing import Any, cast
 
 from argosy.gateway.ask import read
 from argosy.gateway.caller import Caller
-from argosy.gateway.journey import CHAT, Journey, Status
+from argosy.gateway.held import Held
+from argosy.gateway.journey import CHAT, Journey, Status, Visit
 from argosy.gateway.limits import Limits
 from argosy.gateway.replicas import Pool
 from argosy.policy import CHOOSERS
 from argosy.protocol import ApiError
-from argosy.store import Directory, Limit, OwnerKind, Price, Project, Unit, Unsure, Window
+from argosy.store import (
+    Clock,
+    Directory,
+    Limit,
+    OwnerKind,
+    Price,
+    Project,
+    SharedState,
+    Unit,
+    Unsure,
+    Window,
+    steady,
+)
 from argosy.web import Exchange
 
 CALLER = Caller(organisation="org", project="shop", key="k1", user="ann")
@@ -24,6 +37,22 @@ OWNERS: dict[OwnerKind, str] = {
     "user": "ann",
     "key": "k1",
 }
+
+
+class Gate(Limits):
+    """The stage, and the visits of those that it has let in."""
+
+    visits: dict[int, Visit | None]
+    """By the journey's identity as an object."""
+
+    def __init__(self, state: SharedState, clock: Clock = steady) -> None:
+        super().__init__(state, clock)
+        self.visits = {}
+
+    async def enter(self, journey: Journey) -> Held | None:
+        held = await super().enter(journey)
+        self.visits[id(journey)] = held
+        return held
 
 
 def limit(
@@ -65,22 +94,25 @@ def request(
     return Journey(cast("Exchange", None), ask, CHAT, pool, b"id 1", caller)
 
 
-def deliver(limits: Limits, journey: Journey, output: int, prompt: int = 10) -> str | None:
+def deliver(limits: Gate, journey: Journey, output: int, prompt: int = 10) -> str | None:
     """Tell that so many tokens more were delivered."""
     journey.delivered.prompt_tokens = prompt
     journey.delivered.output_tokens += output
-    return limits.counted(journey)
+    visit = limits.visits[id(journey)]
+    return None if visit is None else visit.counted(0.0)
 
 
 def leave(
-    limits: Limits, journey: Journey, status: Status = "completed", route: str = "replica"
+    limits: Gate, journey: Journey, status: Status = "completed", route: str = "replica"
 ) -> None:
     """It has ended, after it was sent there."""
     journey.status, journey.route = status, route
-    limits.leave(journey)
+    visit = limits.visits.pop(id(journey))
+    if visit is not None:
+        visit.leave()
 
 
-async def refusal(limits: Limits, journey: Journey) -> ApiError | None:
+async def refusal(limits: Gate, journey: Journey) -> ApiError | None:
     """How the request is refused; None: it is let in."""
     try:
         await limits.enter(journey)

@@ -6,16 +6,15 @@ import asyncio
 import sys
 
 import structlog
-from tests.integration.gateway.limit_world import directory, limit, refusal, request
+from tests.integration.gateway.limit_world import Gate, directory, limit, refusal, request
 
-from argosy.gateway.limits import Limits
 from argosy.store.redis_state import RedisState
 
 structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
 
 
 async def main(url: str, count: int) -> None:
-    stage = Limits(RedisState(url, wait_s=10.0, alive_s=1.0))
+    stage = Gate(RedisState(url, wait_s=10.0, alive_s=1.0))
     stage.update(directory(limit("concurrency", 3)))
     await stage.start()
     running = [request() for _ in range(count)]

@@ -19,7 +19,7 @@ from tests.integration.serving import MODEL, completion, events, serve
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.gateway import ReplicaConfig
 from argosy.gateway.dialects import Kind
-from argosy.gateway.journey import Journey
+from argosy.gateway.journey import Journey, Visit
 from argosy.gateway.replicas import Replica
 from argosy.policy.hedging import RESERVE, SHARE
 from argosy.telemetry import GatewayReading
@@ -42,9 +42,9 @@ class Entered(Watching):
 
     entered: list[Journey] = field(default_factory=list)
 
-    async def enter(self, journey: Journey) -> None:
-        await super().enter(journey)
+    async def enter(self, journey: Journey) -> Visit:
         self.entered.append(journey)
+        return await super().enter(journey)
 
 
 def was_first(watching: Entered, name: str) -> bool:

@@ -62,14 +62,14 @@ async def test_a_request_becomes_one_row_at_the_price_of_its_tier_when_it_began(
 ) -> None:
     ledger, one = Ledger(spool, lambda: NOW), journey(tier)
     ledger.update(Directory(prices=PRICES))
-    await ledger.enter(one)
+    entry = await ledger.enter(one)
     ledger.update(Directory())
     one.delivered.prompt_tokens, one.delivered.cached_tokens = 100, 40
     for count in range(1, 8):
         one.delivered.output_tokens = count
-        assert ledger.counted(one) is None
+        entry.counted(0.0)
     one.status, one.route = status, "there"
-    ledger.leave(one)
+    entry.leave()
     (row,) = drained(spool)
     assert row == UsageRow(
         request="chatcmpl-1",
@@ -117,8 +117,8 @@ async def test_rows_wait_while_the_store_is_down_and_reach_it_once(spool: Spool)
     ledger = Ledger(spool)
     for number in range(600):
         one = journey(number=number)
-        await ledger.enter(one)
-        ledger.leave(one)
+        entry = await ledger.enter(one)
+        entry.leave()
     settling = asyncio.create_task(settle_forever(spool, store, leaving))
     await tried.wait()
     up = True
@@ -150,8 +150,8 @@ async def test_rows_reach_the_store_though_somebody_removed_the_folder(
     shutil.rmtree(tmp_path)
     for number in range(5000):
         one = journey(number=number)
-        await ledger.enter(one)
-        ledger.leave(one)
+        entry = await ledger.enter(one)
+        entry.leave()
     leaving.set()
     await settle_forever(spool, rows.extend, leaving)
     assert len({row.request for row in rows}) == 5000
@@ -166,9 +166,9 @@ async def test_a_database_that_goes_away_and_comes_back_gets_every_row_once(
     async def requests(numbers: range) -> None:
         for number in numbers:
             one = journey(number=number)
-            await ledger.enter(one)
+            entry = await ledger.enter(one)
             one.delivered.prompt_tokens, one.delivered.output_tokens = 10, number
-            ledger.leave(one)
+            entry.leave()
 
     await requests(range(100))
     settling = asyncio.create_task(settle_forever(spool, store.usage.add, leaving))

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.integration.gateway.limit_world import (
     OTHER,
+    Gate,
     deliver,
     directory,
     leave,
@@ -22,7 +23,7 @@ from tests.integration.gateway.limit_world import (
 
 from argosy.gateway.books import Books, usage_folder
 from argosy.gateway.limit_words import duration
-from argosy.gateway.limits import Limits, LimitsConfig, shared_state
+from argosy.gateway.limits import LimitsConfig, shared_state
 from argosy.store import Limit, MemoryState, Price, Spool, StoreConfig, UsageRow, open_store
 from argosy.store.shared import SteadyClock
 
@@ -45,8 +46,8 @@ def clock() -> Clock:
     return Clock()
 
 
-def in_force(clock: Clock, *limits: Limit, prices: tuple[Price, ...] = ()) -> Limits:
-    stage = Limits(MemoryState(), clock)
+def in_force(clock: Clock, *limits: Limit, prices: tuple[Price, ...] = ()) -> Gate:
+    stage = Gate(MemoryState(), clock)
     stage.update(directory(*limits, prices=prices))
     return stage
 
@@ -295,7 +296,7 @@ async def test_what_a_gateway_that_died_had_not_settled_counts_at_the_next_start
     spool.begin(row(1, time.time())).count(100, 0, 23)
     spool.close()
     books = await Books.open(StoreConfig(url=url))
-    limits = Limits(MemoryState())
+    limits = Gate(MemoryState())
     limits.update(directory(limit("tokens", 10_000, "month")))
     await limits.seed(books.store.usage.spent)
     journey = request()

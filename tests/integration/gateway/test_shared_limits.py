@@ -18,6 +18,7 @@ import pytest
 from redis.asyncio import Redis
 from tests.authority import Authority
 from tests.integration.gateway.limit_world import (
+    Gate,
     deliver,
     directory,
     leave,
@@ -28,7 +29,6 @@ from tests.integration.gateway.limit_world import (
 from tests.services import RedisServer, running_redis
 
 from argosy.gateway.journey import Journey
-from argosy.gateway.limits import Limits
 from argosy.policy import Ask, Grant, period
 from argosy.protocol import ApiError
 from argosy.store import Limit, Unsure, UsageSum, steady
@@ -54,10 +54,10 @@ async def gateways(
     unsure: Unsure = "open",
     wait_s: float = 10.0,
     alive_s: float = 5.0,
-) -> AsyncIterator[list[Limits]]:
+) -> AsyncIterator[list[Gate]]:
     """Gateways that know these limits. They are patient, since the machine may be busy."""
     states = [RedisState(server.url, wait_s=wait_s, alive_s=alive_s) for _ in range(count)]
-    stages = [Limits(state) for state in states]
+    stages = [Gate(state) for state in states]
     for stage in stages:
         stage.update(directory(*limits, unsure=unsure))
         await stage.start()
@@ -75,7 +75,7 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
             await asyncio.sleep(0.02)
 
 
-async def let_in(stage: Limits) -> Journey | None:
+async def let_in(stage: Gate) -> Journey | None:
     journey = request()
     return journey if await refusal(stage, journey) is None else None
 
@@ -102,7 +102,7 @@ async def test_streams_of_three_gateways_deliver_no_more_than_the_limit_and_some
     most, piece = 20_000, 5
     delivered = stopped = refused = 0
 
-    async def stream(stage: Limits, number: int) -> None:
+    async def stream(stage: Gate, number: int) -> None:
         nonlocal delivered, stopped, refused
         journey = request(prompt=10, most=1)  # and more comes than that
         if await refusal(stage, journey) is not None:
@@ -131,7 +131,7 @@ async def test_streams_of_three_gateways_deliver_no_more_than_the_limit_and_some
 async def test_what_runs_at_a_time_is_limited_over_all_gateways(server: RedisServer) -> None:
     running = most = done = 0
 
-    async def run(stage: Limits) -> None:
+    async def run(stage: Gate) -> None:
         nonlocal running, most, done
         while (journey := await let_in(stage)) is None:  # noqa: ASYNC110 - as a client would
             await asyncio.sleep(0.01)
@@ -269,7 +269,7 @@ async def test_hammering_while_redis_is_killed_passes_the_limit_by_no_more_than_
             assert await let_in(stage) is not None
         count = 3
 
-        async def hammer(stage: Limits) -> None:
+        async def hammer(stage: Gate) -> None:
             nonlocal count
             for _ in range(100):
                 journey = await let_in(stage)
@@ -302,7 +302,7 @@ async def test_a_budget_that_is_set_later_counts_what_the_ledger_has(server: Red
 
 async def test_nobody_waits_for_a_redis_that_is_not_there() -> None:
     state = RedisState("unix:///nowhere/redis.sock")
-    stage = Limits(state)
+    stage = Gate(state)
     stage.update(directory(limit("requests", 3)))
     await stage.start()
     assert [await let_in(stage) is not None for _ in range(4)] == [True, True, True, False]
@@ -373,7 +373,7 @@ def _month() -> int:
     return int(period("month", steady())[0])
 
 
-async def _is_in(stage: Limits) -> bool:
+async def _is_in(stage: Gate) -> bool:
     return await let_in(stage) is not None
 
 

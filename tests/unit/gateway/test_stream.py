@@ -69,16 +69,20 @@ def streamed(lengths: list[int], most: int, pieces: list[bytes]) -> tuple[Journe
     journey = Journey(exchange, ask, CHAT, pool, b"chatcmpl-1 5", ANYONE)
     told, counts = Told(), [0]
 
-    def counted() -> str | None:
-        counts.append(journey.delivered.output_tokens)
-        return "limit" if counts[-1] >= most else None
+    class Limit:
+        def counted(self, now: float) -> str | None:
+            del now
+            counts.append(journey.delivered.output_tokens)
+            return "limit" if counts[-1] >= most else None
+
+        def leave(self) -> None: ...
 
     async def feed() -> None:
         stream = ClientStream(
             journey,
             told,
             Carrier(ask, CHAT.path, journey.delivered),
-            counted=counted,
+            visits=[Limit()],
             charge=lambda _: None,
             leave=lambda: None,
         )

@@ -1,0 +1,94 @@
+"""What one request holds of its caller's limits: more of them while it streams, what it used at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from argosy.gateway.ask import DEFAULT_OUTPUT
+from argosy.gateway.journey import Journey
+from argosy.gateway.limit_words import Headers
+from argosy.policy import Meter, OutputEstimates, Rates, Reservation, Use, ended, running
+from argosy.store import Clock, SharedState, Wants
+
+STEP = 32
+"""Output tokens that a stream holds ahead once it has passed what was expected."""
+
+
+@dataclass(frozen=True, slots=True)
+class Party:
+    """All limits that a caller's requests for a model come under."""
+
+    meters: tuple[Meter, ...]
+    trusted: bool
+    """It goes on while nobody can say how much is used."""
+    asker: tuple[str, ...]
+    headers: Headers
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """A `Visit`."""
+
+    state: SharedState
+    clock: Clock
+    estimates: OutputEstimates
+    party: Party
+    journey: Journey
+    reservation: Reservation
+    rates: Rates
+    prompt: int
+    """It is enough for so many tokens of the prompt,"""
+    output: int
+    """and for so many of the answer."""
+
+    def counted(self, now: float) -> str | None:  # noqa: ARG002 - limits go by the wall clock
+        """Hold more when what was delivered passes what is held."""
+        told = self.journey.delivered
+        if told.output_tokens <= self.output and told.prompt_tokens <= self.prompt:
+            return None
+        return self._extend()
+
+    def leave(self) -> None:
+        """Give back what was not used; of a request that was sent nowhere, or got nothing because of us, all."""
+        told, journey, now = self.journey.delivered, self.journey, self.clock()
+        if not told.output_tokens and (journey.status == "failed" or not journey.route):
+            self.reservation.settle(Use(), now)
+            return
+        prompt = told.prompt_tokens
+        if not prompt and told.output_tokens:
+            prompt = self.prompt  # nobody said
+        cost = self.rates.cost(prompt, told.cached_tokens, told.output_tokens)
+        self.reservation.settle(ended(prompt, told.output_tokens, cost), now)
+        if journey.status == "completed":
+            length = told.output_tokens // journey.ask.choices
+            self.estimates.learn(self.party.asker, length, DEFAULT_OUTPUT)
+
+    def _extend(self) -> str | None:
+        """Hold more, for a while ahead if there is room; the finish reason where there is none."""
+        told, now = self.journey.delivered, self.clock()
+        prompt, output = told.prompt_tokens or self.prompt, told.output_tokens
+        for enough in (output + STEP, output):
+            use = use_of(self.rates, prompt, told.cached_tokens, enough)
+            if self.reservation.extend(use, now) is None:
+                self.prompt, self.output = prompt, enough
+                return None
+        wants = wants_of(self.reservation.lacking(use))
+        if not self.state.lend(wants, now) and self.party.trusted:
+            self.state.trust(wants, now)
+        refusal = self.reservation.extend(use, now)
+        if refusal is None:
+            self.prompt, self.output = prompt, output
+            return None
+        self.reservation.count(use, now)
+        return "budget" if refusal.meter.unit == "nano_dollars" else "limit"
+
+
+def use_of(rates: Rates, prompt: int, cached: int, output: int) -> Use:
+    """What a request uses that has so many tokens so far."""
+    return running(prompt, output, rates.cost(prompt, cached, output))
+
+
+def wants_of(lacking: Iterable[tuple[Meter, int]]) -> Wants:
+    """What the shared state is asked for."""
+    return [(meter.counter, units) for meter, units in lacking]
