@@ -12,9 +12,10 @@ from argosy.engine.config import EngineConfig, EngineLimits, resolve
 from argosy.engine.execution.checkpoint import fingerprint, locate
 from argosy.engine.execution.device import Device, cpu_device
 from argosy.engine.execution.executor import Executor, TorchExecutor
-from argosy.engine.execution.families import ModelSpec, read_spec
 from argosy.engine.execution.model import Decoder
 from argosy.engine.execution.pack_cache import PackCache, open_packs
+from argosy.engine.execution.spec import ModelSpec
+from argosy.engine.execution.spec_config import read_spec
 from argosy.engine.execution.weights import load_decoder
 from argosy.engine.scheduling import Admission, Plan
 from argosy.protocol import SamplingParams
