@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from argosy.engine.execution.attention_cpu import cpu_attention
-from argosy.engine.execution.batch import AttentionSpec, Batch
+from argosy.engine.execution.batch import AttentionSpec, Batch, CacheShape
 from argosy.engine.execution.native import Kernels, NativeUnavailable, load_kernels
 from argosy.engine.execution.rope import rope_rows, rope_table, rotated
 from argosy.engine.execution.spec import RopeSpec
@@ -90,22 +90,26 @@ class World:
         return rope_rows(rope_table(spec, max(self.lengths)), positions)
 
     def attention(self, path: PathName, threads: int = 2) -> Attention:
-        attention = cpu_attention(
+        attention = cpu_attention(self.shape(type_of[self.dtype]), threads=threads, path=path)
+        self.soil(attention)
+        return attention
+
+    def shape(self, dtype: torch.dtype) -> CacheShape:
+        return CacheShape(
             layers=self.layers,
             heads=self.heads,
             kv_heads=self.kv_heads,
             head_dim=self.head_dim,
             num_blocks=self.num_blocks,
             block_size=self.block_size,
-            dtype=type_of[self.dtype],
-            threads=threads,
-            path=path,
+            dtype=dtype,
         )
-        # What earlier owners left in a block must not matter, not even if it is not finite.
+
+    def soil(self, attention: Attention) -> None:
+        """What earlier owners left in a block must not matter, not even if it is not finite."""
         dirt = torch.full(attention.read_block(0).shape, 0xFF, dtype=torch.uint8)
         for block in range(self.num_blocks):
             attention.write_block(block, dirt)
-        return attention
 
     def batch(self, chunks: list[Chunk]) -> Batch:
         counts = torch.tensor([0, *(count for _, _, count in chunks)])
@@ -328,17 +332,15 @@ def test_rotation_rounds_once_to_the_dtype(path: PathName, dtype: str) -> None:
     assert_same_bits([x for row in turning.qkv for x in row], kept)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_blocks_can_be_copied_and_taken_elsewhere(path: PathName, dtype: str) -> None:
-    world = World([40, 40], dtype=dtype)
+def assert_blocks_move(world: World, path: PathName) -> None:
+    """The blocks of the first sequence, copied to the second's and to another cache, go on as they were."""
     expected = world.run(path, world.whole())[0]
-    attention = world.attention(path)
+    attention, elsewhere = world.attention(path), world.attention(path)
     q, k, v = world.qkv[0]
     attention(q[:39], k[:39], v[:39], world.batch([(0, 0, 39)]), world.spec, None)
     mine, others = world.pages[0].tolist(), world.pages[1].tolist()
 
     attention.copy_blocks(list(zip(mine, others, strict=True)))
-    elsewhere = world.attention(path)
     for block in others:
         elsewhere.write_block(block, attention.read_block(block))
     zeros = torch.zeros_like(attention.read_block(0))
@@ -348,6 +350,12 @@ def test_blocks_can_be_copied_and_taken_elsewhere(path: PathName, dtype: str) ->
     for where in (attention, elsewhere):
         out = where(q[39:], k[39:], v[39:], world.batch([(1, 39, 1)]), world.spec, None)
         assert_same_bits([out], [expected[39:]])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_blocks_can_be_copied_and_taken_elsewhere(path: PathName, dtype: str) -> None:
+    world = World([40, 40], dtype=dtype)
+    assert_blocks_move(world, path)
 
 
 def test_a_block_carries_every_layer(path: PathName) -> None:
@@ -371,14 +379,9 @@ def small(
     path: Literal["auto", "native"], compiler: str, folder: Path, **changes: int
 ) -> Attention:
     sizes = {"heads": 4, "kv_heads": 2, "head_dim": 32, "block_size": 16, **changes}
+    shape = CacheShape(layers=1, num_blocks=4, dtype=torch.float32, **sizes)
     return cpu_attention(
-        layers=1,
-        num_blocks=4,
-        dtype=torch.float32,
-        threads=1,
-        path=path,
-        kernels=lambda: load_kernels(compiler, folder),
-        **sizes,
+        shape, threads=1, path=path, kernels=lambda: load_kernels(compiler, folder)
     )
 
 
@@ -399,7 +402,7 @@ def test_a_failing_compiler_is_quoted(tmp_path: Path) -> None:
 
 def test_block_sizes_the_kernel_does_not_do(tmp_path: Path) -> None:
     native_or_skip()
-    name = cpu_attention(
+    shape = CacheShape(
         layers=1,
         heads=2,
         kv_heads=1,
@@ -407,9 +410,8 @@ def test_block_sizes_the_kernel_does_not_do(tmp_path: Path) -> None:
         num_blocks=4,
         block_size=5,
         dtype=torch.float32,
-        threads=1,
-    ).name
-    assert name == "torch"
+    )
+    assert cpu_attention(shape, threads=1).name == "torch"
 
 
 def test_heads_that_do_not_divide_are_refused(tmp_path: Path) -> None:

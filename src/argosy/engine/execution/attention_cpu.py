@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from argosy.engine.execution.batch import Attention, AttentionSpec, Batch
+    from argosy.engine.execution.batch import Attention, AttentionSpec, Batch, CacheShape
     from argosy.engine.execution.rope import RopeRows
 
 AttentionPath = Literal["auto", "native", "torch"]
@@ -31,14 +31,8 @@ log = structlog.get_logger(__name__)
 
 
 def cpu_attention(
+    shape: CacheShape,
     *,
-    layers: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    num_blocks: int,
-    block_size: int,
-    dtype: torch.dtype,
     threads: int,
     path: AttentionPath = "auto",
     kernels: Callable[[], Kernels] = load_kernels,
@@ -46,24 +40,10 @@ def cpu_attention(
     """Allocate a paged KV cache and choose the attention over it; the log says which.
 
     path: "auto" takes the native kernel if it can, "native" insists on it (NativeUnavailable).
-    Raises ValueError for shapes that no path does.
     """
-    if heads % kv_heads:
-        raise ValueError(
-            f"{heads} heads do not divide among {kv_heads} KV heads; fix the model's config"
-        )
     if path != "torch":
         try:
-            native = NativeAttention(
-                layers=layers,
-                kv_heads=kv_heads,
-                head_dim=head_dim,
-                num_blocks=num_blocks,
-                block_size=block_size,
-                dtype=dtype,
-                threads=threads,
-                kernels=kernels(),
-            )
+            native = NativeAttention(shape, threads, kernels())
         except NativeUnavailable as unavailable:
             if path == "native":
                 raise
@@ -71,14 +51,7 @@ def cpu_attention(
         else:
             log.info("attention.path", path="native", threads=threads)
             return native
-    return TorchAttention(
-        layers=layers,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        dtype=dtype,
-    )
+    return TorchAttention(shape)
 
 
 class BlockStore:
@@ -123,18 +96,8 @@ class NativeAttention(BlockStore):
     ROW_BYTES = 64
     """A head's keys are padded to a multiple of it, as the kernel's vectors want."""
 
-    def __init__(
-        self,
-        *,
-        layers: int,
-        kv_heads: int,
-        head_dim: int,
-        num_blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
-        threads: int,
-        kernels: Kernels,
-    ) -> None:
+    def __init__(self, shape: CacheShape, threads: int, kernels: Kernels) -> None:
+        block_size, dtype = shape.block_size, shape.dtype
         if block_size % 8:
             raise NativeUnavailable(f"block_size {block_size} is no multiple of 8; choose 16 or 32")
         if dtype == torch.bfloat16:
@@ -144,16 +107,19 @@ class NativeAttention(BlockStore):
         else:
             raise NativeUnavailable(f"no kernel for {dtype}; choose bfloat16 or float32")
         lanes = self.ROW_BYTES // dtype.itemsize
-        width = -(-head_dim // lanes) * lanes
-        shape = (layers, num_blocks, kv_heads, block_size, width)
-        super().__init__(huge_zeros(shape, dtype), huge_zeros(shape, dtype))
+        width = -(-shape.head_dim // lanes) * lanes
+        sizes = (shape.layers, shape.num_blocks, shape.kv_heads, block_size, width)
+        super().__init__(huge_zeros(sizes, dtype), huge_zeros(sizes, dtype))
         self._layers = [
             (keys.data_ptr(), values.data_ptr())
             for keys, values in zip(self.keys, self.values, strict=True)
         ]
         self._dtype = dtype
         self._call = AttentionCall(
-            kv_heads=kv_heads, head_dim=head_dim, block_size=block_size, threads=threads
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            block_size=block_size,
+            threads=threads,
         )
         self._batch: Batch | None = None
         self._pages: Tensor
@@ -226,18 +192,10 @@ class TorchAttention(BlockStore):
     TILE_BYTES = 32 << 20
     """Most memory for one gathered key tile; units beyond it are done in a next turn."""
 
-    def __init__(
-        self,
-        *,
-        layers: int,
-        kv_heads: int,
-        head_dim: int,
-        num_blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
-    ) -> None:
-        shape = (layers, num_blocks, block_size, kv_heads, head_dim)
-        super().__init__(huge_zeros(shape, dtype), huge_zeros(shape, dtype))
+    def __init__(self, shape: CacheShape) -> None:
+        block_size, kv_heads, head_dim = shape.block_size, shape.kv_heads, shape.head_dim
+        sizes = (shape.layers, shape.num_blocks, block_size, kv_heads, head_dim)
+        super().__init__(huge_zeros(sizes, shape.dtype), huge_zeros(sizes, shape.dtype))
         self._block_size = block_size
         self._tile_blocks = max(1, self.KEY_TILE // block_size)
         self._tile = self._tile_blocks * block_size

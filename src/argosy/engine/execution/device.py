@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from argosy.engine.config import WeightFormat
-    from argosy.engine.execution.batch import Attention
+    from argosy.engine.execution.batch import Attention, CacheShape
     from argosy.engine.execution.pack_cache import Keep
 
 WARM_SIZES = (1, 16)
@@ -133,21 +133,8 @@ class Device(Protocol):
         """Norms and gates."""
         ...
 
-    def attention(
-        self,
-        *,
-        layers: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        num_blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
-    ) -> Attention:
-        """Allocate a paged KV cache and the attention over it. ValueError: what it cannot do.
-
-        dtype: of the cache.
-        """
+    def attention(self, shape: CacheShape) -> Attention:
+        """Allocate a paged KV cache and the attention over it. ValueError: what it cannot do."""
         ...
 
     def to_device(self, tensor: Tensor, into: Tensor | None = None) -> Tensor:
@@ -238,31 +225,12 @@ class _Cpu:
             )
         return int_linear(weight, bias, form, self.threads, keep)
 
-    def attention(
-        self,
-        *,
-        layers: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        num_blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
-    ) -> Attention:
-        if dtype.itemsize == 1:
+    def attention(self, shape: CacheShape) -> Attention:
+        if shape.dtype.itemsize == 1:
             raise ValueError(
                 "the CPU has no fp8 KV cache; leave kv_dtype at auto, or take a CUDA device"
             )
-        return cpu_attention(
-            layers=layers,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            dtype=dtype,
-            threads=self.threads,
-        )
+        return cpu_attention(shape, threads=self.threads)
 
     def to_device(self, tensor: Tensor, into: Tensor | None = None) -> Tensor:
         return tensor if into is None else into.copy_(tensor)
