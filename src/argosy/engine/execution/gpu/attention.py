@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 
-from argosy.engine.execution.attention_cpu import BlockStore
+from argosy.engine.execution.block_store import BlockStore
 from argosy.engine.execution.gpu.attention_kernels import RANGE, attend, merge_ranges, store
 
 if TYPE_CHECKING:
