@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 
-from argosy.engine.execution import device as device_module
+from argosy.engine.execution import cgroup
 from argosy.engine.execution import isa as isa_module
 from argosy.engine.execution.device import Device, cpu_device
 from argosy.engine.execution.isa import TORCH, VARIABLE, available_isas
@@ -66,7 +66,7 @@ def test_free_memory_respects_the_cgroup(
     figures = {"memory.max": "5000", "memory.current": "3000"}
     for name, text in {**figures, "memory.stat": "anon 2000\ninactive_file 700\n"}.items():
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(device_module, "_cgroup_folders", lambda: [tmp_path])
+    monkeypatch.setattr(cgroup, "_folders", lambda: [tmp_path])
     assert device.free_bytes() == 2700
     (tmp_path / "memory.max").write_text("max")
     assert device.free_bytes() > 2700
@@ -91,7 +91,7 @@ def test_the_fastest_path_is_the_default(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_path_that_the_cpu_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     old = next(isa.needs for isa in isa_module.ISAS if isa.name == "avx2")
-    monkeypatch.setattr(isa_module, "_features", lambda: old)
+    monkeypatch.setattr(isa_module, "cpu_features", lambda: old)
     assert [isa.name for isa in available_isas()] == ["avx2", "generic"]
     monkeypatch.setenv(VARIABLE, "avx512")
     with pytest.raises(ValueError, match=r"lacks avx512bw.*choose one of avx2, generic, .*torch"):
