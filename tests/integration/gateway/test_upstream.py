@@ -12,6 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.integration.gateway.wire import CHUNKED, OK, Kept, ask, read_request, serving
+from tests.waiting import still
 
 from argosy.gateway import attempt as attempts
 from argosy.gateway.attempt import Attempt
@@ -139,11 +140,7 @@ async def test_a_paused_sink_holds_the_server_back_and_memory_stays_bounded() ->
         connection = await ask(upstream, sink)
         await sink.begun.wait()
         connection.pause()
-        before = -1
-        while sent != before:  # until the server can send no more
-            before = sent
-            await asyncio.sleep(0.2)
-        assert sent < 4000 * len(piece)
+        assert await still(lambda: sent) < 4000 * len(piece)
         assert len(sink.body) < 1 << 20
         connection.resume()
         await sink.ended.wait()
