@@ -115,11 +115,11 @@ async def test_a_second_answer_to_one_request_is_never_taken_for_the_next() -> N
 
 
 async def test_no_server_is_a_failure_that_says_so() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    upstream = Upstream(parse_endpoint(f"http://127.0.0.1:{port}"))
-    with pytest.raises(UpstreamError, match="no connection") as caught:
-        await upstream.connect()
+    with socket.socket() as deaf:  # its port is nobody else's, and it does not listen
+        deaf.bind(("127.0.0.1", 0))
+        upstream = Upstream(parse_endpoint(f"http://127.0.0.1:{deaf.getsockname()[1]}"))
+        with pytest.raises(UpstreamError, match="no connection") as caught:
+            await upstream.connect()
     assert caught.value.untouched
 
 
