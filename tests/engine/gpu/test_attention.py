@@ -10,7 +10,7 @@ import torch
 
 from argosy.engine.execution.gpu.attention import KV_FLOAT8, TritonAttention
 from tests.engine.gpu.device import DEVICE
-from tests.engine.test_attention import (
+from tests.engine.worlds import (
     World,
     assert_blocks_move,
     assert_right,
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from argosy.engine.execution.batch import AttentionSpec, Batch
     from argosy.engine.execution.rope import RopeRows
-    from tests.engine.test_attention import Chunk, PathName
+    from tests.engine.worlds import Chunk, PathName
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy plays the GPU here
 
