@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional as F
 
 from argosy.engine.execution.attention_cpu import cpu_attention
-from argosy.engine.execution.batch import AttentionSpec, Batch
+from argosy.engine.execution.batch import AttentionSpec, Batch, CacheShape
 from argosy.engine.execution.rope import rope_rows, rope_table
 from argosy.engine.execution.spec import RopeSpec
 
@@ -84,7 +84,7 @@ def paged(
 ) -> Callable[[], object]:
     """Paged attention of all layers, rotating and storing the new tokens included."""
     batch = make_batch(chunks)
-    attention = cpu_attention(
+    cache = CacheShape(
         layers=LAYERS,
         heads=shape.heads,
         kv_heads=shape.kv_heads,
@@ -92,9 +92,8 @@ def paged(
         num_blocks=batch.page_table.numel(),
         block_size=BLOCK,
         dtype=dtype,
-        threads=threads,
-        path="native",
     )
+    attention = cpu_attention(cache, threads=threads, path="native")
     tokens = len(batch.positions)
     q = torch.randn(tokens, shape.heads, shape.head_dim, dtype=dtype)
     k, v = (torch.randn(tokens, shape.kv_heads, shape.head_dim, dtype=dtype) for _ in range(2))

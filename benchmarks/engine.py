@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +32,8 @@ from pathlib import Path
 from argosy.bench import BenchError, Row, run, summarize
 from benchmarks import workloads
 from benchmarks.checkpoints import SHAPES, make
-from benchmarks.peers.catalog import DEFAULT, ENGINES, ROOT
+from benchmarks.options import choice
+from benchmarks.peers.catalog import DEFAULT, ENGINES, ROOT, interpreter
 from benchmarks.peers.worker import Settings
 from benchmarks.processes import Launch, PeerError, Session, served
 from benchmarks.report import Limits, Values, machine_rows, markdown, rows
@@ -105,7 +106,7 @@ class Bench:
     def _launch(self, engine: str, *, prefix_cache: bool) -> Launch:
         peer, options = ENGINES[engine], self.options
         return Launch(
-            peer.python(options.environments),
+            interpreter(peer.environment, options.environments),
             peer,
             Settings(
                 model=str(self.model),
@@ -160,25 +161,14 @@ def machine(threads: int) -> dict[str, float]:
     return {row["machine"]: row["value"] for row in found}
 
 
-def _choice(known: tuple[str, ...]) -> Callable[[str], list[str]]:
-    def parse(text: str) -> list[str]:
-        chosen = [name for name in text.split(",") if name]
-        unknown = [name for name in chosen if name not in known]
-        if unknown:
-            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(known)}")
-        return chosen
-
-    return parse
-
-
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     names, temporary = ("W1", "W2", "W3", "W4"), Path(tempfile.gettempdir()) / "argosy-bench"
     parser.add_argument("--shape", choices=tuple(SHAPES), default="qwen2-0.5b")
-    parser.add_argument("--workloads", type=_choice(names), default=list(names))
-    parser.add_argument("--engines", type=_choice(tuple(ENGINES)), default=list(DEFAULT))
+    parser.add_argument("--workloads", type=choice(names), default=list(names))
+    parser.add_argument("--engines", type=choice(tuple(ENGINES)), default=list(DEFAULT))
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--rate", type=float, default=workloads.RATE, help="of W4, requests/s")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))

@@ -30,6 +30,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks import wire
+from benchmarks.options import choice
 from benchmarks.peers.catalog import ROOT
 from benchmarks.processes import PeerError
 from benchmarks.proxies import DEFAULT, KEY, MOST_STREAMS, PROXIES, Running, running
@@ -237,8 +238,8 @@ def _options() -> argparse.Namespace:
     )
     cores = sorted(os.sched_getaffinity(0))
     cache = Path(tempfile.gettempdir()) / "argosy-bench"
-    parser.add_argument("--proxies", type=_choice(tuple(PROXIES)), default=list(DEFAULT))
-    parser.add_argument("--parts", type=_choice(PARTS), default=list(PARTS))
+    parser.add_argument("--proxies", type=choice(tuple(PROXIES)), default=list(DEFAULT))
+    parser.add_argument("--parts", type=choice(PARTS), default=list(PARTS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
     parser.add_argument("--counts", type=int, nargs="+", default=[64, 256, 512], help="streams")
@@ -248,17 +249,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, default=cache, help="for programs and logs")
     parser.add_argument("--environments", type=Path, default=ROOT / ".venv-peers")
     return parser.parse_args()
-
-
-def _choice(known: tuple[str, ...]) -> Callable[[str], list[str]]:
-    def parse(text: str) -> list[str]:
-        chosen = [name for name in text.split(",") if name]
-        unknown = [name for name in chosen if name not in known]
-        if unknown:
-            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(known)}")
-        return chosen
-
-    return parse
 
 
 def main() -> None:

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    Sizes = tuple[int, ...]
+    Compare = Callable[[int, int, Sizes, int, float], None]
+
 ROWS = (1, 2, 4, 8, 16, 32, 64, 256, 512, 1024)
 SHAPES = ((1152, 896), (896, 896), (9728, 896), (896, 4864), (6144, 2048), (151936, 896))
 ROTATED_BYTES = 96 << 20
@@ -68,18 +71,20 @@ def compare(outs: int, cols: int, rows: tuple[int, ...], threads: int, seconds: 
         print(json.dumps(line), flush=True)
 
 
-def main() -> None:
-    """Print a JSON line for each case."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def over_shapes(
+    about: str | None, compare: Compare, rows: Sizes, shapes: tuple[Sizes, ...]
+) -> None:
+    """Read the command's options, and compare on each shape; rows and shapes are what they default to."""
+    parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--seconds", type=float, default=0.5, help="at least, for each case")
-    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
+    parser.add_argument("--rows", type=int, nargs="+", default=rows)
     parser.add_argument("--shape", type=int, nargs=2, action="append", metavar=("OUTS", "COLS"))
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    for outs, cols in options.shape or SHAPES:
+    for outs, cols in options.shape or shapes:
         compare(outs, cols, tuple(options.rows), options.threads, options.seconds)
 
 
 if __name__ == "__main__":
-    main()
+    over_shapes(__doc__, compare, ROWS, SHAPES)

@@ -11,7 +11,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ import msgspec
 import psutil
 
 from argosy.store import Price, open_store
+from benchmarks.peers.catalog import interpreter
 from benchmarks.processes import PeerError
 
 MODEL = "mock"
@@ -77,15 +77,6 @@ class Proxy:
     """A router written for speed: what we compare ourselves with."""
     slow: bool = False
     """Asked for small requests and few streams only."""
-
-    def python(self, environments: Path) -> Path:
-        """Its interpreter. Raises FileNotFoundError with the remedy."""
-        if self.environment is None:
-            return Path(sys.executable)
-        path = environments / self.environment / "bin" / "python"
-        if not path.exists():
-            raise FileNotFoundError(f"not installed: make peers/{self.environment}")
-        return path
 
 
 @dataclass(slots=True)
@@ -235,7 +226,8 @@ def running(
 ) -> Iterator[Running]:
     """The proxy on one core, once it has answered. Raises PeerError or FileNotFoundError."""
     folder.mkdir(parents=True)
-    place = Place(upstream, free_port(), folder, proxy.python(environments))
+    python = interpreter(proxy.environment, environments)
+    place = Place(upstream, free_port(), folder, python)
     start = proxy.start(place)
     log = folder / "log"
     with log.open("wb") as errors:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from typing import TYPE_CHECKING
@@ -12,6 +11,7 @@ import torch
 from argosy.engine.execution.linear_cpu import NativeLinear, PackedLinear
 from argosy.engine.execution.linear_int_cpu import NativeIntLinear
 from argosy.engine.execution.native import load_kernels
+from benchmarks.linear import over_shapes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,7 +67,10 @@ def microseconds(run: Linear, x: Tensor) -> float:
 
 
 def compare(outs: int, cols: int, rows: tuple[int, ...], threads: int, seconds: float) -> None:
-    """Print a line for each number of rows: the least of each linear's times, since others may use the machine."""
+    """Print a line for each number of rows: the least of each linear's times, since others may use the machine.
+
+    Speeds are in bfloat16's.
+    """
     copies = max(1, min(32, ROTATED_BYTES // (outs * cols)))
     weight = (torch.randn(outs, cols) * cols**-0.5).bfloat16()
     kernels = load_kernels()
@@ -96,18 +99,5 @@ def compare(outs: int, cols: int, rows: tuple[int, ...], threads: int, seconds: 
         print(json.dumps(line | {"calls": turn}), flush=True)
 
 
-def main() -> None:
-    """Print a JSON line for each case; speeds are in bfloat16's."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--seconds", type=float, default=0.5, help="at least, for each case")
-    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
-    parser.add_argument("--shape", type=int, nargs=2, action="append", metavar=("OUTS", "COLS"))
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    for outs, cols in options.shape or SHAPES:
-        compare(outs, cols, tuple(options.rows), options.threads, options.seconds)
-
-
 if __name__ == "__main__":
-    main()
+    over_shapes(__doc__, compare, ROWS, SHAPES)

@@ -27,14 +27,15 @@ class Peer:
     paced: bool = False
     """Has no server: W4 is driven in its process, without HTTP, which favours it."""
 
-    def python(self, environments: Path) -> Path:
-        """The interpreter to run it with. Raises FileNotFoundError with the remedy."""
-        if self.environment is None:
-            return Path(sys.executable)
-        path = environments / self.environment / "bin" / "python"
-        if not path.exists():
-            raise FileNotFoundError(f"not installed: make peers/{self.environment}")
-        return path
+
+def interpreter(environment: str | None, environments: Path) -> Path:
+    """The Python of a peer's environment; None: this one. Raises FileNotFoundError with the remedy."""
+    if environment is None:
+        return Path(sys.executable)
+    path = environments / environment / "bin" / "python"
+    if not path.exists():
+        raise FileNotFoundError(f"not installed: make peers/{environment}")
+    return path
 
 
 ENGINES = {

@@ -4,36 +4,21 @@ from __future__ import annotations
 
 import http.client
 import json
-import mmap
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import gguf
-import numpy as np
-from numpy.typing import NDArray
 
+from benchmarks.peers.gguf_model import add_sizes, tensors, write
 from benchmarks.peers.worker import MAX_SEQS, Request, Settings, Stamps, main
 
 CACHE_TOKENS = 65536
 """Of all sequences together, at float16 0.8 GB for the 0.5B shape; it takes tokens, not bytes."""
 TYPES = {"bf16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
-NAMES = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
-TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
 def convert(settings: Settings) -> Path:
@@ -44,30 +29,19 @@ def convert(settings: Settings) -> Path:
     config = json.loads((Path(settings.model) / "config.json").read_text())
     partial = path.with_suffix(".partial")
     writer = gguf.GGUFWriter(partial, config["model_type"])
-    _describe(writer, config)
+    add_sizes(writer, config)
+    _add_tokens(writer, config)
     kind = gguf.GGMLQuantizationType[TYPES[settings.weights]]
-    for name, values in _tensors(Path(settings.model) / "model.safetensors"):
+    for name, values in tensors(Path(settings.model) / "model.safetensors"):
         if values.ndim == 1:
             writer.add_tensor(name, values)
         else:
             writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write(writer)
     return partial.rename(path)
 
 
-def _describe(writer: gguf.GGUFWriter, config: dict[str, int]) -> None:
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_theta"])
-    writer.add_vocab_size(config["vocab_size"])
+def _add_tokens(writer: gguf.GGUFWriter, config: dict[str, int]) -> None:
     writer.add_tokenizer_model("llama")
     writer.add_token_list([f" t{number}" for number in range(config["vocab_size"])])
     writer.add_token_scores([0.0] * config["vocab_size"])
@@ -75,26 +49,6 @@ def _describe(writer: gguf.GGUFWriter, config: dict[str, int]) -> None:
     writer.add_bos_token_id(config["bos_token_id"])
     writer.add_eos_token_id(config["eos_token_id"])
     writer.add_add_bos_token(value=False)
-
-
-def _tensors(path: Path) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    """Names as GGUF has them, and float32 values of the bfloat16 in a safetensors file."""
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        start = 8 + int.from_bytes(data[:8], "little")
-        for name, entry in json.loads(data[8:start]).items():
-            if name == "__metadata__":
-                continue
-            begin, end = (start + offset for offset in entry["data_offsets"])
-            halves = np.frombuffer(data[begin:end], dtype=np.uint16).reshape(entry["shape"])
-            yield _rename(name), (halves.astype(np.uint32) << 16).view(np.float32)
-
-
-def _rename(name: str) -> str:
-    module, _, kind = name.rpartition(".")
-    if module in TOP:
-        return f"{TOP[module]}.{kind}"
-    _, _, layer, inner = module.split(".", 3)
-    return f"blk.{layer}.{NAMES[inner]}.{kind}"
 
 
 def server(settings: Settings, port: int) -> list[str]:

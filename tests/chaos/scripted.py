@@ -5,7 +5,6 @@ loads and remembers which faults it has already played. A prompt is `[command, k
 the command strikes when the request is about to get output token k, at most `times` times.
 """
 
-import asyncio
 import enum
 import os
 import signal
@@ -210,12 +209,6 @@ class ScriptedCore:
                 msg = "scripted failure of a step"
                 raise RuntimeError(msg)
         return False
-
-
-async def until(condition: Callable[[], object]) -> None:
-    """Wait until the condition holds; the test's own time limit is the only one."""
-    while not condition():  # noqa: ASYNC110 - what is waited for happens in other processes
-        await asyncio.sleep(0.01)
 
 
 @contextmanager

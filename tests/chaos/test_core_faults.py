@@ -16,8 +16,8 @@ from tests.chaos.scripted import (
     plan_loads,
     prompt,
     stopped,
-    until,
 )
+from tests.waiting import until
 
 from argosy.engine.serving.core.client import EngineClient, EngineFailedError
 from argosy.engine.serving.core.delta_stream import CRASHES, DeltaStream

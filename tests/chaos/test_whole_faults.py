@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from benchmarks.chaos import FAULTS, Streams, all_back, settled, stream, whole
+from benchmarks.chaos import Streams, settled
+from benchmarks.faults import FAULTS
+from benchmarks.whole import all_back, stream, whole
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="module")]
 

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from argosy.engine.execution.device import cpu_device
-from argosy.engine.execution.families import describe, read_spec
+from argosy.engine.execution.spec import describe
+from argosy.engine.execution.spec_config import read_spec
 from argosy.engine.execution.weights import load_decoder
 from tests.engine.oracle import Runner
 from tests.engine.reference import VOCAB, Reference, make_reference
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from argosy.engine.execution.families import ModelSpec
     from argosy.engine.execution.model import Decoder
+    from argosy.engine.execution.spec import ModelSpec
 
 LENGTHS = (1, 2, 5, 16, 17, 33, 70)
 

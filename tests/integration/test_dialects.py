@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import itertools
 from collections import deque
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,6 +38,7 @@ from tests.integration.gateway.doubles.server import (
     Fault,
     running,
 )
+from tests.waiting import until
 
 from argosy.gateway import (
     GatewayConfig,
@@ -75,12 +75,6 @@ each_family = pytest.mark.parametrize("family", SELF_HOSTED, ids=lambda family: 
 
 def behind(double: Double, **settings: Any) -> ReplicaConfig:  # noqa: ANN401 - the struct's own
     return ReplicaConfig(url=double.url, model=double.model, **settings)
-
-
-async def until(condition: Callable[[], object]) -> None:
-    """Wait for it; the test's own time limit ends what never comes."""
-    while not condition():  # noqa: ASYNC110 - what is waited for tells nobody
-        await asyncio.sleep(0.01)
 
 
 # --- what is there -------------------------------------------------------------------------------

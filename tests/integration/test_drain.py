@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 
+import httpx2
 import msgspec
 import pytest
 from tests.integration.conftest import REPLY
@@ -22,28 +24,39 @@ def draining(deadline_s: float) -> ServerConfig:
     return msgspec.structs.replace(CONFIG, drain_deadline_s=deadline_s)
 
 
-async def first_bytes(stream: AsyncIterator[bytes]) -> bytes:
-    return await anext(stream)
+@contextlib.asynccontextmanager
+async def begun(
+    client: httpx2.AsyncClient, prompt: str
+) -> AsyncIterator[Callable[[], Awaitable[list[bytes]]]]:
+    """A stream whose first bytes are there; what is yielded reads it to its end and gives its events."""
+    body = chat(prompt, stream=True)
+    async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+        pieces = answer.aiter_bytes()
+        first = await anext(pieces)
+
+        async def to_the_end() -> list[bytes]:
+            return events(first + b"".join([piece async for piece in pieces]))
+
+        yield to_the_end
+
+
+async def no_longer_ready(client: httpx2.AsyncClient) -> None:
+    while (await client.get("/ready")).status_code == 200:
+        pass
 
 
 async def test_sigterm_finishes_what_runs_and_exits_0() -> None:
     async with replica_process(draining(30)) as (process, client):
-        body = chat("please wait", stream=True)
-        async with client.stream("POST", "/v1/chat/completions", json=body) as running:
-            stream = running.aiter_bytes()
-            seen = await first_bytes(stream)
+        async with begun(client, "please wait") as to_the_end:
             process.send_signal(signal.SIGTERM)
-            while (await client.get("/ready")).status_code == 200:
-                pass
+            await no_longer_ready(client)
             refused = await client.post("/v1/chat/completions", json=chat())
             assert refused.status_code == 503
             assert refused.json()["error"]["code"] == "draining"
             assert refused.headers["retry-after"] == "1"
             assert (await client.get("/health")).status_code == 200
             process.send_signal(signal.SIGUSR1)
-            async for piece in stream:
-                seen += piece
-        *chunks, last = events(seen)
+            *chunks, last = await to_the_end()
         assert last == b"[DONE]"
         texts = [json.loads(chunk)["choices"][0]["delta"].get("content", "") for chunk in chunks]
         assert "".join(texts) == PROCESS_REPLY
@@ -52,31 +65,21 @@ async def test_sigterm_finishes_what_runs_and_exits_0() -> None:
 
 async def test_deadline_ends_the_rest_with_an_error_event() -> None:
     async with replica_process(draining(0.2)) as (process, client):
-        body = chat("stay forever", stream=True)
-        async with client.stream("POST", "/v1/chat/completions", json=body) as running:
-            stream = running.aiter_bytes()
-            seen = await first_bytes(stream)
+        async with begun(client, "stay forever") as to_the_end:
             process.send_signal(signal.SIGTERM)
-            async for piece in stream:
-                seen += piece
-        last = json.loads(events(seen)[-1])
-        assert last["error"]["code"] == "draining"
+            *_, last = await to_the_end()
+        assert json.loads(last)["error"]["code"] == "draining"
         assert await process.wait() == 0
 
 
 async def test_second_signal_is_immediate() -> None:
     async with replica_process(draining(600)) as (process, client):
-        body = chat("stay forever", stream=True)
-        async with client.stream("POST", "/v1/chat/completions", json=body) as running:
-            stream = running.aiter_bytes()
-            seen = await first_bytes(stream)
+        async with begun(client, "stay forever") as to_the_end:
             process.send_signal(signal.SIGTERM)
-            while (await client.get("/ready")).status_code == 200:
-                pass
+            await no_longer_ready(client)
             process.send_signal(signal.SIGINT)
-            async for piece in stream:
-                seen += piece
-        assert json.loads(events(seen)[-1])["error"]["code"] == "draining"
+            *_, last = await to_the_end()
+        assert json.loads(last)["error"]["code"] == "draining"
         assert await process.wait() == 0
 
 

@@ -21,7 +21,7 @@ from argosy.models import BUNDLED
 ROOT = Path(__file__).parents[2]
 PEER = Path(os.environ.get("ARGOSY_LLAMA_CPP", ROOT / ".venv-peers" / "llama-cpp"))
 SERVER = PEER / "build" / "bin" / "llama-server"
-EXPORT = Path(__file__).parent / "gateway" / "doubles" / "export_gguf.py"
+EXPORT = "tests.integration.gateway.doubles.export_gguf"
 BODIES: dict[str, dict[str, object]] = {
     CHAT: {"messages": [{"role": "user", "content": "Tell me a story about a cat."}]},
     COMPLETION: {"prompt": "Once upon a time"},
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.skipif(
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bundled model as GGUF."""
     path = tmp_path_factory.mktemp("gguf") / "mini.gguf"
-    subprocess.run([PEER / "bin" / "python", EXPORT, BUNDLED, path], check=True)
+    subprocess.run([PEER / "bin" / "python", "-m", EXPORT, BUNDLED, path], cwd=ROOT, check=True)
     return path
 
 

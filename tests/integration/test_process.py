@@ -12,7 +12,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.chaos.scripted import CORE, Command, expected, prompt, until
+from tests.chaos.scripted import CORE, Command, expected, prompt
+from tests.waiting import until
 
 from argosy.engine.config import EngineConfig
 from argosy.engine.serving.core.client import EngineClient, EngineFailedError

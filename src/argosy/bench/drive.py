@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 
 import msgspec
 
@@ -76,7 +76,7 @@ class Driver:
     async def _warm_up(self) -> None:
         self._start = self._clock()
         for request in self._plan.warmup:
-            self._spawn((request,), 0.0, self._writer.body(request, []))
+            self._begin(self._converse((request,), 0.0, self._writer.body(request, [])))
         await self._all_done()
 
     async def _open_loop(self) -> None:
@@ -88,16 +88,14 @@ class Driver:
             await self._until(at_s)
             if self.stopped:
                 return
-            self._spawn(session, at_s, body)
+            self._begin(self._converse(session, at_s, body))
 
     async def _closed_loop(self) -> None:
         sessions = iter(self._plan.sessions)
         workers = self._plan.concurrency or 1
         for worker in range(workers):
             begin_s = self._plan.ramp_s * worker / workers
-            task = asyncio.create_task(self._work(sessions, begin_s))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._begin(self._work(sessions, begin_s))
 
     async def _work(self, sessions: Iterator[tuple[PlannedRequest, ...]], begin_s: float) -> None:
         await self._until(begin_s)
@@ -109,8 +107,8 @@ class Driver:
                 return
             await self._converse(session, now, body)
 
-    def _spawn(self, session: tuple[PlannedRequest, ...], at_s: float, body: bytes) -> None:
-        task = asyncio.create_task(self._converse(session, at_s, body))
+    def _begin(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

@@ -57,7 +57,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True):
-    """A sample in eleven numbers; zeros when it is empty."""
+    """A sample in ten numbers; zeros when it is empty."""
 
     count: int = 0
     mean: float = 0.0

@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from argosy.engine.async_llm import AsyncLLM
     from argosy.engine.config import KV_SHARE_OF_FREE, PACK_CACHE_BYTES, EngineConfig
     from argosy.engine.execution.checkpoint import locate
-    from argosy.engine.execution.families import describe, read_spec
-    from argosy.engine.execution.spec import Description, ModelSpec
+    from argosy.engine.execution.spec import Description, ModelSpec, describe
+    from argosy.engine.execution.spec_config import read_spec
     from argosy.engine.llm import LLM
     from argosy.engine.outputs import CompletionOutput, RequestOutput
     from argosy.engine.serving.core.client import EngineFailedError
@@ -50,9 +50,9 @@ _HOMES = {
     "ModelSpec": "execution.spec",
     "RequestOutput": "outputs",
     "ServerConfig": "serving.http.options",
-    "describe": "execution.families",
+    "describe": "execution.spec",
     "locate": "execution.checkpoint",
-    "read_spec": "execution.families",
+    "read_spec": "execution.spec_config",
     "serve_replica": "serving.http.server",
 }
 

@@ -6,7 +6,7 @@ from argosy.policy.estimates import OutputEstimates
 from argosy.policy.fairness import INPUT_PRICE, OUTPUT_PRICE, Account, TenantShares
 from argosy.policy.headroom import lowest_tier, nothing_kept
 from argosy.policy.hedging import Hedging
-from argosy.policy.leases import Ask, Grant, Lease, Shared
+from argosy.policy.leases import Lease
 from argosy.policy.limits import (
     Hold,
     Meter,
@@ -37,6 +37,7 @@ from argosy.policy.routing import (
     RouteRequest,
     cost,
 )
+from argosy.policy.sharing import Ask, Grant, Shared
 from argosy.policy.shedding import admits, fits, saturation
 from argosy.policy.slot_lease import SlotLease
 from argosy.policy.supervision import Action, Custody, CustodyLimits, Life

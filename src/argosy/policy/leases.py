@@ -18,58 +18,13 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal, Protocol
 
-from argosy.policy.windows import SHORT_S, SLOTS, Counter, Period, Window, period
+from argosy.policy.sharing import DRY_S, LARGEST, Ask, Grant
+from argosy.policy.windows import SHORT_S, SLOTS, Period, Window, period
 
 LEASE_S = 2.0
 """Most that a grant is good for; of a window, a tenth of it at most."""
-DRY_S = 0.05
-"""How long nothing is asked for after the authority had too little."""
 MOST_OWED = 2 * SLOTS
-LARGEST = 2**53 - 1
-"""The authority counts in floating point."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """What a gateway tells of one limit, and asks of it."""
-
-    kind: Literal["window", "period", "slots"]
-    limit: int
-    seconds: float
-    """A window's length."""
-    lease_s: float
-    keep_s: float
-    """How long what is told now may matter."""
-    slot: int
-    """When a period began."""
-    need: int
-    ahead: int
-    """More that would be good to have, where there is plenty."""
-    kept: int
-    """Of what runs at a time: places that are kept."""
-    owed: tuple[tuple[float, int], ...]
-    """Used without a grant: how long ago, in seconds, and units."""
-    back: tuple[tuple[int, int], ...]
-    """Slot and units that were granted there, and not used."""
-    seeds: tuple[tuple[float, int], ...] | None
-    """Used before anybody counted, likewise. None: nobody has looked."""
-
-
-@dataclass(frozen=True, slots=True)
-class Grant:
-    """What the authority says to an ask."""
-
-    granted: int
-    slot: int
-    used: int
-    """By all gateways, all grants included."""
-    wait_s: float
-    """Until what was needed and not granted may be there; 0: nobody knows."""
-    reset_s: float
-    known: bool
-    """Whether what was used before has been told, by whomever."""
 
 
 def _nothing() -> None:
@@ -81,39 +36,6 @@ class _Granted:
     slot: int
     left: int
     until: float
-
-
-class Shared(Counter, Protocol):
-    """A counter whose room comes from an authority, or is lent."""
-
-    dry_until: float
-    """Nothing is worth asking for before."""
-
-    @property
-    def name(self) -> str:
-        """Of what is counted, at the authority."""
-
-    @property
-    def idle(self) -> bool:
-        """Whether the authority need not hear of it again, as of the last ask."""
-
-    def due(self, now: float) -> bool:
-        """Whether it is time to ask, though nobody waits."""
-
-    def want(self, units: int) -> None:
-        """Somebody needs so much."""
-
-    def lend(self, units: int, now: float) -> None:
-        """Have room for `units` at this very moment, granted or not."""
-
-    def affords(self, units: int, gateways: int, now: float) -> bool:
-        """Whether `units` are within an even share of the limit."""
-
-    def ask(self, now: float) -> Ask:
-        """What to tell and to ask; it will be repeated until `answer` is called."""
-
-    def answer(self, ask: Ask, grant: Grant, asked_at: float, now: float) -> None:
-        """What the authority said to what was asked first at `asked_at`."""
 
 
 class Lease:

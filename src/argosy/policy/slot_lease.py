@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from argosy.policy.leases import DRY_S, LARGEST, Ask, Grant
+from argosy.policy.sharing import DRY_S, LARGEST, Ask, Grant
 from argosy.policy.windows import Concurrency
 
 

@@ -2,6 +2,8 @@
 
 from argosy.store.accounts import Accounts
 from argosy.store.audit import Audit, AuditEntry, Verdict
+from argosy.store.clock import Clock, steady
+from argosy.store.counters import Wants
 from argosy.store.errors import ConflictError, NotFoundError, StoreError
 from argosy.store.keys import digest
 from argosy.store.records import (
@@ -20,7 +22,7 @@ from argosy.store.records import (
     User,
     Window,
 )
-from argosy.store.shared import Clock, MemoryState, SharedState, Wants, open_shared, steady
+from argosy.store.shared import MemoryState, SharedState, open_shared
 from argosy.store.slots import Slot
 from argosy.store.spool import Spool, SpoolError, SpoolFullError
 from argosy.store.store import Store, StoreConfig, default_url, open_store

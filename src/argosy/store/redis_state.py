@@ -20,8 +20,9 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from argosy.policy import Ask, Concurrency, Counter, Grant, Lease, Shared, SlotLease, backoff_s
+from argosy.store.clock import Clock, steady
+from argosy.store.counters import Wants, own_counter
 from argosy.store.records import Limit
-from argosy.store.shared import Clock, Wants, own_counter, steady
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.store")
 
@@ -189,9 +190,8 @@ class RedisState:
         while True:
             try:
                 if not self._up:
-                    await (
-                        self._redis.ping()
-                    )  # what is asked of a Redis that hangs would be done much later
+                    # What is asked of a Redis that hangs would be done much later.
+                    await self._redis.ping()
                 await self._exchange()
             except Exception as error:  # noqa: BLE001 - whatever it is, nobody may wait for it
                 self._lost(error)

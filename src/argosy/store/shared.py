@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from argosy.policy import Concurrency, Counter, Period, Window
+from argosy.policy import Counter
+from argosy.store.counters import Wants, own_counter
 from argosy.store.records import Limit
-
-SECONDS = {"second": 1.0, "minute": 60.0, "hour": 3600.0}
-
-Wants = Sequence[tuple[Counter, int]]
-"""Counters of a state, and how many units somebody needs of each."""
-Clock = Callable[[], float]
-"""Seconds since the epoch."""
 
 
 class SharedState(Protocol):
@@ -82,35 +74,3 @@ def open_shared(url: str | None, password: str | None = None) -> SharedState:
             "Redis needs a client. Install it: pip install 'argosy[redis]'."
         ) from error
     return RedisState(url, password)
-
-
-def own_counter(limit: Limit) -> Window | Period | Concurrency:
-    """What counts by itself. Raises ValueError when the limit has no window, and needs one."""
-    if limit.unit == "concurrency":
-        return Concurrency(limit.amount)
-    if limit.window is None:
-        raise ValueError(f"The limit {limit.id} on {limit.unit} has no window. Give it one.")
-    if limit.window in {"day", "month"}:
-        return Period(limit.amount, limit.window)
-    return Window(limit.amount, SECONDS[limit.window])
-
-
-class SteadyClock:
-    """Seconds since the epoch that never go back: when the system is set back, they go on from where they are."""
-
-    def __init__(self) -> None:
-        self._ahead = 0.0
-        self._last = 0.0
-
-    def __call__(self) -> float:
-        """Now."""
-        now = time.time() + self._ahead
-        if now < self._last:
-            self._ahead += self._last - now
-            now = self._last
-        self._last = now
-        return now
-
-
-steady = SteadyClock()
-"""The one by which limits are kept, here and at whoever shares them."""

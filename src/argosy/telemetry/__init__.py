@@ -1,5 +1,6 @@
 """The instruments: metrics and logs."""
 
+from argosy.telemetry.engine_stats import EngineStats
 from argosy.telemetry.gateway_metrics import (
     GatewayMetrics,
     GatewayReading,
@@ -7,7 +8,7 @@ from argosy.telemetry.gateway_metrics import (
     ReplicaState,
 )
 from argosy.telemetry.logs import LogFormat, configure_logs, request_context
-from argosy.telemetry.metrics import CONTENT_TYPE, EngineStats, Metrics, SequenceTimes
+from argosy.telemetry.metrics import CONTENT_TYPE, Metrics, SequenceTimes
 
 __all__ = [
     "CONTENT_TYPE",

@@ -6,10 +6,9 @@ metrics` is content. Labels are bounded: the served model, route templates, stat
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Protocol
 
 from prometheus_client import (
     CollectorRegistry,
@@ -20,6 +19,7 @@ from prometheus_client import (
     generate_latest,
 )
 
+from argosy.telemetry.engine_stats import EngineStats
 from argosy.telemetry.vllm_names import VllmNames
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # the library's `_created` gauges double the exposition and say nothing here
@@ -44,80 +44,37 @@ BATCH_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)
 CHOICE_BUCKETS = (1, 2, 5, 10, 20)
 
 
-class EngineStats(Protocol):
-    """What the metrics read of the engine core's `Stats`; `*_total` restart from 0 with the core."""
-
-    @property
-    def step(self) -> int:
-        """Steps taken."""
-
-    @property
-    def running(self) -> int:
-        """Sequences in the batch."""
-
-    @property
-    def waiting(self) -> int:
-        """Sequences in the queue."""
-
-    @property
-    def blocks_total(self) -> int:
-        """KV blocks there are."""
-
-    @property
-    def blocks_used(self) -> int:
-        """KV blocks that sequences hold."""
-
-    @property
-    def blocks_cached(self) -> int:
-        """KV blocks kept for reuse."""
-
-    @property
-    def queued_tokens(self) -> int:
-        """Prompt tokens waiting to be computed."""
-
-    @property
-    def step_tokens(self) -> int:
-        """Tokens computed by the latest step."""
-
-    @property
-    def step_s(self) -> float:
-        """Seconds it took."""
-
-    @property
-    def schedule_s(self) -> float:
-        """Seconds of it that scheduling took."""
-
-    @property
-    def prompt_tokens_total(self) -> int:
-        """Prompt tokens computed or found."""
-
-    @property
-    def generated_tokens_total(self) -> int:
-        """Tokens generated."""
-
-    @property
-    def prefix_query_tokens_total(self) -> int:
-        """Prompt tokens looked up in the prefix cache."""
-
-    @property
-    def prefix_hit_tokens_total(self) -> int:
-        """Prompt tokens found there."""
-
-    @property
-    def host_hit_tokens_total(self) -> int:
-        """Prompt tokens found in the host tier."""
-
-    @property
-    def preemptions_total(self) -> int:
-        """Sequences put back."""
-
-    @property
-    def corrupt_blocks_total(self) -> int:
-        """Host blocks dropped for a wrong checksum."""
-
-    @property
-    def phase_s_total(self) -> Mapping[str, float]:
-        """Seconds that steps have spent, by phase."""
+_TOTALS: dict[str, tuple[str, Callable[[EngineStats], int]]] = {
+    "prompt_tokens": (
+        "Prompt tokens computed or found.",
+        lambda stats: stats.prompt_tokens_total,
+    ),
+    "generation_tokens": (
+        "Tokens generated.",
+        lambda stats: stats.generated_tokens_total,
+    ),
+    "prefix_query_tokens": (
+        "Prompt tokens looked up in the prefix cache.",
+        lambda stats: stats.prefix_query_tokens_total,
+    ),
+    "prefix_hit_tokens": (
+        "Prompt tokens found in the prefix cache.",
+        lambda stats: stats.prefix_hit_tokens_total,
+    ),
+    "host_hit_tokens": (
+        "Prompt tokens found in the host tier.",
+        lambda stats: stats.host_hit_tokens_total,
+    ),
+    "preemptions": (
+        "Sequences put back to free blocks.",
+        lambda stats: stats.preemptions_total,
+    ),
+    "corrupt_blocks": (
+        "Host blocks dropped because their checksum was wrong.",
+        lambda stats: stats.corrupt_blocks_total,
+    ),
+}
+"""Counters that the core keeps: what each says, and where it is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,28 +215,12 @@ class Metrics:
         build.labels(version("argosy")).set(1)
 
     def _engine_counters(self) -> None:
-        self._last: dict[str, int] = {}
-        self._last_phases: Mapping[str, float] = {}
         self._phases = self._counter(
             "argosy_step_seconds", "Time of the engine's steps, by phase.", "phase"
         )
-        self._totals = {
-            "prompt_tokens_total": self._total("prompt_tokens", "Prompt tokens computed or found."),
-            "generated_tokens_total": self._total("generation_tokens", "Tokens generated."),
-            "prefix_query_tokens_total": self._total(
-                "prefix_query_tokens", "Prompt tokens looked up in the prefix cache."
-            ),
-            "prefix_hit_tokens_total": self._total(
-                "prefix_hit_tokens", "Prompt tokens found in the prefix cache."
-            ),
-            "host_hit_tokens_total": self._total(
-                "host_hit_tokens", "Prompt tokens found in the host tier."
-            ),
-            "preemptions_total": self._total("preemptions", "Sequences put back to free blocks."),
-            "corrupt_blocks_total": self._total(
-                "corrupt_blocks", "Host blocks dropped because their checksum was wrong."
-            ),
-        }
+        self._last_phases: Mapping[str, float] = {}
+        self._totals = {name: self._total(name, about) for name, (about, _) in _TOTALS.items()}
+        self._last: dict[str, int] = {}
 
     # --- what happens ---------------------------------------------------------------------------
 
@@ -364,23 +305,13 @@ class Metrics:
             self._blocks.labels(self._model, state).set(blocks)
         self._step_s.set(stats.step_s)
         self._schedule_s.set(stats.schedule_s)
-        now = {
-            "prompt_tokens_total": stats.prompt_tokens_total,
-            "generated_tokens_total": stats.generated_tokens_total,
-            "prefix_query_tokens_total": stats.prefix_query_tokens_total,
-            "prefix_hit_tokens_total": stats.prefix_hit_tokens_total,
-            "host_hit_tokens_total": stats.host_hit_tokens_total,
-            "preemptions_total": stats.preemptions_total,
-            "corrupt_blocks_total": stats.corrupt_blocks_total,
-        }
-        for name, value in now.items():
-            before = self._last.get(name, 0)
-            self._totals[name].inc(value - before if value >= before else value)
-        self._last = now
-        for phase, total in stats.phase_s_total.items():
-            since = self._last_phases.get(phase, 0.0)
-            grown = total - since if total >= since else total
-            self._phases.labels(self._model, phase).inc(grown)
+        for name, (_, read) in _TOTALS.items():
+            total = read(stats)
+            self._totals[name].inc(_growth(self._last.get(name, 0), total))
+            self._last[name] = total
+        for phase, seconds in stats.phase_s_total.items():
+            before = self._last_phases.get(phase, 0.0)
+            self._phases.labels(self._model, phase).inc(_growth(before, seconds))
         self._last_phases = stats.phase_s_total
 
     def exposition(self) -> bytes:
@@ -404,3 +335,8 @@ class Metrics:
     def _histogram(self, name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
         family = Histogram(name, help_text, ("model",), registry=self._registry, buckets=buckets)
         return family.labels(self._model)
+
+
+def _growth(before: float, now: float) -> float:
+    """What a total of the core has grown by; one that is less than before began anew with the core."""
+    return now - before if now >= before else now

@@ -10,14 +10,20 @@ import torch
 
 from argosy.engine.execution.gpu.attention import KV_FLOAT8, TritonAttention
 from tests.engine.gpu.device import DEVICE
-from tests.engine.test_attention import World, assert_right, assert_same_bits, type_of
+from tests.engine.worlds import (
+    World,
+    assert_blocks_move,
+    assert_right,
+    assert_same_bits,
+    type_of,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from argosy.engine.execution.batch import AttentionSpec, Batch
     from argosy.engine.execution.rope import RopeRows
-    from tests.engine.test_attention import Chunk, PathName
+    from tests.engine.worlds import Chunk, PathName
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy plays the GPU here
 
@@ -49,20 +55,9 @@ class GpuWorld(World):
     scales: Tensor | None = None
 
     def attention(self, path: PathName = "native", threads: int = 2) -> Staged:
-        attention = Staged(
-            layers=self.layers,
-            kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            num_blocks=self.num_blocks,
-            block_size=self.block_size,
-            dtype=self.cache or type_of[self.dtype],
-            device=DEVICE,
-            processors=threads,
-            scales=self.scales,
-        )
-        dirt = torch.full(attention.read_block(0).shape, 0xFF, dtype=torch.uint8)
-        for block in range(self.num_blocks):
-            attention.write_block(block, dirt)
+        shape = self.shape(self.cache or type_of[self.dtype])
+        attention = Staged(shape, device=DEVICE, processors=threads, scales=self.scales)
+        self.soil(attention)
         return attention
 
     def go(self, steps: list[list[Chunk]], processors: int = 1) -> list[Tensor]:
@@ -172,23 +167,7 @@ def test_a_row_that_is_not_in_use_changes_nothing() -> None:
 @pytest.mark.parametrize("cache", [None, KV_FLOAT8])
 def test_blocks_can_be_copied_and_taken_elsewhere(cache: torch.dtype | None) -> None:
     world = GpuWorld([40, 40], dtype="bfloat16", cache=cache)
-    expected = world.go(world.whole())[0]
-    attention = world.attention()
-    q, k, v = world.qkv[0]
-    attention(q[:39], k[:39], v[:39], world.batch([(0, 0, 39)]), world.spec, None)
-    mine, others = world.pages[0].tolist(), world.pages[1].tolist()
-
-    attention.copy_blocks(list(zip(mine, others, strict=True)))
-    elsewhere = world.attention()
-    for block in others:
-        elsewhere.write_block(block, attention.read_block(block))
-    zeros = torch.zeros_like(attention.read_block(0))
-    for block in mine:  # the copies stand on their own
-        attention.write_block(block, zeros)
-
-    for where in (attention, elsewhere):
-        out = where(q[39:], k[39:], v[39:], world.batch([(1, 39, 1)]), world.spec, None)
-        assert_same_bits([out], [expected[39:]])
+    assert_blocks_move(world, "native")
 
 
 def test_a_float8_cache_holds_what_rounds_to_it() -> None:

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 import httpx2
+from tests.waiting import until
 
 from argosy.gateway.admin import build_admin
 from argosy.gateway.config import (
@@ -89,10 +90,7 @@ class Running:
 
     async def queued(self, count: int) -> None:
         """Wait until so many requests wait for a replica."""
-        until = time.monotonic() + 30
-        while self.serving.queued["big"] != count:
-            assert time.monotonic() < until
-            await asyncio.sleep(0.01)
+        await until(lambda: self.serving.queued["big"] == count)
 
 
 @contextlib.asynccontextmanager

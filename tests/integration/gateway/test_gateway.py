@@ -391,7 +391,11 @@ async def test_who_leaves_the_queue_frees_its_place() -> None:
         await gate.asked.acquire()
         for stream in (False, True):
             with pytest.raises(httpx2.ReadTimeout):
-                await client.post("/v1/completions", json=BODY | {"stream": stream}, timeout=0.2)
+                await client.post(
+                    "/v1/completions",
+                    json=BODY | {"stream": stream},
+                    timeout=httpx2.Timeout(30, read=0.2),
+                )
         gate.open.release()
         gate.open.release()
         assert (await running).status_code == 200

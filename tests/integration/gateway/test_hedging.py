@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +14,7 @@ from tests.integration.fake_engine import FakeEngine, Script
 from tests.integration.gateway.harness import Running, Watching, front
 from tests.integration.rough_server import Answer, Asked, Rough, plain, rough_server
 from tests.integration.serving import MODEL, completion, events, serve
+from tests.waiting import until
 
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.gateway import ReplicaConfig
@@ -203,14 +203,6 @@ async def others(
         behind = [ReplicaConfig(url=one.url, kind=kind, model="rough") for one in servers]
         async with front([watching], *behind, hedge_after_s=SOON_S) as running:
             yield running, servers
-
-
-async def until(true: Callable[[], bool]) -> None:
-    """Wait for it, 30 s at most."""
-    late = time.monotonic() + 30
-    while not true():
-        assert time.monotonic() < late
-        await asyncio.sleep(0.01)
 
 
 def in_flight(watching: Entered) -> int:

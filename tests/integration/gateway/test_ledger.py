@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -14,6 +14,7 @@ from psycopg import sql
 from structlog.testing import capture_logs
 from structlog.typing import EventDict
 from tests.services import PostgresServer
+from tests.waiting import until
 
 from argosy.gateway.ask import read
 from argosy.gateway.caller import Caller
@@ -191,12 +192,6 @@ async def test_a_database_that_goes_away_and_comes_back_gets_every_row_once(
 def warnings(logs: Sequence[EventDict]) -> list[str]:
     """What operators were warned of, whatever else the process said."""
     return [entry["event"] for entry in logs if entry["event"] == "usage_not_settled"]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():  # noqa: ASYNC110 - what is waited for is in another thread
-            await asyncio.sleep(0.01)
 
 
 def take_away(server: PostgresServer, url: str) -> None:

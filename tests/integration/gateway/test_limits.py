@@ -25,7 +25,7 @@ from argosy.gateway.books import Books, usage_folder
 from argosy.gateway.limit_words import duration
 from argosy.gateway.limits import LimitsConfig, shared_state
 from argosy.store import Limit, MemoryState, Price, Spool, StoreConfig, UsageRow, open_store
-from argosy.store.shared import SteadyClock
+from argosy.store.clock import SteadyClock
 
 NOON = datetime(2026, 11, 21, 12, tzinfo=UTC).timestamp()
 PRICE = Price(model="big", input=1_000, cached_input=100, output=10_000)

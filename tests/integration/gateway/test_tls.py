@@ -22,6 +22,7 @@ from tests.integration.gateway.doubles.families import Vllm
 from tests.integration.gateway.doubles.server import WHOLE, Fault, running
 from tests.integration.gateway.wire import CHUNKED, OK, Kept, ask, read_request, serving
 from tests.integration.serving import CONFIG, MODEL, serve
+from tests.waiting import still
 
 from argosy.gateway import GatewayConfig, GatewayServer, ModelConfig, ReplicaConfig, UpstreamTls
 from argosy.web import App, Certificates, Listener, Receive, Scope, Send, TlsConfig, bind
@@ -371,11 +372,7 @@ async def test_connections_are_kept_and_slow_sinks_hold_the_replica_back_over_tl
         connection = await ask(upstream, sink)
         await sink.begun.wait()
         connection.pause()
-        before = -1
-        while sent != before:  # until the server can send no more
-            before = sent
-            await asyncio.sleep(0.2)
-        assert sent < 1000 * len(piece)
+        assert await still(lambda: sent) < 1000 * len(piece)
         assert len(sink.body) < 2 << 20
         connection.resume()
         await sink.ended.wait()

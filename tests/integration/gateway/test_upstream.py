@@ -12,6 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.integration.gateway.wire import CHUNKED, OK, Kept, ask, read_request, serving
+from tests.waiting import still
 
 from argosy.gateway import attempt as attempts
 from argosy.gateway.attempt import Attempt
@@ -114,11 +115,11 @@ async def test_a_second_answer_to_one_request_is_never_taken_for_the_next() -> N
 
 
 async def test_no_server_is_a_failure_that_says_so() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    upstream = Upstream(parse_endpoint(f"http://127.0.0.1:{port}"))
-    with pytest.raises(UpstreamError, match="no connection") as caught:
-        await upstream.connect()
+    with socket.socket() as deaf:  # its port is nobody else's, and it does not listen
+        deaf.bind(("127.0.0.1", 0))
+        upstream = Upstream(parse_endpoint(f"http://127.0.0.1:{deaf.getsockname()[1]}"))
+        with pytest.raises(UpstreamError, match="no connection") as caught:
+            await upstream.connect()
     assert caught.value.untouched
 
 
@@ -139,11 +140,7 @@ async def test_a_paused_sink_holds_the_server_back_and_memory_stays_bounded() ->
         connection = await ask(upstream, sink)
         await sink.begun.wait()
         connection.pause()
-        before = -1
-        while sent != before:  # until the server can send no more
-            before = sent
-            await asyncio.sleep(0.2)
-        assert sent < 4000 * len(piece)
+        assert await still(lambda: sent) < 4000 * len(piece)
         assert len(sink.body) < 1 << 20
         connection.resume()
         await sink.ended.wait()

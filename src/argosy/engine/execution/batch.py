@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from argosy.engine.execution.rope import RopeRows
@@ -31,6 +32,29 @@ class Batch:
     """[S] int64: the sequence's permanent row."""
     logit_index: Tensor
     """[L] int64: flat tokens whose logits are wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """The sizes of a paged KV cache, and how many heads ask it. ValueError: heads that do not divide."""
+
+    layers: int
+    heads: int
+    """Of queries; each KV head serves as many of them."""
+    kv_heads: int
+    head_dim: int
+    num_blocks: int
+    block_size: int
+    """Tokens of a block."""
+    dtype: torch.dtype
+    """Of the keys and values that are kept."""
+
+    def __post_init__(self) -> None:
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"{self.heads} heads do not divide among {self.kv_heads} KV heads; "
+                "fix the model's config"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,10 @@ from argosy.engine.config import EngineConfig, EngineLimits, resolve
 from argosy.engine.execution.checkpoint import fingerprint, locate
 from argosy.engine.execution.device import Device, cpu_device
 from argosy.engine.execution.executor import Executor, TorchExecutor
-from argosy.engine.execution.families import ModelSpec, read_spec
 from argosy.engine.execution.model import Decoder
 from argosy.engine.execution.pack_cache import PackCache, open_packs
+from argosy.engine.execution.spec import ModelSpec
+from argosy.engine.execution.spec_config import read_spec
 from argosy.engine.execution.weights import load_decoder
 from argosy.engine.scheduling import Admission, Plan
 from argosy.protocol import SamplingParams
@@ -60,39 +61,17 @@ def build(config: EngineConfig, progress: Callable[[str, float], None]) -> Built
         )
     kv_dtype = torch.float8_e4m3fn if config.kv_dtype == "fp8" else dtype
     parts = _Parts(decoder, kv_dtype, device)
-    kv_bytes_per_token = spec.kv_bytes_per_token(kv_dtype.itemsize)
     if kv_dtype != dtype:
         held += f", KV {_name(kv_dtype)}"
-    probe = EngineLimits(
-        max_model_len=spec.max_model_len,
-        max_seqs=config.max_seqs,
-        max_step_tokens=max(config.max_step_tokens, config.max_seqs),
-        block_size=config.block_size,
-        num_blocks=1,
-        host_blocks=0,
-    )
-    working_bytes = device.working_bytes(
-        f"{state} {held} {probe}", lambda: _largest_step(parts.executor(probe), probe)
-    )
-    limits = resolve(
-        config,
-        model_max_len=spec.max_model_len,
-        kv_bytes_per_token=kv_bytes_per_token,
-        free_bytes=max(0, device.free_bytes() - packs.mapped_bytes - working_bytes),
-        kv_share=device.kv_share / (1 + config.neighbours),
-    )
+    limits = _sized(config, parts, f"{state} {held}", packs.mapped_bytes)
     executor = parts.executor(limits)
     if config.warmup:
-        sizes = [n for n in device.warm_sizes if n <= _longest(limits)]
-        for number, size in enumerate(sizes):
-            _prefill(executor, limits, [size], WARM)
-            progress("warming up", (number + 1) / len(sizes))
-        executor.reset()
+        _warm_up(executor, limits, device.warm_sizes, progress)
     return Built(
         executor=executor,
         spec=spec,
         limits=limits,
-        kv_bytes_per_token=kv_bytes_per_token,
+        kv_bytes_per_token=parts.kv_bytes_per_token,
         load_s=time.monotonic() - begin,
         fingerprint=f"{state} {held}",
         inflight=device.inflight if config.inflight is None else config.inflight,
@@ -108,6 +87,11 @@ class _Parts:
     kv_dtype: torch.dtype
     device: Device
 
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Keys and values of all layers."""
+        return self.decoder.spec.kv_bytes_per_token(self.kv_dtype.itemsize)
+
     def executor(self, limits: EngineLimits) -> TorchExecutor:
         """An executor with a KV cache of its own."""
         spec = self.decoder.spec
@@ -120,6 +104,46 @@ class _Parts:
             device=self.device,
             recorder=None if spec.moe else self.device.recorder,  # experts are counted on the host
         )
+
+
+def _sized(config: EngineConfig, parts: _Parts, key: str, mapped_bytes: int) -> EngineLimits:
+    """What fits beside the largest step and the packed weights that are mapped. ValueError: nothing does.
+
+    key: tells the model and its formats apart, see `Device.working_bytes`.
+    """
+    device, model_max_len = parts.device, parts.decoder.spec.max_model_len
+    probe = EngineLimits(
+        max_model_len=model_max_len,
+        max_seqs=config.max_seqs,
+        max_step_tokens=max(config.max_step_tokens, config.max_seqs),
+        block_size=config.block_size,
+        num_blocks=1,
+        host_blocks=0,
+    )
+    working_bytes = device.working_bytes(
+        f"{key} {probe}", lambda: _largest_step(parts.executor(probe), probe)
+    )
+    return resolve(
+        config,
+        model_max_len=model_max_len,
+        kv_bytes_per_token=parts.kv_bytes_per_token,
+        free_bytes=max(0, device.free_bytes() - mapped_bytes - working_bytes),
+        kv_share=device.kv_share / (1 + config.neighbours),
+    )
+
+
+def _warm_up(
+    executor: TorchExecutor,
+    limits: EngineLimits,
+    sizes: tuple[int, ...],
+    progress: Callable[[str, float], None],
+) -> None:
+    """Take every code path that has a first time: a prefill of each of these sizes that fits."""
+    fitting = [size for size in sizes if size <= _longest(limits)]
+    for number, size in enumerate(fitting):
+        _prefill(executor, limits, [size], WARM)
+        progress("warming up", (number + 1) / len(fitting))
+    executor.reset()
 
 
 def _within(spec: ModelSpec, config: EngineConfig) -> ModelSpec:

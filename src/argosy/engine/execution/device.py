@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, Self
 
-import psutil
 import torch
 
 from argosy.engine.config import KV_SHARE_OF_FREE
+from argosy.engine.execution import cgroup
 from argosy.engine.execution.attention_cpu import cpu_attention
+from argosy.engine.execution.isa import cpu_features
 from argosy.engine.execution.linear_cpu import cpu_linear
 from argosy.engine.execution.linear_int_cpu import int_linear
 from argosy.engine.execution.native import NativeUnavailable, kernels_in_use, load_kernels
@@ -25,12 +24,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from argosy.engine.config import WeightFormat
-    from argosy.engine.execution.batch import Attention
+    from argosy.engine.execution.batch import Attention, CacheShape
     from argosy.engine.execution.pack_cache import Keep
 
 WARM_SIZES = (1, 16)
 """Prefills at start: a step of one row and one of several go through all code that has a first time."""
-CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
 class Event(Protocol):
@@ -133,21 +131,8 @@ class Device(Protocol):
         """Norms and gates."""
         ...
 
-    def attention(
-        self,
-        *,
-        layers: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        num_blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
-    ) -> Attention:
-        """Allocate a paged KV cache and the attention over it. ValueError: what it cannot do.
-
-        dtype: of the cache.
-        """
+    def attention(self, shape: CacheShape) -> Attention:
+        """Allocate a paged KV cache and the attention over it. ValueError: what it cannot do."""
         ...
 
     def to_device(self, tensor: Tensor, into: Tensor | None = None) -> Tensor:
@@ -214,8 +199,7 @@ class _Cpu:
         return 0  # the share leaves enough
 
     def free_bytes(self) -> int:
-        free = psutil.virtual_memory().available
-        return max(0, min([free, *_cgroup_headrooms()]))
+        return cgroup.free_bytes()
 
     def packing(self, dtype: torch.dtype) -> str:
         try:
@@ -238,31 +222,12 @@ class _Cpu:
             )
         return int_linear(weight, bias, form, self.threads, keep)
 
-    def attention(
-        self,
-        *,
-        layers: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        num_blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
-    ) -> Attention:
-        if dtype.itemsize == 1:
+    def attention(self, shape: CacheShape) -> Attention:
+        if shape.dtype.itemsize == 1:
             raise ValueError(
                 "the CPU has no fp8 KV cache; leave kv_dtype at auto, or take a CUDA device"
             )
-        return cpu_attention(
-            layers=layers,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            dtype=dtype,
-            threads=self.threads,
-        )
+        return cpu_attention(shape, threads=self.threads)
 
     def to_device(self, tensor: Tensor, into: Tensor | None = None) -> Tensor:
         return tensor if into is None else into.copy_(tensor)
@@ -282,52 +247,12 @@ def cpu_device(threads: int | None, neighbours: int = 0) -> Device:
     """
     if threads is not None and threads < 1:
         raise ValueError(f"threads is {threads}; set it to 1 or more, or leave it out")
-    count = threads or max(1, _usable_cpus() // (1 + neighbours))
+    count = threads or max(1, cgroup.usable_cpus() // (1 + neighbours))
     torch.set_num_threads(count)
     return _Cpu(threads=count, default_dtype=_native_dtype(), rows=cpu_rows(count))
 
 
-def _usable_cpus() -> int:
-    """CPUs of this process's affinity mask, within the cgroup's quota (at least 1)."""
-    cpus = len(os.sched_getaffinity(0))
-    for folder in _cgroup_folders():
-        words = _read(folder / "cpu.max").split()
-        if len(words) == 2 and words[0] != "max":
-            cpus = min(cpus, max(1, int(words[0]) // int(words[1])))
-    return cpus
-
-
 def _native_dtype() -> torch.dtype:
     """bfloat16 where the CPU multiplies it natively; emulated it is slower than float32."""
-    flags = _read(Path("/proc/cpuinfo"))
-    native = any(flag in flags for flag in ("avx512_bf16", "amx_bf16", " bf16"))
+    native = cpu_features() & {"avx512_bf16", "amx_bf16", "bf16"}
     return torch.bfloat16 if native else torch.float32
-
-
-def _cgroup_folders() -> list[Path]:
-    """Folders of this process's cgroup (v2), innermost first; empty where there is none."""
-    for line in _read(Path("/proc/self/cgroup")).splitlines():
-        hierarchy, _, path = line.split(":", 2)
-        if hierarchy == "0":
-            inner = CGROUP_ROOT / path.lstrip("/")
-            return [inner, *(p for p in inner.parents if p.is_relative_to(CGROUP_ROOT))]
-    return []
-
-
-def _cgroup_headrooms() -> list[int]:
-    """Bytes left under each memory limit that applies; page cache that can go counts as left."""
-    rooms = []
-    for folder in _cgroup_folders():
-        limit, used = _read(folder / "memory.max"), _read(folder / "memory.current")
-        if limit.isdigit() and used.isdigit():
-            stat = dict(line.split() for line in _read(folder / "memory.stat").splitlines())
-            rooms.append(int(limit) - int(used) + int(stat.get("inactive_file", 0)))
-    return rooms
-
-
-def _read(path: Path) -> str:
-    """The stripped text of a file of the kernel's; empty where it is not there."""
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""

@@ -16,13 +16,8 @@ from argosy.engine.execution.draws import (
     TorchDraws,
     log_probability,
 )
-from argosy.engine.execution.native import (
-    DrawCall,
-    Kernels,
-    NativeUnavailable,
-    TellingCall,
-    load_kernels,
-)
+from argosy.engine.execution.native import Kernels, NativeUnavailable, load_kernels
+from argosy.engine.execution.native_calls import DrawCall, TellingCall
 
 if TYPE_CHECKING:
     from collections.abc import Callable

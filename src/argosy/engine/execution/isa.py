@@ -43,10 +43,13 @@ ISAS = (
 EMULATED = Isa("amx_emulated", _AVX2, ("-march=x86-64-v3", "-DARGOSY_AMX_EMULATED"))
 """The code of "amx" with the matrix unit in software: to test it on any machine, not to serve."""
 
+_LISTS = ("flags", "Features")
+"""How /proc/cpuinfo calls the list of features, on x86 and on ARM."""
+
 
 def available_isas() -> list[Isa]:
     """What this CPU can run, the fastest first."""
-    return [isa for isa in ISAS if isa.needs <= _features()]
+    return [isa for isa in ISAS if isa.needs <= cpu_features()]
 
 
 def wanted_isas(name: str | None) -> list[Isa]:
@@ -59,10 +62,12 @@ def wanted_isas(name: str | None) -> list[Isa]:
         return available_isas()
     if name == TORCH:
         return []
-    runnable = {isa.name: isa for isa in (*available_isas(), EMULATED) if isa.needs <= _features()}
+    runnable = {
+        isa.name: isa for isa in (*available_isas(), EMULATED) if isa.needs <= cpu_features()
+    }
     if name not in runnable:
         known = {isa.name: isa for isa in (*ISAS, EMULATED)}
-        lacking = sorted(known[name].needs - _features()) if name in known else []
+        lacking = sorted(known[name].needs - cpu_features()) if name in known else []
         why = f"this CPU lacks {', '.join(lacking)}" if lacking else "there is no such path"
         choices = ", ".join((*runnable, TORCH))
         raise ValueError(f"{VARIABLE} is {name!r}, but {why}; unset it or choose one of {choices}")
@@ -70,7 +75,7 @@ def wanted_isas(name: str | None) -> list[Isa]:
 
 
 @cache
-def _features() -> frozenset[str]:
+def cpu_features() -> frozenset[str]:
     """The features of the first CPU, without the matrix unit where the system refuses it."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
@@ -78,7 +83,7 @@ def _features() -> frozenset[str]:
         return frozenset()
     lines = (line.partition(":") for line in text.splitlines())
     features = next(
-        (set(value.split()) for name, _, value in lines if name.strip() == "flags"), set()
+        (set(value.split()) for name, _, value in lines if name.strip() in _LISTS), set()
     )
     if "amx_tile" in features and not _tiles_allowed():
         features -= {"amx_tile", "amx_bf16", "amx_int8"}

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional as F
 
-from argosy.engine.execution.native import Kernels, LinearCall, NativeUnavailable, load_kernels
+from argosy.engine.execution.native import Kernels, NativeUnavailable, load_kernels
+from argosy.engine.execution.native_calls import LinearCall
 from argosy.engine.execution.pack_cache import in_memory
 
 if TYPE_CHECKING:
@@ -40,9 +41,6 @@ def cpu_linear(
 class NativeLinear:
     """csrc/linear.cpp: bfloat16 in and out, float32 sums in one order for every batch size."""
 
-    BLOCK = 32
-    """Outputs computed together: the bias is padded to a multiple of it."""
-
     def __init__(
         self,
         kernels: Kernels,
@@ -52,38 +50,52 @@ class NativeLinear:
         keep: Keep = in_memory,
     ) -> None:
         """`weight` may be on meta where `keep` has what it packs to."""
-        self._outs, self._cols = weight.shape
-        self._threads = threads
+        outs, cols = weight.shape
         self._compute = kernels.linear
 
         def pack(packed: Tensor) -> None:
             dense = weight.detach().contiguous()
-            kernels.linear_pack(
-                dense.data_ptr(), self._outs, self._cols, packed.data_ptr(), threads
-            )
+            kernels.linear_pack(dense.data_ptr(), outs, cols, packed.data_ptr(), threads)
 
-        self._packed = keep(kernels.linear_bytes(self._outs, self._cols), pack)
-        padding = (0, -self._outs % self.BLOCK)
-        self._bias = None if bias is None else F.pad(bias.detach().float(), padding)
+        packed = keep(kernels.linear_bytes(outs, cols), pack)
+        self._product = NativeProduct(packed, outs, bias, threads)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, K] to [T, N]."""
-        rows = x.shape[0]
+        return self._product(self._compute, x)
+
+
+class NativeProduct:
+    """A weight that a kernel has packed for itself, and the bias."""
+
+    BLOCK = 32
+    """Outputs that kernels compute together: the bias is padded to a multiple of it."""
+
+    def __init__(self, packed: Tensor, outs: int, bias: Tensor | None, threads: int) -> None:
+        self._packed = packed
+        self._outs = outs
+        self._threads = threads
+        padding = (0, -outs % self.BLOCK)
+        self._bias = None if bias is None else F.pad(bias.detach().float(), padding)
+
+    def __call__(self, compute: Callable[[int], int], x: Tensor) -> Tensor:
+        """[T, K] to [T, N] in x's dtype; `compute` is that kernel, and takes the address of a LinearCall."""
         if x.stride(1) != 1:
             x = x.contiguous()
-        out = torch.empty(rows, self._outs, dtype=torch.bfloat16)
+        rows, cols = x.shape
+        out = torch.empty(rows, self._outs, dtype=x.dtype)
         call = LinearCall(
             x.data_ptr(),
             self._packed.data_ptr(),
             None if self._bias is None else self._bias.data_ptr(),
             out.data_ptr(),
             rows,
-            self._cols,
+            cols,
             self._outs,
             x.stride(0),
             self._threads,
         )
-        self._compute(ctypes.addressof(call))
+        compute(ctypes.addressof(call))
         return out
 
 

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn import functional as F
 
-from argosy.engine.execution.native import Kernels, LinearCall, NativeUnavailable, load_kernels
+from argosy.engine.execution.linear_cpu import NativeProduct
+from argosy.engine.execution.native import Kernels, NativeUnavailable, load_kernels
 from argosy.engine.execution.pack_cache import in_memory
-from argosy.engine.execution.quantize import (
-    BLOCK,
-    NOT_FINITE,
-    quantize_weight,
-    quantized_linear,
-)
+from argosy.engine.execution.quantize import NOT_FINITE, quantize_weight, quantized_linear
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,8 +43,7 @@ class NativeIntLinear:
         keep: Keep = in_memory,
     ) -> None:
         """`weight` may be on meta where `keep` has what it packs to."""
-        self._outs, self._cols = weight.shape
-        self._threads = threads
+        outs, cols = weight.shape
         native = kernels.linear_int[form]
         self._compute = native.compute
 
@@ -59,35 +52,19 @@ class NativeIntLinear:
             if dense.dtype not in native.pack:
                 dense = dense.float()
             finite = native.pack[dense.dtype](
-                dense.data_ptr(), self._outs, self._cols, packed.data_ptr(), threads
+                dense.data_ptr(), outs, cols, packed.data_ptr(), threads
             )
             if not finite:
                 raise ValueError(NOT_FINITE)
 
-        self._packed = keep(native.size(self._outs, self._cols), pack)
-        padding = (0, -self._outs % BLOCK)
-        self._bias = None if bias is None else F.pad(bias.detach().float(), padding)
+        packed = keep(native.size(outs, cols), pack)
+        self._product = NativeProduct(packed, outs, bias, threads)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, K] to [T, N]."""
         if x.dtype not in self._compute:
             return self(x.float()).to(x.dtype)
-        if x.stride(1) != 1:
-            x = x.contiguous()
-        out = torch.empty(len(x), self._outs, dtype=x.dtype)
-        call = LinearCall(
-            x.data_ptr(),
-            self._packed.data_ptr(),
-            None if self._bias is None else self._bias.data_ptr(),
-            out.data_ptr(),
-            len(x),
-            self._cols,
-            self._outs,
-            x.stride(0),
-            self._threads,
-        )
-        self._compute[x.dtype](ctypes.addressof(call))
-        return out
+        return self._product(self._compute[x.dtype], x)
 
 
 class TorchIntLinear:

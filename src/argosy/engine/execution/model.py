@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from argosy.engine.execution.batch import CacheShape
 from argosy.engine.execution.layers import Layer, Mlp, Part, Projection, RmsNorm
 from argosy.engine.execution.moe import Mixture
 from argosy.engine.execution.rope import rope_rows, rope_table
@@ -75,7 +76,7 @@ class Decoder(nn.Module):
         self, num_blocks: int, block_size: int, dtype: torch.dtype | None = None
     ) -> Attention:
         """Allocate a KV cache for this model, in its own dtype or another, and the attention over it."""
-        return self._device.attention(
+        shape = CacheShape(
             layers=self.spec.layers,
             heads=self.spec.heads,
             kv_heads=self.spec.kv_heads,
@@ -84,6 +85,7 @@ class Decoder(nn.Module):
             block_size=block_size,
             dtype=dtype or self._dtype,
         )
+        return self._device.attention(shape)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, attention: Attention) -> Tensor:

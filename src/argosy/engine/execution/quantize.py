@@ -33,8 +33,6 @@ LEAST = 1e-30
 """Chunks with no larger magnitude are zeros: their scale would have no inverse."""
 SLICE = 1 << 19
 """Weights that are rounded at a time: what that takes beside them stays small, and in the cache."""
-BLOCK = 32
-"""Outputs that kernels compute together."""
 NOT_FINITE = "a weight is not finite; the checkpoint is damaged, fetch it again"
 
 

@@ -15,13 +15,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch.nn import functional as F
 
-from argosy.engine.execution.native import (
-    GateCall,
-    Kernels,
-    NativeUnavailable,
-    NormCall,
-    load_kernels,
-)
+from argosy.engine.execution.native import Kernels, NativeUnavailable, load_kernels
+from argosy.engine.execution.native_calls import GateCall, NormCall
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 
-from argosy.engine.execution.attention_cpu import BlockStore
+from argosy.engine.execution.block_store import BlockStore
 from argosy.engine.execution.gpu.attention_kernels import RANGE, attend, merge_ranges, store
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from argosy.engine.execution.batch import AttentionSpec, Batch
+    from argosy.engine.execution.batch import AttentionSpec, Batch, CacheShape
     from argosy.engine.execution.rope import RopeRows
 
 KV_FLOAT8 = torch.float8_e4m3fn
@@ -43,36 +43,32 @@ class TritonAttention(BlockStore):
 
     def __init__(
         self,
+        shape: CacheShape,
         *,
-        layers: int,
-        kv_heads: int,
-        head_dim: int,
-        num_blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
         device: torch.device,
         processors: int,
         scales: Tensor | None = None,
     ) -> None:
         """Allocate the cache.
 
-        dtype: of the cache; float8_e4m3fn halves it. processors: of the device, to keep them all busy.
+        A cache of float8_e4m3fn takes half of it. processors: of the device, to keep them all busy.
         scales: float32 [layers, 2, kv_heads], what a float8 cache's keys and values are multiplied by
         when read; 1 where None. Raises ValueError for heads that the kernels have no room for.
         """
+        head_dim, dtype = shape.head_dim, shape.dtype
         if _width(head_dim) * dtype.itemsize > HEAD_BYTES:
             raise ValueError(
                 f"a head of {head_dim} in {dtype} has no room on a GPU's processor; serve it in bfloat16"
             )
-        shape = (layers, num_blocks, kv_heads, block_size, head_dim)
+        sizes = (shape.layers, shape.num_blocks, shape.kv_heads, shape.block_size, head_dim)
         super().__init__(
-            torch.zeros(shape, dtype=dtype, device=device),
-            torch.zeros(shape, dtype=dtype, device=device),
+            torch.zeros(sizes, dtype=dtype, device=device),
+            torch.zeros(sizes, dtype=dtype, device=device),
         )
         if scales is None:
-            scales = torch.ones(layers, 2, kv_heads)
+            scales = torch.ones(shape.layers, 2, shape.kv_heads)
         self._scales = scales.to(device, torch.float32).contiguous()
-        self._block_size = block_size
+        self._block_size = shape.block_size
         self._processors = processors
         self._float8 = dtype == KV_FLOAT8
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from argosy.engine.config import WeightFormat
-    from argosy.engine.execution.batch import Attention
+    from argosy.engine.execution.batch import Attention, CacheShape
     from argosy.engine.execution.device import Event, Graph, Recorder
     from argosy.engine.execution.pack_cache import Keep
     from argosy.engine.execution.rows_cpu import RowOps
@@ -160,34 +160,11 @@ class GpuDevice:
             return pack(weight, bias, "float8")
         raise ValueError(f"a GPU has no {form} weights; set quantize to fp8, or leave it out")
 
-    def attention(
-        self,
-        *,
-        layers: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        num_blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
-    ) -> Attention:
+    def attention(self, shape: CacheShape) -> Attention:
         """See `Device`."""
-        if heads % kv_heads:
-            raise ValueError(
-                f"{heads} heads do not divide among {kv_heads} KV heads; fix the model's config"
-            )
-        if dtype.itemsize == 1:
+        if shape.dtype.itemsize == 1:
             self._require_float8("kv_dtype fp8")
-        return TritonAttention(
-            layers=layers,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            dtype=dtype,
-            device=self.torch_device,
-            processors=self.runtime.processors,
-        )
+        return TritonAttention(shape, device=self.torch_device, processors=self.runtime.processors)
 
     def to_device(self, tensor: Tensor, into: Tensor | None = None) -> Tensor:
         """See `Device`. Through pinned memory, which the allocator keeps until the copy is done."""

@@ -1,17 +1,15 @@
 """The replica's side of the engine core: requests in, deltas out, also through a core's death.
 
-The client keeps, for each request in flight, what it asked and the tokens it was given. When a core
-dies or hangs, another one is started and goes on from exactly there; the reader notices a pause.
+When a core dies or hangs, another one is started, and what is in flight (`in_flight.py`) goes on from
+exactly where it was; the reader notices a pause.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import signal
 import time
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
@@ -20,14 +18,13 @@ import structlog
 
 from argosy.engine.config import EngineConfig
 from argosy.engine.serving.core.delta_stream import DeltaStream
+from argosy.engine.serving.core.in_flight import InFlight
 from argosy.engine.serving.core.process import EXIT_REFUSED
 from argosy.engine.serving.core.spawn import CoreHandle
 from argosy.engine.serving.core.start import CORE, EarlyCore
 from argosy.engine.serving.core.watch import RestartPolicy, Vigil
 from argosy.engine.serving.wire import (
-    Abort,
     Beat,
-    Delta,
     EngineRequest,
     Failed,
     FromCore,
@@ -36,6 +33,7 @@ from argosy.engine.serving.wire import (
     Ready,
     Shutdown,
     Stats,
+    ToCore,
 )
 from argosy.protocol import ApiError
 from argosy.telemetry import LogFormat
@@ -45,8 +43,6 @@ Progress = Callable[[str, float], None]
 """Called with what is being loaded and how much of it is done (0 to 1)."""
 
 BEAT_S = 1.0
-TRIAL_S = 2.0
-"""How long the next survivor of a crash waits for the one before it to get a token."""
 GOODBYE_S = 5.0
 """How long a core may take to leave when asked to."""
 
@@ -81,14 +77,19 @@ class EngineClient:
         """`early` is the process of the first core, when it has been started already."""
         self._config = config
         self._early = early
-        self._factory = core
         self._progress = progress
         self._on_step: Callable[[Stats], None] | None = None
         self._policy = restarts
-        self._log_format: LogFormat = log_format
-        self._log_level = log_level
-        self._log_name = log_name
         self._beat_s = min(BEAT_S, config.stall_timeout_s / 4)
+        self._start_core = partial(
+            CoreHandle,
+            config,
+            core,
+            beat_s=self._beat_s,
+            log_format=log_format,
+            log_level=log_level,
+            log_name=log_name,
+        )
         self._state: State = "starting"
         self._info: Ready | None = None
         self._stats = Stats()
@@ -96,11 +97,7 @@ class EngineClient:
         self._failure = ""
         self._last_words = ""
         self._hopeless = False
-        self._streams: dict[str, DeltaStream] = {}
-        self._latest: dict[str, DeltaStream] = {}
-        self._serial = itertools.count(1)
-        self._suspects: deque[DeltaStream] = deque()
-        self._on_trial: DeltaStream | None = None
+        self._in_flight = InFlight(self._send)
         self._ready_at = 0.0
         self._restarts_in_a_row = 0
         self._restarts_total = 0
@@ -134,7 +131,7 @@ class EngineClient:
     @property
     def in_flight(self) -> int:
         """Requests whose last delta has not come yet."""
-        return len(self._streams)
+        return len(self._in_flight)
 
     @property
     def core_pid(self) -> int | None:
@@ -162,12 +159,7 @@ class EngineClient:
         """
         if self._state != "ready":
             raise self._unavailable()
-        wire_id = f"{request.id}~{next(self._serial)}"
-        stream = DeltaStream(request, wire_id, time.monotonic(), self._close_stream)
-        lead = self._latest.get(request.lead) if request.lead is not None else None
-        self._streams[wire_id] = self._latest[request.id] = stream
-        self._submit(stream, lead)
-        return stream
+        return self._in_flight.add(request)
 
     async def close(self) -> None:
         """Stop the core; requests in flight end with an error. Safe to call more than once."""
@@ -176,7 +168,7 @@ class EngineClient:
         self._closing.set()
         if self._supervisor is not None:
             await self._supervisor
-        self._end_all("the server stopped before this request was done")
+        self._in_flight.end_all("the server stopped before this request was done")
 
     # --- the core's lives ---
 
@@ -205,13 +197,7 @@ class EngineClient:
         exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._last_words = ""
         try:
-            self._core = CoreHandle(
-                self._config,
-                self._factory,
-                beat_s=self._beat_s,
-                log_format=self._log_format,
-                log_level=self._log_level,
-                log_name=self._log_name,
+            self._core = self._start_core(
                 hear=partial(self._hear, vigil),
                 gone=exited.set_result,
                 process=self._early.take() if self._early else None,
@@ -263,7 +249,7 @@ class EngineClient:
         self._stats = Stats()
         if self._info is None:  # `start` raises it
             return None
-        log.error("core_died", reason=reason, in_flight=len(self._streams))
+        log.error("core_died", reason=reason, in_flight=self.in_flight)
         if self._hopeless:
             return None
         if time.monotonic() - self._ready_at >= self._policy.healthy_s:
@@ -273,16 +259,7 @@ class EngineClient:
         if wait_s is None:
             return None
         self._state = "restarting"
-        self._on_trial = None
-        self._suspects.clear()
-        for stream in list(self._streams.values()):
-            if stream.survive():
-                self._suspects.append(stream)
-            else:
-                log.error("request_given_up", request=stream.id, reason=reason)
-                self._forget(stream)
-                stream.end("error", f"the engine failed each time it ran this request ({reason})")
-        log.warning("core_restarts", wait_s=wait_s, resumed=len(self._suspects))
+        log.warning("core_restarts", wait_s=wait_s, resumed=self._in_flight.survive(reason))
         return wait_s
 
     def _give_up(self, reason: str) -> None:
@@ -290,7 +267,7 @@ class EngineClient:
         self._failure = reason
         if self._info is not None:
             log.error("engine_failed", reason=reason)
-        self._end_all(f"the engine failed: {reason}")
+        self._in_flight.end_all(f"the engine failed: {reason}")
 
     # --- what the core says ---
 
@@ -302,7 +279,8 @@ class EngineClient:
                 if self._on_step is not None:
                     self._on_step(message.stats)
                 for delta in message.deltas:
-                    self._deliver(delta)
+                    if self._in_flight.deliver(delta):
+                        self._restarts_in_a_row = 0  # this core does its work
             case Beat():
                 vigil.beat(message, now)
             case Loading():
@@ -317,8 +295,10 @@ class EngineClient:
 
     def _welcome(self, ready: Ready, now: float) -> None:
         if self._info is not None and self._info.fingerprint != ready.fingerprint:
-            log.error("model_changed", in_flight=len(self._streams))
-            self._end_all("the model's files were replaced while it ran; send the request again")
+            log.error("model_changed", in_flight=self.in_flight)
+            self._in_flight.end_all(
+                "the model's files were replaced while it ran; send the request again"
+            )
         self._info = ready
         self._ready_at = now
         if self._closing.is_set():
@@ -327,61 +307,14 @@ class EngineClient:
         log.info("core_ready", load_s=round(ready.load_s, 3), backend=ready.backend)
         if self._settled is not None and not self._settled.done():
             self._settled.set_result(None)
-        self._try_next()
+        self._in_flight.resume()
 
-    def _deliver(self, delta: Delta) -> None:
-        stream = self._streams.get(delta.id)
-        if stream is None:  # aborted meanwhile
-            return
-        stream.feed(delta)
-        if stream.ended:
-            self._forget(stream)
-            self._restarts_in_a_row = 0  # this core does its work
-        if delta.tokens or stream.ended:
-            self._end_trial(stream)
+    # --- what it is told ---
 
-    # --- requests in flight ---
-
-    def _try_next(self) -> None:
-        """Resume the survivors of a crash one by one, each when the one before it got a token.
-
-        So a request that kills cores is alone under suspicion, and its neighbours are spared.
-        """
-        self._on_trial = None
-        while self._suspects and self._on_trial is None:
-            stream = self._suspects.popleft()
-            if not stream.ended and self._submit(stream, None):
-                self._on_trial = stream
-                asyncio.get_running_loop().call_later(TRIAL_S, self._end_trial, stream)
-
-    def _end_trial(self, stream: DeltaStream) -> None:
-        if stream is self._on_trial:
-            self._try_next()
-
-    def _submit(self, stream: DeltaStream, lead: DeltaStream | None) -> bool:
-        request = stream.submission(time.monotonic(), lead.wire_id if lead else None)
-        if request is None or self._core is None:
-            self._forget(stream)
-            stream.end("timeout")
-            return False
-        self._core.send(request)
-        return True
-
-    def _close_stream(self, stream: DeltaStream) -> None:
-        self._forget(stream)
-        if stream.running and self._core is not None:
-            self._core.send(Abort([stream.wire_id]))
-        self._end_trial(stream)
-
-    def _forget(self, stream: DeltaStream) -> None:
-        self._streams.pop(stream.wire_id, None)
-        if self._latest.get(stream.id) is stream:
-            del self._latest[stream.id]
-
-    def _end_all(self, message: str) -> None:
-        for stream in list(self._streams.values()):
-            self._forget(stream)
-            stream.end("error", message)
+    def _send(self, message: ToCore) -> None:
+        """Tell the core; what is said while there is none is for nobody."""
+        if self._core is not None:
+            self._core.send(message)
 
     def _unavailable(self) -> ApiError:
         retry_s: float | None = 1.0

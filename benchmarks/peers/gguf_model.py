@@ -1,0 +1,69 @@
+"""A checkpoint as GGUF: llama.cpp's names for its sizes and tensors. Needs the `gguf` package."""
+
+from __future__ import annotations
+
+import json
+import mmap
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from numpy.typing import NDArray
+
+Values = NDArray[np.float32]
+
+NAMES = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+
+def add_sizes(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
+    """What config.json says of the decoder."""
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_vocab_size(config["vocab_size"])
+
+
+def tensors(path: Path) -> Iterator[tuple[str, Values]]:
+    """Names as GGUF has them, and float32 values of the bfloat16 in a safetensors file."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        start = 8 + int.from_bytes(data[:8], "little")
+        for name, entry in json.loads(data[8:start]).items():
+            if name == "__metadata__":
+                continue
+            begin, end = (start + offset for offset in entry["data_offsets"])
+            halves = np.frombuffer(data[begin:end], dtype=np.uint16).reshape(entry["shape"])
+            yield _renamed(name), (halves.astype(np.uint32) << 16).view(np.float32)
+
+
+def write(writer: gguf.GGUFWriter) -> None:
+    """Write all that was added, and close the file."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _renamed(name: str) -> str:
+    module, _, kind = name.rpartition(".")
+    if module in TOP:
+        return f"{TOP[module]}.{kind}"
+    _, _, layer, inner = module.split(".", 3)
+    return f"blk.{layer}.{NAMES[inner]}.{kind}"

@@ -1,0 +1,69 @@
+"""What the C++ kernels of csrc/ are called with: their structures, field by field."""
+
+from __future__ import annotations
+
+import ctypes
+
+
+class AttentionCall(ctypes.Structure):
+    """`ArgosyAttention` of attention.cpp, field by field; pointers are addresses, sizes elements."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "cos", "sin")),
+        *((name, ctypes.c_void_p) for name in ("out", "keys", "values")),
+        *((name, ctypes.c_void_p) for name in ("positions", "slots", "cu_q", "seq_lens", "pages")),
+        *((name, ctypes.c_int64) for name in ("tokens", "sequences", "page_stride")),
+        *((name, ctypes.c_int64) for name in ("q_stride", "k_stride", "v_stride")),
+        *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "head_dim", "block_size")),
+        *((name, ctypes.c_int64) for name in ("turning", "window", "threads")),
+        *((name, ctypes.c_float) for name in ("scale", "softcap")),
+    )
+
+
+class LinearCall(ctypes.Structure):
+    """`ArgosyLinear` of linear.cpp, field by field; pointers are addresses, sizes elements."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "packed", "bias", "out")),
+        *((name, ctypes.c_int64) for name in ("rows", "cols", "outs", "x_stride", "threads")),
+    )
+
+
+class NormCall(ctypes.Structure):
+    """`ArgosyNorm` of rows.cpp, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "add", "weight", "out")),
+        *((name, ctypes.c_int64) for name in ("outer", "inner", "size", "x_stride")),
+        *((name, ctypes.c_int64) for name in ("narrow", "threads")),
+        ("eps", ctypes.c_float),
+    )
+
+
+class GateCall(ctypes.Structure):
+    """`ArgosyGate` of rows.cpp, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "out")),
+        *((name, ctypes.c_int64) for name in ("rows", "size", "threads")),
+    )
+
+
+class DrawCall(ctypes.Structure):
+    """`ArgosyDraw` of sampling.cpp, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("logits", "scale", "top_k", "top_p")),
+        *((name, ctypes.c_void_p) for name in ("least", "chance", "tokens")),
+        *((name, ctypes.c_int64) for name in ("rows", "vocab", "stride", "threads")),
+    )
+
+
+class TellingCall(ctypes.Structure):
+    """`ArgosyTelling` of sampling.cpp, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("logits", "which", "tokens", "counts", "ranks")),
+        *((name, ctypes.c_void_p) for name in ("masses", "own", "largest", "ids", "likeliest")),
+        *((name, ctypes.c_int64) for name in ("rows", "vocab", "stride", "most", "threads")),
+    )

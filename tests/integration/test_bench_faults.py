@@ -1,0 +1,183 @@
+"""`argosy bench` against servers that do not behave: a failure costs one request, and says what it was."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+from tests.integration.benching import WORKLOAD, Watch, measure, settings
+from tests.integration.rough_server import Answer, Asked, plain, rough_server
+
+from argosy.bench import Load, run
+
+
+async def cut_head(asked: Asked) -> None:
+    asked.writer.transport.abort()
+
+
+async def cut_stream(asked: Asked) -> None:
+    asked.stream()
+    asked.say("half")
+    await asked.writer.drain()
+    asked.writer.transport.abort()
+
+
+async def unfinished(asked: Asked) -> None:
+    asked.stream()
+    asked.say("half")
+    asked.writer.write(b"0\r\n\r\n")
+
+
+async def refused(asked: Asked) -> None:
+    asked.json(429, {"error": {"message": "slow down", "code": "rate_limit"}})
+
+
+async def stream_error(asked: Asked) -> None:
+    asked.stream()
+    asked.say("half")
+    asked.send(b'data: {"error": {"message": "it broke"}}\n\n')
+    asked.writer.write(b"0\r\n\r\n")
+
+
+async def no_text(asked: Asked) -> None:
+    asked.stream()
+    asked.say("", "stop")
+    asked.end(tokens=0)
+
+
+async def no_json(asked: Asked) -> None:
+    asked.stream()
+    asked.send(b"data: {oops\n\n")
+    asked.end()
+
+
+async def no_http(asked: Asked) -> None:
+    asked.writer.write(b"SSH-2.0-server\r\n\r\n")
+
+
+async def silence(asked: Asked) -> None:
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize(
+    ("script", "error"),
+    [
+        (cut_head, "cut"),
+        (cut_stream, "cut"),
+        (unfinished, "cut"),
+        (refused, "http 429"),
+        (stream_error, "stream"),
+        (no_text, "empty"),
+        (no_json, "malformed"),
+        (no_http, "malformed"),
+        (silence, "timeout"),
+    ],
+)
+async def test_a_failure_costs_one_request(script: Answer, error: str) -> None:
+    count = 0
+
+    async def each_third(asked: Asked) -> None:
+        nonlocal count
+        count += 1
+        fails = count % 3 == 0
+        await (script if fails else plain)(asked)
+
+    async with rough_server(each_third) as server:
+        timeout_s = 2.0 if script is silence else 60.0
+        result = await measure(server.url, Load(concurrency=2, requests=12), timeout_s=timeout_s)
+    summary = result.points[0].summary
+    assert set(summary.errors) <= {error}
+    # Only a kept connection that is cut before the answer begins is given a second chance.
+    assert summary.failed + summary.resent == count // 3
+    assert summary.completed + summary.failed == 12
+    assert script is cut_head or summary.resent == 0
+    assert summary.latency["ttft"].count == summary.completed
+
+
+async def test_a_connection_closed_while_idle_costs_nothing() -> None:
+    async def answer_and_close(asked: Asked) -> None:
+        await plain(asked)
+        await asked.writer.drain()
+        asked.writer.close()
+
+    async with rough_server(answer_and_close) as server:
+        result = await measure(server.url, Load(concurrency=3, requests=30))
+    assert result.points[0].summary.completed == 30
+
+
+async def test_a_server_that_dies_fails_the_rest() -> None:
+    async with rough_server() as server:
+        watch = Watch()
+        task = asyncio.create_task(
+            run(settings(server.url, Load(concurrency=1, requests=400)), {}, watch)
+        )
+
+        def die() -> None:
+            if len(watch.rows) == 5:
+                server.script = cut_head
+
+        watch.on_row = die
+        result = await task
+    summary = result.points[0].summary
+    assert summary.completed == 5
+    assert summary.failed == 395
+
+
+async def test_a_failed_turn_ends_its_conversation() -> None:
+    async with rough_server(refused) as server:
+        workload = msgspec.structs.replace(WORKLOAD, turns=3)
+        result = await measure(server.url, Load(concurrency=1, requests=6), workload=workload)
+    summary = result.points[0].summary
+    assert (summary.failed, summary.cancelled) == (2, 4)
+    assert len(server.asked) == 2
+
+
+async def test_an_interrupted_run_keeps_what_it_has() -> None:
+    async with rough_server() as server:
+        watch = Watch()
+        loads = (Load(concurrency=1, requests=100), Load(concurrency=2, requests=100))
+        task = asyncio.create_task(run(settings(server.url, *loads), {}, watch))
+
+        def interrupt() -> None:
+            if len(watch.rows) == 7:
+                server.script = silence
+                task.get_loop().call_soon(task.cancel)
+
+        watch.on_row = interrupt
+        result = await task
+    assert len(result.points) == 1
+    assert result.points[0].interrupted
+    summary = result.points[0].summary
+    assert summary.completed >= 7
+    assert summary.cancelled <= 1
+    assert summary.failed == 0
+
+
+async def test_what_the_server_does_not_take_is_left_out() -> None:
+    async def strict(asked: Asked) -> None:
+        assert "ignore_eos" not in asked.body
+        assert asked.body["stream_options"] == {"include_usage": True}
+        await plain(asked)
+
+    async with rough_server(strict) as server:
+        server.refuses = {"ignore_eos", "continuous_usage_stats"}
+        result = await measure(server.url)
+    assert result.points[0].summary.completed == 12
+    assert not result.target.ignore_eos
+    assert not result.target.chunk_usage
+
+
+async def test_without_usage_chunks_are_counted() -> None:
+    async def no_usage(asked: Asked) -> None:
+        asked.stream()
+        for text in "abc":
+            asked.say(text)
+        asked.say("", "stop")
+        asked.end()
+
+    async with rough_server(no_usage) as server:
+        result = await measure(server.url)
+    summary = result.points[0].summary
+    assert summary.uncounted == 12
+    assert summary.output_tokens == 36
