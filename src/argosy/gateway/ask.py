@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import secrets
-from dataclasses import dataclass
-from typing import TypeVar
+import random
 
 import msgspec
 from msgspec import Raw
 
-from argosy.protocol import ApiError, invalid, parse
-
-T = TypeVar("T")
+from argosy.protocol import ApiError, parse
 
 BYTES_PER_TOKEN = 4
 """For estimates where the prompt is text and no tokenizer is at hand."""
@@ -24,14 +20,27 @@ MOST = 1 << 24
 WHOLE_ONLY = frozenset({"prompt_logprobs", "resume", "stream_options"})
 """Fields that streams do not take, or take differently."""
 
-_TEXT = msgspec.json.Decoder(str | None)
-_NUMBER = msgspec.json.Decoder(int | None)
-_TRUTH = msgspec.json.Decoder(bool | None)
-_FIELDS = msgspec.json.Decoder(dict[str, Raw] | None)
+
+class _StreamOptions(msgspec.Struct, gc=False):
+    include_usage: bool | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
+class _Known(msgspec.Struct, gc=False):
+    """The fields that are read here; all others may be anything."""
+
+    model: str | None = None
+    messages: Raw = Raw()
+    prompt: Raw = Raw()
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    seed: int | None = None
+    session_id: str | None = None
+
+
+class Ask(msgspec.Struct, frozen=True, eq=False):
     """One request for chat or completions."""
 
     fields: dict[str, Raw]
@@ -70,30 +79,30 @@ class Ask:
 
 def read(raw: bytes, prompt_field: str, domain: str = "") -> Ask:
     """Read the body of who has `domain`. Raises ApiError 400: a field that is needed is missing or ill-typed."""
-    fields = parse(dict[str, Raw], raw)
-    model = _field(fields, "model", _TEXT)
-    prompt = fields.get(prompt_field)
-    if model is None or prompt is None:
-        name = "model" if model is None else prompt_field
+    known = parse(_Known, raw)
+    prompt = known.messages if prompt_field == "messages" else known.prompt
+    if known.model is None or not prompt:
+        name = "model" if known.model is None else prompt_field
         raise ApiError(
             400, "missing_required_parameter", f"Missing parameter '{name}'. Add it.", param=name
         )
-    choices = _field(fields, "n", _NUMBER)
-    limit = _field(fields, "max_completion_tokens", _NUMBER)
-    limit = _field(fields, "max_tokens", _NUMBER) if limit is None else limit
-    drew_seed = _field(fields, "seed", _NUMBER) is None
+    fields = parse(dict[str, Raw], raw)
+    drew_seed = known.seed is None
     if drew_seed:
         # Drawn here, so that whichever replica carries the answer on draws the same tokens.
-        fields = fields | {"seed": Raw(b"%d" % secrets.randbits(62))}
+        fields["seed"] = Raw(b"%d" % random.getrandbits(62))
+    limit = known.max_completion_tokens
+    limit = known.max_tokens if limit is None else limit
+    options = known.stream_options
     return Ask(
         fields=fields,
-        model=model,
-        stream=bool(_field(fields, "stream", _TRUTH)),
-        choices=max(1, min(choices or 1, MOST)) * _prompts(prompt),
+        model=known.model,
+        stream=bool(known.stream),
+        choices=max(1, min(known.n or 1, MOST)) * _prompts(prompt),
         max_output=None if limit is None else max(0, min(limit, MOST)),
         prompt=bytes(prompt),
-        session=_field(fields, "session_id", _TEXT) or "",
-        include_usage=_includes_usage(fields),
+        session=known.session_id or "",
+        include_usage=options is not None and bool(options.include_usage),
         drew_seed=drew_seed,
         domain=domain,
     )
@@ -105,19 +114,3 @@ def _prompts(prompt: Raw) -> int:
     if not text.startswith(b"[") or text[1:].lstrip()[:1] not in {b'"', b"["}:
         return 1
     return len(msgspec.json.decode(prompt, type=list[Raw]))
-
-
-def _includes_usage(fields: dict[str, Raw]) -> bool:
-    options = _field(fields, "stream_options", _FIELDS)
-    return bool(options and _field(options, "include_usage", _TRUTH))
-
-
-def _field(fields: dict[str, Raw], name: str, decoder: msgspec.json.Decoder[T]) -> T | None:
-    """The field's value; None when it is left out or null."""
-    raw = fields.get(name)
-    if raw is None:
-        return None
-    try:
-        return decoder.decode(raw)
-    except msgspec.ValidationError as error:
-        raise invalid(f"Invalid value for '{name}': {error}.", name, "invalid_type") from error

@@ -90,7 +90,7 @@ class Dispatcher:
         if (
             pool.hedging is None
             or caller.tier > self._lowest(now)
-            or not any(name not in others_than for name in pool.room(now))
+            or all(replica.name in others_than for replica in pool.room(now))
         ):
             return None
         free, seats = pool.seats(now)

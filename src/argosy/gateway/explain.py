@@ -87,7 +87,7 @@ class Trace(msgspec.Struct, gc=False):
     status: str = "running"
     error: str = ""
     card: dict[str, Any] = msgspec.field(default_factory=dict)
-    """What each stage adds, under a key of its own, in JSON's types."""
+    """What each stage adds, under a key of its own: whatever msgpack can hold."""
 
     def begin_try(
         self, replica: str, now: float, told: int, costs: tuple[Cost, ...], *, hedge: bool = False

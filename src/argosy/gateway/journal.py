@@ -5,7 +5,7 @@ The replica's side, with the format, is `argosy.engine.serving.http.journal`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import msgspec
 
 _END = b"\n\n"
 _MARK = b": argosy "
@@ -14,15 +14,14 @@ _EVENT = b"data:"
 _DONE = b"data: [DONE]"
 
 
-@dataclass(slots=True)
-class Delivered:
+class Delivered(msgspec.Struct, eq=False):
     """What the client has been given of each choice; survives the replicas that gave it."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    tokens: dict[int, list[bytes]] = field(default_factory=dict)
+    tokens: dict[int, list[bytes]] = msgspec.field(default_factory=dict)
     """Choice -> ids, as comma-separated pieces."""
-    finished: dict[int, str] = field(default_factory=dict)
+    finished: dict[int, str] = msgspec.field(default_factory=dict)
     output_tokens: int = 0
 
     def forget(self) -> None:

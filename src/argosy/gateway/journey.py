@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+import msgspec
 import structlog
 
 from argosy.gateway.ask import Ask
@@ -40,8 +41,7 @@ CHAT = Api(CHAT_PATH, "messages", "chatcmpl", "chat.completion", "chat.completio
 COMPLETION = Api(COMPLETION_PATH, "prompt", "cmpl", "text_completion", "text_completion")
 
 
-@dataclass(slots=True)
-class Journey:
+class Journey(msgspec.Struct, eq=False):
     """One request's way over the replicas."""
 
     exchange: Exchange
@@ -51,16 +51,16 @@ class Journey:
     identity: bytes
     """The answer's id and its time, which every replica is told."""
     caller: Caller
-    tried: set[str] = field(default_factory=set)
+    tried: set[str] = msgspec.field(default_factory=set)
     """Replicas that failed it since it last got on."""
     failures: int = 0
     refusals: int = 0
     """Failures that were answers: of a replica that lives."""
     failing_since: float | None = None
-    delivered: Delivered = field(default_factory=Delivered)
-    headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+    delivered: Delivered = msgspec.field(default_factory=Delivered)
+    headers: list[tuple[bytes, bytes]] = msgspec.field(default_factory=list)
     """Headers of the answer, whatever it will be, refusals included."""
-    trace: Trace = field(default_factory=Trace)
+    trace: Trace = msgspec.field(default_factory=Trace)
     """What `argosy explain` shows."""
     route: str = ""
     """The replica that it was at last."""
@@ -68,7 +68,7 @@ class Journey:
     """Why it went there."""
     current: Try | None = None
     """The attempt there."""
-    started_at: float = field(default_factory=time.time)
+    started_at: float = msgspec.field(default_factory=time.time)
     """Seconds since the epoch."""
     status: Status = "failed"
     error: ApiError | None = None
@@ -83,7 +83,7 @@ class Journey:
 
     @property
     def card(self) -> dict[str, Any]:
-        """For explanations: each stage adds under a key of its own, in JSON's types."""
+        """For explanations: each stage adds under a key of its own, what msgpack can hold."""
         return self.trace.card
 
     def goes_to(self, picked: Picked, now: float) -> Replica:

@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import Callable
 
+import msgspec
 import structlog
 
 from argosy.gateway.caller import TIERS
@@ -90,17 +91,17 @@ class Entry:
         slot.count(*counts)
         slot.end(journey.status, journey.route, self._clock())
         journey.nano_dollars = rates.cost(*counts)
-        journey.card["ledger"] = {
-            "input_tokens": counts[0],
-            "cached_tokens": counts[1],
-            "output_tokens": counts[2],
-            "nano_dollars": journey.nano_dollars,
-            "rates": {
-                "input": rates.input,
-                "cached_input": rates.cached_input,
-                "output": rates.output,
-            },
-        }
+        journey.card["ledger"] = LedgerLine(*counts, journey.nano_dollars, rates)
+
+
+class LedgerLine(msgspec.Struct, frozen=True, gc=False):
+    """What a request used and cost, for explanations."""
+
+    input_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    nano_dollars: int
+    rates: Rates
 
 
 async def settle_forever(spool: Spool, store: Store, leaving: asyncio.Event) -> None:

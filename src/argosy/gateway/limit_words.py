@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
-from argosy.policy import Meter, Refusal, Reservation, never, worst
+import msgspec
+
+from argosy.policy import Counter, Meter, Refusal, Reservation, never, worst
 from argosy.protocol import ApiError
 
 SOON_S = 1.0
@@ -57,26 +58,29 @@ class Headers:
     """`x-ratelimit-*` of those of some limits on requests, and on tokens, that have the least left."""
 
     def __init__(self, meters: Sequence[Meter]) -> None:
-        self._told = [
-            (*_names(kind), [meter.counter for meter in meters if meter.unit in units])
+        kinds = [
+            (_names(kind), [meter.counter for meter in meters if meter.unit in units])
             for kind, units in _COUNTED.items()
-            if any(meter.unit in units for meter in meters)
         ]
+        self._told = [(names, counters) for names, counters in kinds if counters]
 
     def __call__(self, now: float) -> list[tuple[bytes, bytes]]:
         """As they are now."""
         told: list[tuple[bytes, bytes]] = []
-        for limit, remaining, reset, counters in self._told:
+        for (limit, remaining, reset), counters in self._told:
             tightest = counters[0]
-            for counter in counters:
-                if counter.limit - counter.used < tightest.limit - tightest.used:
-                    tightest = counter
+            if len(counters) > 1:
+                tightest = min(counters, key=_left)
             told += (
                 (limit, b"%d" % tightest.limit),
-                (remaining, b"%d" % max(0, tightest.limit - tightest.used)),
+                (remaining, b"%d" % max(0, _left(tightest))),
                 (reset, duration(tightest.reset_s(now)).encode()),
             )
         return told
+
+
+def _left(counter: Counter) -> int:
+    return counter.limit - counter.used
 
 
 def _names(kind: str) -> tuple[bytes, bytes, bytes]:
@@ -86,30 +90,45 @@ def _names(kind: str) -> tuple[bytes, bytes, bytes]:
     return limit, remaining, reset
 
 
-def let_in(reservation: Reservation) -> list[dict[str, Any]]:
+class LimitLine(msgspec.Struct, frozen=True, gc=False):
+    """The arithmetic of one limit, for explanations."""
+
+    owner: str
+    unit: str
+    window: str
+    model: str | None
+    limit: int
+    used: int
+    asked: int
+    wait_s: float | None = 0.0
+    """None: it never fits."""
+
+
+def let_in(reservation: Reservation) -> list[LimitLine]:
     """The arithmetic of a request that fits."""
-    return [
-        _line(hold.meter, hold.meter.counter.limit, hold.before, hold.units, 0.0)
-        for hold in reservation.holds
-    ]
+    lines = []
+    for hold in reservation.holds:
+        meter = hold.meter
+        kind = meter.owner, meter.unit, meter.window, meter.model
+        lines.append(LimitLine(*kind, meter.counter.limit, hold.before, hold.units))
+    return lines
 
 
-def kept_out(refusals: Sequence[Refusal]) -> list[dict[str, Any]]:
+def kept_out(refusals: Sequence[Refusal]) -> list[LimitLine]:
     """The arithmetic of one that does not: the limits that stand in its way."""
-    return [_line(r.meter, r.limit, r.used, r.asked, r.wait_s) for r in refusals]
-
-
-def _line(meter: Meter, limit: int, used: int, asked: int, wait_s: float) -> dict[str, Any]:
-    return {
-        "owner": meter.owner,
-        "unit": meter.unit,
-        "window": meter.window,
-        "model": meter.model,
-        "limit": limit,
-        "used": used,
-        "asked": asked,
-        "wait_s": None if math.isinf(wait_s) else wait_s,
-    }
+    return [
+        LimitLine(
+            r.meter.owner,
+            r.meter.unit,
+            r.meter.window,
+            r.meter.model,
+            r.limit,
+            r.used,
+            r.asked,
+            None if math.isinf(r.wait_s) else r.wait_s,
+        )
+        for r in refusals
+    ]
 
 
 def duration(seconds: float) -> str:

@@ -70,7 +70,7 @@ class Passing:
 
 def _by_load(pool: Pool) -> Iterable[Replica]:
     """The replicas that may be used, the least busy first."""
-    alive = [pool.replicas[name] for name in pool.alive()]
+    alive = pool.alive()
     return sorted(alive, key=lambda replica: replica.load.in_flight)
 
 

@@ -97,7 +97,7 @@ class Recording:
             metrics.refused(model, trace.error)
         if trace.admitted is None:
             for limit in trace.card.get("limits", ()):
-                metrics.limited(model, limit["unit"])
+                metrics.limited(model, limit.unit)
         if trace.stream and trace.first is not None:
             metrics.first_token(model, trace.first - trace.arrived)
         if trace.tries:

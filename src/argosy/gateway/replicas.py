@@ -163,6 +163,7 @@ class Pool:
         self.model = model
         self.rule = rule
         """Name of the chooser."""
+        self._all = replicas
         self.replicas = {replica.name: replica for replica in replicas}
         self.retries = RetryBudget()
         self.hedging = hedging
@@ -186,28 +187,30 @@ class Pool:
         for replica in self.replicas.values():
             replica.on_change = changed
 
-    def alive(self) -> list[str]:
-        """Names of the replicas that may be used at all."""
-        return usable({n: r.breaker for n, r in self.replicas.items() if r.taking})
+    def alive(self) -> list[Replica]:
+        """The replicas that may be used at all."""
+        taking = [replica for replica in self._all if replica.taking]
+        if all(replica.breaker.closed for replica in taking):
+            return taking
+        return [self.replicas[name] for name in usable({r.name: r.breaker for r in taking})]
 
     def loads(self) -> list[ReplicaLoad]:
         """What is known of those."""
-        return [self.replicas[name].load for name in self.alive()]
+        return [replica.load for replica in self.alive()]
 
-    def room(self, now: float) -> list[str]:
-        """Names of those that may be used now: they have room, and have not just said that they are full."""
-        return [
-            name
-            for name in self.alive()
-            if self.replicas[name].has_room and not self.replicas[name].breaker.cooling(now)
-        ]
+    def room(self, now: float) -> list[Replica]:
+        """Those that may be used now: they have room, and have not just said that they are full."""
+        return [r for r in self.alive() if r.has_room and now >= r.breaker.cool_until]
 
     def seats(self, now: float) -> tuple[int, int]:
         """How many seats are free on those that may be used now, full or not, and how many they have."""
-        able = [self.replicas[name] for name in self.alive()]
-        able = [replica for replica in able if not replica.breaker.cooling(now)]
-        free = sum(max(0, replica.seats - replica.load.in_flight) for replica in able)
-        return free, sum(replica.seats for replica in able)
+        free = all_seats = 0
+        for replica in self.alive():
+            if now >= replica.breaker.cool_until:
+                seats = replica.seats
+                all_seats += seats
+                free += max(0, seats - replica.load.in_flight)
+        return free, all_seats
 
     def asked(self, now: float) -> None:
         """A request came: what may be tried again, and twice, is a part of all requests."""
@@ -221,13 +224,13 @@ class Pool:
 
     def pick(self, ask: Ask, domain: str, tried: Collection[str], now: float) -> Picked | None:
         """The replica for a request, not one of `tried`. None: there is no room for it now."""
-        warm = [name for name in self.room(now) if name not in tried]
+        warm = [replica for replica in self.room(now) if replica.name not in tried]
         if not warm:
             return None
         keys = chain(
             f"{domain}\0{self.model}".encode(), ask.prompt[:LONGEST_AFFINITY_BYTES], BLOCK_BYTES
         )
-        found = {name: self.replicas[name].prefixes.find(keys) for name in warm}
+        found = {replica.name: replica.prefixes.find(keys) for replica in warm}
         hits = {n: len(held) * BLOCK_BYTES // BYTES_PER_TOKEN for n, held in found.items()}
         request = RouteRequest(
             prompt_tokens=ask.prompt_tokens,
@@ -235,16 +238,13 @@ class Pool:
             key=ask.session or (keys[0].hex() if keys else ""),
             hits=hits,
         )
-        candidates = [
-            Candidate(load, cost(request, load, now))
-            for load in (self.replicas[name].load for name in warm)
-        ]
+        candidates = [Candidate(r.load, cost(request, r.load, now)) for r in warm]
         draw = random.random()  # noqa: S311 - spreads load, guards nothing
         chosen = self.replicas[self._chooser.choose(request, candidates, draw, now).load.name]
         chosen.prefixes.sent(keys)
         return Picked(
             chosen,
-            costs=tuple(candidate.cost for candidate in candidates),
+            costs=tuple([candidate.cost for candidate in candidates]),
             uncached=max(0, ask.prompt_tokens - hits[chosen.name]),
             blocks=len(ask.prompt) / BLOCK_BYTES,
             found=found[chosen.name],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -126,7 +125,7 @@ class Serving:
         if most is not None and ask.least_tokens > most:
             message = f"The prompt is longer than the {most} tokens that {ask.model!r} can take."
             raise ApiError(413, "context_length_exceeded", message, param=api.prompt_field)
-        answer_id = f"{api.id_prefix}-{os.urandom(16).hex()}"
+        answer_id = f"{api.id_prefix}-{random.getrandbits(128):032x}"
         journey = Journey(
             exchange,
             ask,

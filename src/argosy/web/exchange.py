@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
+import random
 import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
@@ -132,7 +132,9 @@ class Exchange:
 
     def _find_request_id(self) -> str:
         given = self.header(b"x-request-id")
-        return given if _REQUEST_ID.fullmatch(given) else f"req_{os.urandom(16).hex()}"
+        if given and _REQUEST_ID.fullmatch(given):
+            return given
+        return f"req_{random.getrandbits(128):032x}"
 
     def header(self, name: bytes) -> str:
         """A header's value; empty when it was not sent."""

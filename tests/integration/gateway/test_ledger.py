@@ -88,7 +88,7 @@ async def test_a_request_becomes_one_row_at_the_price_of_its_tier_when_it_began(
         output_tokens=7,
         nano_dollars=cost,
     )
-    assert one.card["ledger"]["nano_dollars"] == cost
+    assert one.card["ledger"].nano_dollars == cost
 
 
 async def test_nothing_is_answered_that_cannot_be_recorded(

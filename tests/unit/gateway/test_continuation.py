@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -51,7 +50,7 @@ def ask_for(path: str, **changes: object) -> Ask:
 
 def test_servers_that_can_keep_the_cached_prompts_of_tenants_apart() -> None:
     def salt(kind: Kind, domain: str, **own: object) -> str | None:
-        ask = replace(ask_for(CHAT, **own), domain=domain)
+        ask = msgspec.structs.replace(ask_for(CHAT, **own), domain=domain)
         leg = Carrier(ask, CHAT.encode(), Delivered()).leg(dialect_of(kind), "m")
         assert leg is not None
         told: str | None = json.loads(leg.outgoing.body).get("cache_salt")
