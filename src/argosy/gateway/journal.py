@@ -9,6 +9,8 @@ import msgspec
 
 _END = b"\n\n"
 _MARK = b": argosy "
+_SEAL = _END + _MARK
+_SEAL_BYTES = len(_SEAL)
 _COMMENT = b"\n:"
 _EVENT = b"data:"
 _DONE = b"data: [DONE]"
@@ -49,12 +51,17 @@ class JournalReader:
 
     def feed(self, body: bytes) -> bytes:
         """What may be passed on now."""
-        if not self._rest and not self._held and body.endswith(_END):
+        if not self._rest and not self._held and body.startswith(_EVENT) and body.endswith(_END):
             # One token's piece comes like this: events, and the block that makes them count.
-            events, mark, entry = body[:-2].rpartition(_END + _MARK)
-            if mark and b"\n" not in entry and events[:5] == _EVENT and _COMMENT not in events:
-                self._count(entry)
-                return body[: len(events) + 2]
+            end = body.rfind(_SEAL)
+            entry = end + _SEAL_BYTES
+            if (
+                end > 0
+                and body.find(b"\n", entry) == len(body) - 2
+                and body.find(_COMMENT, 0, end) < 0
+            ):
+                self._count(body[entry:-2])
+                return body[: end + 2]
         whole, mark, self._rest = (self._rest + body).rpartition(b"\n\n")
         if not mark:
             return b""
@@ -84,7 +91,10 @@ class JournalReader:
             return
         choice, ids = int(words[0]), words[1]
         if ids:
-            delivered.tokens.setdefault(choice, []).append(ids)
+            told = delivered.tokens.get(choice)
+            if told is None:
+                told = delivered.tokens[choice] = []
+            told.append(ids)
             delivered.output_tokens += ids.count(b",") + 1
         if len(words) > 2:
             delivered.finished[choice] = words[2].decode()

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -35,6 +36,9 @@ from argosy.web import Certificates, Listener, bind, bind_unix, url_of
 
 YOUNG = 20_000
 """Objects that are made before the collector looks through them; Python's own default is 700."""
+TURN_S = 0.0005
+"""How long another thread, as the one that writes the ledger, may keep the event loop waiting; Python's own default
+is ten times that, more than most tokens have."""
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
@@ -232,6 +236,8 @@ def calm_collector() -> None:
 def serve_gateway(config: GatewayConfig, on_ready: Callable[[str], None]) -> None:
     """Serve until SIGTERM or SIGINT. Raises ValueError or OSError, saying what to change."""
     configure_logs(config.log_format, config.log_level)
+
+    sys.setswitchinterval(TURN_S)
 
     def ready(url: str) -> None:
         calm_collector()
