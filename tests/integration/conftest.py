@@ -1,15 +1,19 @@
-"""Fixtures of the HTTP tests: the bundled tokenizer, and a server around a scripted engine."""
+"""Fixtures of the HTTP tests: the bundled tokenizer, a server around a scripted engine, a gateway with a store."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 from tests.integration.fake_engine import FakeEngine, always, says
+from tests.integration.organisations import World, gateway_with_store
 from tests.integration.serving import Served, serve
 
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.models import BUNDLED
+from argosy.store import open_store
 
 REPLY = "Hello there. How can I help you today?"
 
@@ -28,4 +32,22 @@ def engine(tokenizer: Tokenizer) -> FakeEngine:
 @pytest.fixture
 async def served(engine: FakeEngine) -> AsyncIterator[Served]:
     async with serve(engine) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def migrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An SQLite file with tables and no accounts, to be copied."""
+    path = tmp_path_factory.mktemp("store") / "migrated.db"
+    store = open_store(f"sqlite:///{path}")
+    store.migrate()
+    store.close()
+    return path
+
+
+@pytest.fixture
+async def world(migrated: Path, tmp_path: Path) -> AsyncIterator[World]:
+    path = tmp_path / "argosy.db"
+    shutil.copy(migrated, path)
+    async with gateway_with_store(f"sqlite:///{path}") as running:
         yield running

@@ -84,6 +84,26 @@ def test_keys_are_made_with_everything_they_may_have(url: str) -> None:
     assert listed["user"] is not None
 
 
+def test_roles_are_given_for_the_gateway_or_in_an_organisation(url: str) -> None:
+    def scope(*options: str) -> str:
+        made: str = told("keys", "create", *options)["scope"]
+        return made
+
+    assert scope("--role", "admin") == "gateway", "the first, by whoever runs the machine"
+    run("tenants", "organisations", "create", "acme")
+    run("tenants", "create", "web", "-o", "acme")
+    assert scope("--role", "admin", "-p", "web") == "organisation"
+    assert scope("--role", "viewer", "-p", "web", "--scope", "gateway") == "gateway"
+    assert scope("--role", "viewer", "--scope", "organisation") == "organisation"
+    assert scope() == scope("-p", "web") == "organisation"
+    assert "gateway" in run("keys", "list")
+    user = told("tenants", "users", "create", "ann@acme.test", "-o", "acme", "--role", "admin")
+    assert user["scope"] == "organisation"
+    changed = told("tenants", "users", "change", "ann@acme.test", "--scope", "gateway")
+    assert (changed["role"], changed["scope"]) == ("admin", "gateway")
+    assert "gateway" in run("tenants", "users", "list")
+
+
 def test_a_key_is_rotated_and_revoked_by_what_people_call_it(url: str) -> None:
     first = told("keys", "create", "app")
     second = told("keys", "rotate", "app", "--overlap", "1h")
@@ -161,6 +181,7 @@ def test_usage_is_summed_by_name_and_exported(url: str, tmp_path: Path) -> None:
     store = opened(url)
     row = UsageRow(
         request="r1",
+        organisation=store.accounts.get_project(key["project"]).organisation,
         project=key["project"],
         key=key["id"],
         model="big",
@@ -177,7 +198,7 @@ def test_usage_is_summed_by_name_and_exported(url: str, tmp_path: Path) -> None:
     assert "default" in shown
     assert f"app ({key['prefix']}-...)" in shown
     assert "$0.0015" in shown
-    (total,) = told("usage", "--by", "", "--project", "default")
+    (total,) = told("usage", "--by", "", "--project", "default", "--organisation", "default")
     assert total["output_tokens"] == 234
     assert "Nothing was used." in run("usage", "--until", "30d")
     assert run("usage", "--csv", "-").splitlines()[1].startswith("r1,")
@@ -190,7 +211,10 @@ def test_the_audit_log_is_listed_and_checked(url: str) -> None:
     run("keys", "create", "app")
     assert "key.create" in run("audit")
     assert [entry["action"] for entry in told("audit", "--limit", "1")] == ["key.create"]
-    assert "All 3 entries" in run("audit", "verify")
+    run("tenants", "organisations", "create", "acme")
+    (own,) = told("audit", "--organisation", "acme")
+    assert own["action"] == "organisation.create"
+    assert "All 4 entries" in run("audit", "verify")
     assert told("audit", "verify")["broken"] is None
 
 

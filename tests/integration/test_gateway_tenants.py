@@ -75,7 +75,9 @@ async def shop(folder: Path, tokenizer: Tokenizer, *, daily: int = 1000) -> Asyn
         "web": accounts.create_key(web.id, "web", actor=actor)[1],
         "other": accounts.create_key(other.id, "other", actor=actor)[1],
         "small": accounts.create_key(web.id, "small", models=("small",), actor=actor)[1],
-        "admin": accounts.create_key(other.id, "admin", role="admin", actor=actor)[1],
+        "admin": accounts.create_key(other.id, "admin", role="admin", scope="gateway", actor=actor)[
+            1
+        ],
     }
     accounts.set_limit("project", web.id, "output_tokens", daily, window="day", actor=actor)
     accounts.set_price(Price(model="big", input=5, cached_input=1, output=20), actor=actor)

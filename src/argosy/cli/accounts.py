@@ -28,7 +28,10 @@ StoreUrl = Annotated[
 ProjectName = Annotated[
     str | None, typer.Option("--project", "-p", help="Id or name (ORGANISATION/NAME too).")
 ]
+OrganisationName = Annotated[str, typer.Option("--organisation", "-o", help="Id or name.")]
+OfOrganisation = Annotated[str | None, typer.Option("--organisation", "-o", help="Id or name.")]
 RoleName = Literal["caller", "viewer", "operator", "admin"]
+ScopeName = Literal["organisation", "gateway"]
 TierName = Literal["premium", "standard", "free"]
 Networks = Annotated[
     list[str] | None,
@@ -66,6 +69,11 @@ def find_organisation(store: Store, wanted: str) -> Organisation:
     living = [item for item in store.accounts.list_organisations() if item.archived_at is None]
     found = [item for item in living if wanted in {item.id, item.name}]
     return _one(found, f"organisation {wanted!r}", "argosy tenants organisations")
+
+
+def id_of_organisation(store: Store, wanted: str | None) -> str | None:
+    """The id of the organisation that is meant; None where none is: all of them."""
+    return None if wanted is None else find_organisation(store, wanted).id
 
 
 def find_project(store: Store, wanted: str) -> Project:
@@ -113,6 +121,11 @@ def home_project(store: Store, wanted: str | None) -> Project:
         return find_project(store, wanted or DEFAULT)
     organisation = home_organisation(store, DEFAULT)
     return store.accounts.create_project(organisation.id, DEFAULT, actor=actor())
+
+
+def show_scope(holder: Key | User) -> str:
+    """Where a role is held, for a table; empty where it makes no difference."""
+    return "" if holder.role == "caller" else holder.scope
 
 
 def names(store: Store) -> dict[str, str]:

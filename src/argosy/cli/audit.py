@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from argosy.cli.accounts import StoreUrl, opened
+from argosy.cli.accounts import OfOrganisation, StoreUrl, id_of_organisation, opened
 from argosy.cli.failure import BROKEN, fail
 from argosy.cli.moments import show_moment
 from argosy.cli.tables import AsJson, show, show_json
@@ -23,6 +23,7 @@ def audit(
     ] = "list",
     *,
     subject: Annotated[str | None, typer.Option(help="Id of what was changed.")] = None,
+    organisation: OfOrganisation = None,
     limit: Annotated[int, typer.Option(min=1, help="Most entries to list.")] = 50,
     store: StoreUrl = None,
     json: AsJson = False,
@@ -32,7 +33,8 @@ def audit(
         if what == "verify":
             verdict = opened_store.audit.verify()
         else:
-            entries = opened_store.audit.entries(subject=subject, limit=limit)
+            of = id_of_organisation(opened_store, organisation)
+            entries = opened_store.audit.within(of).entries(subject=subject, limit=limit)
     if what == "verify":
         _tell(verdict, json=json)
     elif json:

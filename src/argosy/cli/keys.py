@@ -11,6 +11,7 @@ from argosy.cli.accounts import (
     Networks,
     ProjectName,
     RoleName,
+    ScopeName,
     StoreUrl,
     actor,
     find_key,
@@ -18,9 +19,10 @@ from argosy.cli.accounts import (
     find_user,
     home_project,
     opened,
+    show_scope,
 )
 from argosy.cli.moments import parse_duration, parse_future, show_moment
-from argosy.cli.tables import AsJson, show, show_json
+from argosy.cli.tables import AsJson, show, show_json, tell
 
 app = typer.Typer(help="API keys: make, list, rotate, revoke.", no_args_is_help=True)
 
@@ -40,6 +42,13 @@ def create(
     role: Annotated[
         RoleName, typer.Option(help="caller asks models; viewer, operator and admin run the fleet.")
     ] = "caller",
+    scope: Annotated[
+        ScopeName | None,
+        typer.Option(
+            help="Where the role is held: in the project's organisation, or for the whole gateway; "
+            "by default the gateway without --project."
+        ),
+    ] = None,
     user: Annotated[str | None, typer.Option(help="Id or email of its owner.")] = None,
     model: Annotated[
         list[str] | None, typer.Option(help="A model it may use; by default all. May be repeated.")
@@ -60,6 +69,7 @@ def create(
             name or _free_name(opened_store, home.id),
             user=None if user is None else find_user(opened_store, user).id,
             role=role,
+            scope=scope or _usual_scope(role, project),
             models=model or (),
             networks=network or (),
             expires_at=expires,
@@ -91,13 +101,14 @@ def list_(
         show_json(keys)
         return
     show(
-        ("Key", "Name", "Project", "Role", "Models", "Made", "Expires", "Revoked", "Id"),
+        ("Key", "Name", "Project", "Role", "Of", "Models", "Made", "Expires", "Revoked", "Id"),
         (
             (
                 f"{key.prefix}-...",
                 key.name,
                 projects[key.project],
                 key.role,
+                show_scope(key),
                 ", ".join(key.models) or "all",
                 show_moment(key.created_at),
                 show_moment(key.expires_at),
@@ -144,10 +155,12 @@ def revoke(key: KeyName, *, store: StoreUrl = None, json: AsJson = False) -> Non
     """End a key at once."""
     with opened(store) as opened_store:
         ended = opened_store.accounts.revoke_key(find_key(opened_store, key).id, actor=actor())
-    if json:
-        show_json(ended)
-        return
-    typer.echo(f"{ended.prefix}-... ({ended.name}) is revoked.")
+    tell(ended, f"{ended.prefix}-... ({ended.name}) is revoked.", json=json)
+
+
+def _usual_scope(role: RoleName, project: str | None) -> ScopeName:
+    """Whoever runs the machine runs the gateway; what they give to a project holds in its organisation."""
+    return "organisation" if role == "caller" or project is not None else "gateway"
 
 
 def _free_name(store: Store, project: str) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from argosy.cli.accounts import (
+    OfOrganisation,
     ProjectName,
     StoreUrl,
     TierName,
@@ -21,7 +22,7 @@ from argosy.cli.accounts import (
 )
 from argosy.cli.moments import parse_future, show_moment
 from argosy.cli.money import parse_dollars, parse_price, show_dollars, show_price
-from argosy.cli.tables import AsJson, show, show_json
+from argosy.cli.tables import AsJson, show, show_json, tell
 
 if TYPE_CHECKING:
     from argosy.store import Limit, OwnerKind, Store
@@ -34,7 +35,6 @@ Window = Literal["second", "minute", "hour", "day", "month"]
 Per = Annotated[
     Window | None, typer.Option(help="Window; concurrency has none, by default a minute.")
 ]
-Organisation = Annotated[str | None, typer.Option("--organisation", "-o", help="Id or name.")]
 UserName = Annotated[str | None, typer.Option("--user", help="Id or email.")]
 KeyName = Annotated[str | None, typer.Option("--key", help="Id, name or beginning.")]
 
@@ -72,7 +72,7 @@ def set_limit(
     amount: Annotated[str, typer.Argument(help="At most so many.")],
     *,
     per: Per = None,
-    organisation: Organisation = None,
+    organisation: OfOrganisation = None,
     project: ProjectName = None,
     user: UserName = None,
     key: KeyName = None,
@@ -95,10 +95,7 @@ def set_limit(
             model=model,
             actor=actor(),
         )
-    if json:
-        show_json(made)
-        return
-    typer.echo(f"Set ({made.id}).")
+    tell(made, f"Set ({made.id}).", json=json)
 
 
 @limits.command("lift")
@@ -171,10 +168,8 @@ def set_price(
             since=time.time() if since is None else since,
         )
         made = opened_store.accounts.set_price(price, actor=actor())
-    if json:
-        show_json(made)
-        return
-    typer.echo(f"{made.model}: input {show_price(made.input)}, output {show_price(made.output)}.")
+    sentence = f"{made.model}: input {show_price(made.input)}, output {show_price(made.output)}."
+    tell(made, sentence, json=json)
 
 
 def _owner(

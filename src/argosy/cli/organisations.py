@@ -8,7 +8,7 @@ import typer
 
 from argosy.cli.accounts import StoreUrl, actor, find_organisation, opened
 from argosy.cli.moments import show_moment
-from argosy.cli.tables import AsJson, show, show_json
+from argosy.cli.tables import AsJson, show, show_json, tell
 
 app = typer.Typer(help="Organisations, which own projects and users.", no_args_is_help=True)
 
@@ -40,10 +40,7 @@ def create(
     """Make an organisation."""
     with opened(store) as opened_store:
         made = opened_store.accounts.create_organisation(name, actor=actor())
-    if json:
-        show_json(made)
-        return
-    typer.echo(f"{made.name} is made ({made.id}).")
+    tell(made, f"{made.name} is made ({made.id}).", json=json)
 
 
 @app.command("rename")

@@ -28,6 +28,14 @@ def show(columns: Sequence[str], rows: Iterable[Sequence[object]], none: str) ->
     Console(width=console.width if console.is_terminal else WIDE, markup=False).print(table)
 
 
+def tell(record: object, sentence: str, *, json: AsJson) -> None:
+    """Print what became of a record: a sentence, or the record as JSON."""
+    if json:
+        show_json(record)
+    else:
+        typer.echo(sentence)
+
+
 def show_json(value: Any, **more: str) -> None:  # noqa: ANN401 - a record or a list of them
     """Print records as JSON, without the digests of keys; one record with `more` beside its fields."""
     import msgspec

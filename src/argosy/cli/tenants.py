@@ -11,6 +11,7 @@ from argosy.cli import limits, organisations, users
 from argosy.cli.accounts import (
     DEFAULT,
     Networks,
+    OrganisationName,
     StoreUrl,
     TierName,
     actor,
@@ -19,7 +20,7 @@ from argosy.cli.accounts import (
     opened,
 )
 from argosy.cli.moments import show_moment
-from argosy.cli.tables import AsJson, show, show_json
+from argosy.cli.tables import AsJson, show, show_json, tell
 
 app = typer.Typer(
     help="Tenants: organisations, projects, users, limits, prices.", no_args_is_help=True
@@ -78,9 +79,7 @@ def list_(*, store: StoreUrl = None, json: AsJson = False) -> None:
 def create(
     name: Annotated[str, typer.Argument()],
     *,
-    organisation: Annotated[
-        str, typer.Option("--organisation", "-o", help="Id or name.")
-    ] = DEFAULT,
+    organisation: OrganisationName = DEFAULT,
     tier: Tier = None,
     weight: Weight = None,
     share_cache: ShareCache = None,
@@ -101,10 +100,8 @@ def create(
             networks=network or (),
             actor=actor(),
         )
-    if json:
-        show_json(made)
-        return
-    typer.echo(f"{made.name} is made ({made.id}). Make a key: argosy keys create -p {made.name}")
+    sentence = f"{made.name} is made ({made.id}). Make a key: argosy keys create -p {made.name}"
+    tell(made, sentence, json=json)
 
 
 @app.command("change")
@@ -133,10 +130,7 @@ def change(
             networks=() if anywhere else network or UNSET,
             actor=actor(),
         )
-    if json:
-        show_json(changed)
-        return
-    typer.echo(f"{changed.name} is changed.")
+    tell(changed, f"{changed.name} is changed.", json=json)
 
 
 @app.command("archive")

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from argosy.cli.accounts import (
+    OfOrganisation,
     ProjectName,
     StoreUrl,
     find_key,
     find_project,
     find_user,
+    id_of_organisation,
     names,
     opened,
 )
@@ -40,6 +42,7 @@ def usage(
     ] = "project,model",
     since: Past = None,
     until: Past = None,
+    organisation: OfOrganisation = None,
     project: ProjectName = None,
     key: Annotated[str | None, typer.Option(help="Id, name or beginning.")] = None,
     user: Annotated[str | None, typer.Option(help="Id or email.")] = None,
@@ -57,6 +60,7 @@ def usage(
         where = UsageFilter(
             since=since,
             until=until,
+            organisation=id_of_organisation(opened_store, organisation),
             project=None if project is None else find_project(opened_store, project).id,
             key=None if key is None else find_key(opened_store, key).id,
             user=None if user is None else find_user(opened_store, user).id,

@@ -9,21 +9,28 @@ from msgspec import UNSET
 
 from argosy.cli.accounts import (
     DEFAULT,
+    OrganisationName,
     ProjectName,
     RoleName,
+    ScopeName,
     StoreUrl,
     actor,
     find_organisation,
     find_project,
     find_user,
     opened,
+    show_scope,
 )
 from argosy.cli.moments import show_moment
-from argosy.cli.tables import AsJson, show, show_json
+from argosy.cli.tables import AsJson, show, show_json, tell
 
 app = typer.Typer(help="Users, who sign in with tokens.", no_args_is_help=True)
 
 User = Annotated[str, typer.Argument(metavar="USER", help="Id or email.")]
+Scope = Annotated[
+    ScopeName | None,
+    typer.Option(help="Where the role is held: in the organisation, or for the whole gateway."),
+]
 
 
 @app.command("list")
@@ -37,13 +44,14 @@ def list_(*, store: StoreUrl = None, json: AsJson = False) -> None:
         show_json(users)
         return
     show(
-        ("Email", "Organisation", "Project", "Role", "Made", "Disabled", "Id"),
+        ("Email", "Organisation", "Project", "Role", "Of", "Made", "Disabled", "Id"),
         (
             (
                 user.email,
                 owners[user.organisation],
                 projects.get(user.project or ""),
                 user.role,
+                show_scope(user),
                 show_moment(user.created_at),
                 show_moment(user.disabled_at),
                 user.id,
@@ -58,11 +66,10 @@ def list_(*, store: StoreUrl = None, json: AsJson = False) -> None:
 def create(
     email: Annotated[str, typer.Argument()],
     *,
-    organisation: Annotated[
-        str, typer.Option("--organisation", "-o", help="Id or name.")
-    ] = DEFAULT,
+    organisation: OrganisationName = DEFAULT,
     project: ProjectName = None,
     role: Annotated[RoleName, typer.Option(help="What they may do.")] = "caller",
+    scope: Scope = None,
     store: StoreUrl = None,
     json: AsJson = False,
 ) -> None:
@@ -72,13 +79,11 @@ def create(
             find_organisation(opened_store, organisation).id,
             email,
             role=role,
+            scope=scope or "organisation",
             project=None if project is None else find_project(opened_store, project).id,
             actor=actor(),
         )
-    if json:
-        show_json(made)
-        return
-    typer.echo(f"{made.email} is made ({made.id}).")
+    tell(made, f"{made.email} is made ({made.id}).", json=json)
 
 
 @app.command("change")
@@ -88,6 +93,7 @@ def change(
     email: Annotated[str | None, typer.Option(help="Another one.")] = None,
     project: ProjectName = None,
     role: Annotated[RoleName | None, typer.Option(help="What they may do.")] = None,
+    scope: Scope = None,
     store: StoreUrl = None,
     json: AsJson = False,
 ) -> None:
@@ -97,13 +103,11 @@ def change(
             find_user(opened_store, user).id,
             email=email or UNSET,
             role=role or UNSET,
+            scope=scope or UNSET,
             project=UNSET if project is None else find_project(opened_store, project).id,
             actor=actor(),
         )
-    if json:
-        show_json(changed)
-        return
-    typer.echo(f"{changed.email} is changed.")
+    tell(changed, f"{changed.email} is changed.", json=json)
 
 
 @app.command("disable")

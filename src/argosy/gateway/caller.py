@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from argosy.store import Role
+from argosy.store import Role, RoleScope
 
 TIERS = ("premium", "standard", "free")
 """By rank: 0 is served first."""
@@ -20,6 +20,8 @@ class Caller:
     key: str = ""
     user: str = ""
     role: Role = "caller"
+    scope: RoleScope = "organisation"
+    """Where the role is held."""
     tier: int = 1
     """Rank in `TIERS`."""
     weight: float = 1.0
@@ -29,5 +31,5 @@ class Caller:
     """Public names that it may use; None: all."""
 
 
-ANYONE = Caller(role="admin")
+ANYONE = Caller(role="admin", scope="gateway")
 """Where no keys are asked for: one person, on their own machine."""

@@ -70,7 +70,7 @@ class Front:
             Route("/tokenize", "POST", passing.text),
             Route("/detokenize", "POST", passing.text),
             Route("/metrics", "GET", operating.metrics),
-            Route("/openapi.json", "GET", passing.document, open=True),
+            Route("/openapi.json", "GET", passing.document),
             Route("/health", "GET", self._health, open=True),
             Route("/ready", "GET", operating.ready, open=True),
             Route("/version", "GET", self._version, open=True),

@@ -37,8 +37,8 @@ class Operating:
         self._read = read
 
     async def metrics(self, exchange: Exchange, caller: Caller) -> None:
-        """`GET /metrics`: they name tenants, so those who only ask models do not get them."""
-        check_role(caller, "viewer")
+        """`GET /metrics`: they name tenants of all organisations."""
+        check_role(caller, "viewer", "gateway")
         shown = await asyncio.to_thread(self._metrics.exposition, self._read())
         await exchange.answer(200, shown, CONTENT_TYPE)
 

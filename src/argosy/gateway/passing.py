@@ -45,7 +45,10 @@ class Passing:
         raise unavailable(pool)
 
     async def document(self, exchange: Exchange, caller: Caller) -> None:
-        """`GET /openapi.json`: that of a replica of ours, whose API is the gateway's."""
+        """`GET /openapi.json`: that of a replica of ours, whose API is the gateway's.
+
+        It names no tenant, but a replica has to answer, which nobody without a key may make it do.
+        """
         del caller
         for pool in self._models.pools:
             for replica in _by_load(pool):
@@ -55,7 +58,7 @@ class Passing:
 
     async def metrics(self, exchange: Exchange, caller: Caller) -> None:
         """`GET /replicas/{name}/metrics`: those of one replica, which may be out of the scraper's reach."""
-        check_role(caller, "viewer")
+        check_role(caller, "viewer", "gateway")
         name = exchange.path.removeprefix(REPLICAS).removesuffix(METRICS)
         for pool in self._models.pools:
             replica = pool.replicas.get(name)

@@ -7,19 +7,24 @@ from argosy.store.counters import Wants
 from argosy.store.errors import ConflictError, NotFoundError, StoreError
 from argosy.store.keys import digest
 from argosy.store.records import (
+    Amount,
     Directory,
     Key,
+    KeyInfo,
     Limit,
+    Name,
     Organisation,
     OwnerKind,
     Price,
     Project,
     Role,
+    RoleScope,
     Tier,
     Unit,
     Unsure,
     UsageRow,
     User,
+    Weight,
     Window,
 )
 from argosy.store.shared import MemoryState, SharedState, open_shared
@@ -30,6 +35,7 @@ from argosy.store.usage import Group, ReportRow, UsageFilter, UsageLog, UsageSum
 
 __all__ = [
     "Accounts",
+    "Amount",
     "Audit",
     "AuditEntry",
     "Clock",
@@ -37,8 +43,10 @@ __all__ = [
     "Directory",
     "Group",
     "Key",
+    "KeyInfo",
     "Limit",
     "MemoryState",
+    "Name",
     "NotFoundError",
     "Organisation",
     "OwnerKind",
@@ -46,6 +54,7 @@ __all__ = [
     "Project",
     "ReportRow",
     "Role",
+    "RoleScope",
     "SharedState",
     "Slot",
     "Spool",
@@ -64,6 +73,7 @@ __all__ = [
     "User",
     "Verdict",
     "Wants",
+    "Weight",
     "Window",
     "default_url",
     "digest",

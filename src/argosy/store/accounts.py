@@ -24,6 +24,7 @@ from argosy.store.records import (
     Price,
     Project,
     Role,
+    RoleScope,
     Tier,
     Unit,
     Unsure,
@@ -47,9 +48,19 @@ class Accounts:
     Lists are oldest first. To end something twice does nothing.
     """
 
-    def __init__(self, database: Database, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, database: Database, clock: Callable[[], float], organisation: str | None = None
+    ) -> None:
         self._database = database
         self._clock = clock
+        self._organisation = organisation
+
+    def within(self, organisation: str | None) -> Accounts:
+        """The accounts of one organisation, as if there were no others; None: all.
+
+        Prices are there to be read, and nothing that is not the organisation's can be made or changed.
+        """
+        return Accounts(self._database, self._clock, organisation)
 
     def first_run(self, *, actor: str) -> tuple[Key, str] | None:
         """An organisation and a project named "default" and an admin's key, if there is nothing yet; else None."""
@@ -65,7 +76,9 @@ class Accounts:
                     created_at=change.now,
                 )
             )
-            return create_key(change, project=project.id, name="admin", role="admin")
+            return create_key(
+                change, project=project.id, name="admin", role="admin", scope="gateway"
+            )
 
     # --- organisations ---------------------------------------------------------------------------
 
@@ -174,6 +187,7 @@ class Accounts:
         email: str,
         *,
         role: Role = "caller",
+        scope: RoleScope = "organisation",
         project: str | None = None,
         actor: str,
     ) -> User:
@@ -187,6 +201,7 @@ class Accounts:
                     organisation=organisation,
                     email=email,
                     role=role,
+                    scope=scope,
                     project=project,
                     created_at=change.now,
                 )
@@ -206,6 +221,7 @@ class Accounts:
         *,
         email: str | UnsetType = UNSET,
         role: Role | UnsetType = UNSET,
+        scope: RoleScope | UnsetType = UNSET,
         project: str | UnsetType | None = UNSET,
         actor: str,
     ) -> User:
@@ -214,7 +230,9 @@ class Accounts:
             before = change.get_living(User, user)
             if project is not UNSET:
                 change.check_organisation(before.organisation, Project, project)
-            return change.change(before, "change", email=email, role=role, project=project)
+            return change.change(
+                before, "change", email=email, role=role, scope=scope, project=project
+            )
 
     def disable_user(self, user: str, *, actor: str) -> User:
         """End it: the user may not sign in any more, and their keys are refused."""
@@ -231,6 +249,7 @@ class Accounts:
         *,
         user: str | None = None,
         role: Role = "caller",
+        scope: RoleScope = "organisation",
         models: Sequence[str] = (),
         networks: Sequence[str] = (),
         expires_at: float | None = None,
@@ -244,6 +263,7 @@ class Accounts:
                 name=name,
                 user=user,
                 role=role,
+                scope=scope,
                 models=tuple(models),
                 networks=tuple(networks),
                 expires_at=expires_at,
@@ -310,6 +330,10 @@ class Accounts:
                 )
             )
 
+    def get_limit(self, limit: str) -> Limit:
+        """The one with this id."""
+        return self._get(Limit, limit)
+
     def list_limits(
         self, owner_kind: OwnerKind | None = None, owner: str | None = None
     ) -> list[Limit]:
@@ -340,17 +364,17 @@ class Accounts:
         return self._find(Price, model=model)
 
     def _change(self, actor: str) -> AbstractContextManager[Change]:
-        return changing(self._database, actor, self._clock)
+        return changing(self._database, actor, self._clock, self._organisation)
 
     def _get(self, kind: type[R], record: str) -> R:
         with self._database.read() as connection:
-            return get(connection, kind, record)
+            return get(connection, kind, self._organisation, record)
 
     def _find(self, kind: type[R], **fields: object) -> list[R]:
         """Those whose fields have the values that are given."""
         given = {name: value for name, value in fields.items() if value is not None}
         with self._database.read() as connection:
-            return find(connection, kind, **given)
+            return find(connection, kind, self._organisation, **given)
 
 
 def _organisation(name: str, now: float) -> Organisation:

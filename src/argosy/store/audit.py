@@ -29,6 +29,8 @@ class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
     """As in `key.create`."""
     subject: str
     """Id of what was changed."""
+    organisation: str | None
+    """Id of the one that it belongs to; None: the whole gateway's."""
     details: dict[str, Any]
     """Of something new its fields; of a change each field's [old, new]."""
     hash: str
@@ -49,14 +51,21 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 class Audit:
     """Reads and checks the log. It is written by the changes themselves, in the same transaction."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, organisation: str | None = None) -> None:
         self._database = database
+        self._organisation = organisation
+
+    def within(self, organisation: str | None) -> Audit:
+        """The log of what belongs to one organisation; None: all of it."""
+        return Audit(self._database, organisation)
 
     def entries(
         self, *, subject: str | None = None, before: int | None = None, limit: int = 100
     ) -> list[AuditEntry]:
         """The newest entries first: those about `subject`, and with numbers less than `before`."""
         query = select(schema.audit).order_by(schema.audit.c.entry.desc()).limit(limit)
+        if self._organisation is not None:
+            query = query.where(schema.audit.c.organisation == self._organisation)
         if subject is not None:
             query = query.where(schema.audit.c.subject == subject)
         if before is not None:
@@ -65,7 +74,7 @@ class Audit:
             return [_entry(row._asdict()) for row in connection.execute(query)]
 
     def verify(self) -> Verdict:
-        """Follow the chain from the first entry to the head that the last change left."""
+        """Follow the chain from the first entry to the head that the last change left, whosever they are."""
         query = (
             select(schema.audit).order_by(schema.audit.c.entry).execution_options(yield_per=1000)
         )
@@ -89,8 +98,13 @@ class Audit:
 
 
 def seal(previous: bytes, entry: Mapping[str, Any]) -> bytes:
-    """SHA-256 of the hash before and of the entry as JSON: sorted keys, no spaces, `details` a string as stored."""
+    """SHA-256 of the hash before and of the entry as JSON: sorted keys, no spaces, `details` a string as stored.
+
+    Without `organisation` where it is None, as in entries that are older than the column.
+    """
     told = {name: entry[name] for name in ("entry", "at", "actor", "action", "subject", "details")}
+    if entry["organisation"] is not None:
+        told["organisation"] = entry["organisation"]
     return hashlib.sha256(previous + msgspec.json.encode(told, order="sorted")).digest()
 
 

@@ -12,6 +12,7 @@ from sqlalchemy import Connection, Table, delete, insert, select, update
 
 from argosy.store import schema
 from argosy.store.audit import seal
+from argosy.store.belonging import ORGANISATION
 from argosy.store.database import Database
 from argosy.store.errors import ConflictError, NotFoundError
 from argosy.store.records import Key, Limit, Organisation, Price, Project, Record, User
@@ -27,30 +28,40 @@ _TABLES: dict[type[Record], Table] = {
 }
 
 
-def find(connection: Connection, kind: type[R], **fields: object) -> list[R]:
-    """The records whose fields have these values, oldest first."""
+def find(
+    connection: Connection, kind: type[R], within: str | None = None, **fields: object
+) -> list[R]:
+    """The records whose fields have these values, oldest first; those of one organisation, or of all.
+
+    Prices are the whole gateway's, and everybody may know them.
+    """
     table = _TABLES[kind]
     order = [table.c[name] for name in ("created_at", "since", "id") if name in table.c]
     query = select(table).order_by(*order)
+    if within is not None and kind is not Price:
+        query = query.where(ORGANISATION[kind] == within)
     for name, value in fields.items():
         query = query.where(table.c[name] == value)
     return [kind(**row._asdict()) for row in connection.execute(query)]
 
 
-def get(connection: Connection, kind: type[R], record: str) -> R:
-    """The record with this id. Raises NotFoundError."""
-    found = find(connection, kind, id=record)
+def get(connection: Connection, kind: type[R], within: str | None, record: str) -> R:
+    """The record with this id, in one organisation or in any. Raises NotFoundError."""
+    found = find(connection, kind, within, id=record)
     if not found:
         raise NotFoundError(f"There is no {noun(kind)} with the id {record!r}.")
     return found[0]
 
 
 class Change:
-    """What one transaction does to the accounts. Made by `changing`."""
+    """What one transaction does to the accounts, or to those of the organisation `within`. Made by `changing`."""
 
-    def __init__(self, connection: Connection, actor: str, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, connection: Connection, actor: str, clock: Callable[[], float], within: str | None
+    ) -> None:
         self.connection = connection
         self._actor = actor
+        self._within = within
         state = connection.execute(select(schema.state).with_for_update()).one()
         self._version: int = state.version
         self._entries: int = state.audit_entries
@@ -60,7 +71,7 @@ class Change:
 
     def get(self, kind: type[R], record: str) -> R:
         """The record with this id. Raises NotFoundError."""
-        return get(self.connection, kind, record)
+        return get(self.connection, kind, self._within, record)
 
     def get_living(self, kind: type[R], record: str) -> R:
         """The record with this id. Raises NotFoundError, or ConflictError when it has been ended."""
@@ -71,7 +82,7 @@ class Change:
 
     def find(self, kind: type[R], **fields: object) -> list[R]:
         """The records whose fields have these values, oldest first."""
-        return find(self.connection, kind, **fields)
+        return find(self.connection, kind, self._within, **fields)
 
     def check_organisation(
         self, organisation: str, kind: type[Project | User], record: str | None
@@ -108,8 +119,8 @@ class Change:
     def delete(self, record: Record) -> None:
         """Keep it no longer; what it was stays in the audit log."""
         table = _TABLES[type(record)]
-        self.connection.execute(delete(table).where(table.c.id == record.id))
         self._log("delete", record, _told(record))
+        self.connection.execute(delete(table).where(table.c.id == record.id))
 
     def finish(self) -> None:
         """Raise the version and move the head of the audit log, if anything was changed."""
@@ -122,7 +133,7 @@ class Change:
 
     def _refuse_second(self, record: Record) -> None:
         fields = {name: getattr(record, name) for name in UNIQUE.get(type(record), ())}
-        for other in self.find(type(record), **fields) if fields else ():
+        for other in find(self.connection, type(record), **fields) if fields else ():
             if other.id != record.id and living(other, self.now):
                 taken = list(fields.values())[-1]
                 raise ConflictError(
@@ -137,19 +148,34 @@ class Change:
             "action": f"{noun(type(record))}.{action}",
             "subject": record.id,
             "details": msgspec.json.encode(details, order="sorted").decode(),
+            "organisation": self._organisation_of(record),
         }
         self._head = seal(self._head, entry)
         self._entries += 1
         self.connection.execute(insert(schema.audit).values(**entry, hash=self._head))
 
+    def _organisation_of(self, record: Record) -> str | None:
+        """Of a record that is in its table. Raises ConflictError when it is out of reach."""
+        kind = type(record)
+        query = select(ORGANISATION[kind]).where(_TABLES[kind].c.id == record.id)
+        organisation: str | None = self.connection.execute(query).scalar_one()
+        if self._within is not None and organisation != self._within:
+            raise ConflictError(f"This {noun(kind)} is not one of {self._within}.")
+        return organisation
+
 
 @contextmanager
-def changing(database: Database, actor: str, clock: Callable[[], float]) -> Iterator[Change]:
-    """A transaction that changes accounts in the name of `actor`; only one runs at a time, in all processes."""
+def changing(
+    database: Database, actor: str, clock: Callable[[], float], within: str | None = None
+) -> Iterator[Change]:
+    """A transaction that changes accounts in the name of `actor`; only one runs at a time, in all processes.
+
+    With `within` it finds and changes nothing but what belongs to that organisation.
+    """
     if not actor:
         raise ValueError("A change needs an actor: say who makes it.")
     with database.write() as connection:
-        change = Change(connection, actor, clock)
+        change = Change(connection, actor, clock, within)
         yield change
         change.finish()
 

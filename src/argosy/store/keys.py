@@ -9,7 +9,7 @@ import msgspec
 
 from argosy.store.changes import Change
 from argosy.store.errors import ConflictError
-from argosy.store.records import Key, Limit, Project, Role, User
+from argosy.store.records import Key, Limit, Project, Role, RoleScope, User
 from argosy.store.rules import working
 
 _ALPHABET = "abcdefghjkmnpqrstuvwxyz23456789"
@@ -34,6 +34,7 @@ def create_key(
     name: str,
     user: str | None = None,
     role: Role = "caller",
+    scope: RoleScope = "organisation",
     models: tuple[str, ...] = (),
     networks: tuple[str, ...] = (),
     expires_at: float | None = None,
@@ -50,6 +51,7 @@ def create_key(
         prefix="",
         digest=b"",
         role=role,
+        scope=scope,
         models=models,
         networks=networks,
         created_at=change.now,

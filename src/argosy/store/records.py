@@ -11,6 +11,10 @@ Role = Literal["admin", "operator", "viewer", "caller"]
 """What a key or a token may do: everything; run the fleet; look; ask models. Each may do what the later ones may,
 but only callers and admins ask models."""
 
+RoleScope = Literal["organisation", "gateway"]
+"""Where a role is held: in the organisation of its key or user, or for the whole gateway. For the role caller they are
+the same."""
+
 Tier = Literal["premium", "standard", "free"]
 
 Unit = Literal["requests", "tokens", "input_tokens", "output_tokens", "concurrency", "nano_dollars"]
@@ -24,6 +28,7 @@ Window = Literal["second", "minute", "hour", "day", "month"]
 
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
 Amount = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Weight = Annotated[float, Meta(gt=0, le=1e6)]
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,7 +55,7 @@ class Project(Record, frozen=True, kw_only=True):
     name: Name
     """Unique in its organisation, among those that are not archived."""
     tier: Tier = "standard"
-    weight: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
+    weight: Weight = 1.0
     """Its share, beside others of its tier."""
     share_cache: bool = False
     """Whether it shares cached prompts with its organisation's other projects that share."""
@@ -67,16 +72,17 @@ class User(Record, frozen=True, kw_only=True):
 
     organisation: str
     email: Name
-    """In lower case; unique among all that are not disabled."""
+    """In lower case; unique in its organisation, among those that are not disabled."""
     role: Role = "caller"
+    scope: RoleScope = "organisation"
     project: str | None = None
     """The project that their requests count for when the token names none."""
     created_at: float
     disabled_at: float | None = None
 
 
-class Key(Record, frozen=True, kw_only=True):
-    """An API key. The key itself is shown once; only its digest is kept."""
+class KeyInfo(Record, frozen=True, kw_only=True):
+    """What may be told of an API key."""
 
     project: str
     user: str | None = None
@@ -84,9 +90,8 @@ class Key(Record, frozen=True, kw_only=True):
     """Unique in its project, among the keys that still work and have not been rotated."""
     prefix: str
     """The beginning of the key, by which people know it; not secret."""
-    digest: bytes
-    """SHA-256 of the whole key."""
     role: Role = "caller"
+    scope: RoleScope = "organisation"
     models: tuple[str, ...] = ()
     """Public model names it may use; none: all."""
     networks: tuple[str, ...] = ()
@@ -95,6 +100,13 @@ class Key(Record, frozen=True, kw_only=True):
     revoked_at: float | None = None
     replaced_by: str | None = None
     """Id of the key that it was rotated into; both work until it expires."""
+
+
+class Key(KeyInfo, frozen=True, kw_only=True):
+    """An API key. The key itself is shown once; only its digest is kept."""
+
+    digest: bytes
+    """SHA-256 of the whole key."""
 
 
 class Limit(Record, frozen=True, kw_only=True):

@@ -15,7 +15,7 @@ R = TypeVar("R", bound=Record)
 UNIQUE: dict[type[Record], tuple[str, ...]] = {
     Organisation: ("name",),
     Project: ("organisation", "name"),
-    User: ("email",),
+    User: ("organisation", "email"),
     Key: ("project", "name"),
 }
 """Fields whose values no two living records share."""

@@ -55,6 +55,11 @@ def _name(table: str, *columns: str, living: str) -> Index:
     return Index(name, *columns, unique=True, sqlite_where=still, postgresql_where=still)
 
 
+def _scope() -> Column[str]:
+    """A gateway that knows no scopes writes rows without one, and means the whole gateway."""
+    return Column("scope", Text, nullable=False, server_default="gateway")
+
+
 state = Table(
     "state",
     metadata,
@@ -101,7 +106,8 @@ users = Table(
     Column("project", Text, ForeignKey("projects.id")),
     Column("created_at", Double, nullable=False),
     Column("disabled_at", Double),
-    _name("users", "email", living="disabled_at"),
+    _scope(),
+    _name("users", "organisation", "email", living="disabled_at"),
 )
 
 keys = Table(
@@ -120,6 +126,7 @@ keys = Table(
     Column("expires_at", Double),
     Column("revoked_at", Double),
     Column("replaced_by", Text),
+    _scope(),
 )
 
 limits = Table(
@@ -157,7 +164,9 @@ audit = Table(
     Column("subject", Text, nullable=False),
     Column("details", Text, nullable=False),
     Column("hash", LargeBinary, nullable=False),
+    Column("organisation", Text),
     Index("audit_subject", "subject"),
+    Index("audit_organisation", "organisation", "entry"),
 )
 """Triggers refuse to change or delete its rows."""
 

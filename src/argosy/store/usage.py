@@ -95,8 +95,13 @@ ALL = UsageFilter()
 class UsageLog:
     """Adds, sums and forgets rows."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, organisation: str | None = None) -> None:
         self._database = database
+        self._organisation = organisation
+
+    def within(self, organisation: str | None) -> UsageLog:
+        """The same, telling the rows of one organisation as if there were no others; None: all."""
+        return UsageLog(self._database, organisation)
 
     def add(self, rows: Sequence[UsageRow]) -> int:
         """Keep the rows whose request is not known yet, and return how many they were.
@@ -127,12 +132,14 @@ class UsageLog:
             raise ValueError(f"A report is by {', '.join(_GROUPS)}; not by {min(unknown)!r}.")
         groups = tuple(dict.fromkeys(group_by))
         both = union_all(
-            _sums(schema.usage, func.count(), groups, _ended(where) + _owned(schema.usage, where)),
+            _sums(
+                schema.usage, func.count(), groups, _ended(where) + self._owned(schema.usage, where)
+            ),
             _sums(
                 schema.usage_days,
                 func.sum(schema.usage_days.c.requests),
                 groups,
-                _begun(where) + _owned(schema.usage_days, where),
+                _begun(where) + self._owned(schema.usage_days, where),
             ),
         ).subquery()
         columns = [both.c[name] for name in groups]
@@ -156,7 +163,7 @@ class UsageLog:
         """The rows themselves, by the time they ended, page by page; no transaction is open in between."""
         table = schema.usage
         columns = [table.c[name] for name in UsageRow.__struct_fields__]
-        query = select(*columns).where(*_ended(where), *_owned(table, where))
+        query = select(*columns).where(*_ended(where), *self._owned(table, where))
         query = query.order_by(table.c.ended_at, table.c.request).limit(PAGE)
         page, after = query, None
         while True:
@@ -185,6 +192,13 @@ class UsageLog:
         while (oldest := self._oldest()) is not None and oldest < kept_from:
             gone += self._forget_until((oldest // DAY_S + 1) * DAY_S)
         return gone
+
+    def _owned(self, table: Table, where: UsageFilter) -> list[ColumnElement[bool]]:
+        asked = {name: getattr(where, name) for name in _GROUPS if name != "day"}
+        owned = [table.c[name] == value for name, value in asked.items() if value is not None]
+        if self._organisation is not None:
+            owned.append(table.c.organisation == self._organisation)
+        return owned
 
     def _oldest(self) -> float | None:
         with self._database.read() as connection:
@@ -235,11 +249,6 @@ def _begun(where: UsageFilter) -> list[ColumnElement[bool]]:
     day = schema.usage_days.c.day
     since = [] if where.since is None else [day >= math.ceil(where.since / DAY_S)]
     return since if where.until is None else [*since, day < math.ceil(where.until / DAY_S)]
-
-
-def _owned(table: Table, where: UsageFilter) -> list[ColumnElement[bool]]:
-    asked = {name: getattr(where, name) for name in _GROUPS if name != "day"}
-    return [table.c[name] == value for name, value in asked.items() if value is not None]
 
 
 def _values(row: UsageRow) -> dict[str, Any]:

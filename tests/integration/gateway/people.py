@@ -11,6 +11,7 @@ from argosy.store import Directory, Key, Organisation, Project, User, digest
 NOW = 1_800_000_000.0
 ACME = Organisation(id="org_acme", name="acme", created_at=0)
 ZETA = Organisation(id="org_zeta", name="zeta", created_at=0)
+GONE = Organisation(id="org_gone", name="gone", created_at=0, archived_at=1.0)
 CHAT = Project(
     id="proj_chat", organisation="org_acme", name="chat", tier="premium", weight=2.0, created_at=0
 )
@@ -31,6 +32,17 @@ ANN = User(
 )
 BOB = User(
     id="user_bob", organisation="org_acme", email="bob@acme.test", created_at=0, disabled_at=1.0
+)
+OTHER_ANN = User(
+    id="user_ann2", organisation="org_zeta", email="ann@acme.test", role="admin", created_at=1.0
+)
+EVE = User(
+    id="user_eve",
+    organisation="org_zeta",
+    email="eve@zeta.test",
+    role="admin",
+    scope="gateway",
+    created_at=0,
 )
 
 
@@ -55,9 +67,9 @@ def key(name: str, project: Project = CHAT, **fields: Any) -> Key:  # noqa: ANN4
 def directory(*keys: Key) -> Directory:
     """Everybody, with these keys."""
     return Directory(
-        organisations=(ACME, ZETA),
+        organisations=(ACME, ZETA, GONE),
         projects=(CHAT, SHARED, OLD, OFFICE),
-        users=(ANN, BOB),
+        users=(ANN, BOB, EVE, OTHER_ANN),
         keys=keys,
     )
 

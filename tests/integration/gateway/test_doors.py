@@ -160,7 +160,9 @@ def tenants(url: str) -> list[dict[str, str]]:
     )
     for name, role, models in kinds:
         project = store.accounts.create_project(organisation, name, actor="test").id
-        _, plain = store.accounts.create_key(project, name, role=role, models=models, actor="test")
+        _, plain = store.accounts.create_key(
+            project, name, role=role, scope="gateway", models=models, actor="test"
+        )
         headers.append({"authorization": f"Bearer {plain}"})
     store.close()
     return headers

@@ -347,9 +347,16 @@ def test_roles_are_ranked() -> None:
         for least, wanted in enumerate(roles):
             if rank >= least:
                 check_role(Caller(role=role), wanted)
+                check_role(Caller(role=role, scope="gateway"), wanted, "gateway")
             else:
                 with pytest.raises(ApiError, match="takes the role"):
-                    check_role(Caller(role=role), wanted)
+                    check_role(Caller(role=role, scope="gateway"), wanted)
+
+
+def test_a_role_in_an_organisation_is_none_in_the_whole_gateway() -> None:
+    with pytest.raises(ApiError, match="role viewer of the whole gateway; yours is admin"):
+        check_role(Caller(role="admin"), "viewer", "gateway")
+    check_role(Caller(), "caller", "gateway")
 
 
 def test_a_key_asks_only_the_models_it_names() -> None:

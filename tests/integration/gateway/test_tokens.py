@@ -104,11 +104,21 @@ def test_whoever_is_no_user_is_placed_by_the_claims(issuing: Issuer) -> None:
     )
     caller = identify(who, bearer(token))
     assert caller.user == "new@acme.test"
-    assert (caller.organisation, caller.project, caller.role) == (
-        "org_acme",
-        "proj_chat",
-        "operator",
-    )
+    assert (caller.organisation, caller.project) == ("org_acme", "proj_chat")
+    assert (caller.role, caller.scope) == ("operator", "organisation")
+
+
+def test_roles_of_the_whole_gateway_are_those_of_users(issuing: Issuer) -> None:
+    who = trusting(issuing, role_claim="groups")
+    caller = identify(who, bearer(issuing.token(sub="user_eve", groups=["viewer"])))
+    assert (caller.organisation, caller.role, caller.scope) == ("org_zeta", "admin", "gateway")
+
+
+def test_of_users_with_one_email_the_token_says_which_or_it_is_the_first(issuing: Issuer) -> None:
+    who = trusting(issuing)
+    token = issuing.token(email="ann@acme.test", organisation="zeta", project="office")
+    assert identify(who, bearer(token, "10.0.0.1")).user == "user_ann2"
+    assert identify(who, bearer(issuing.token(email="ann@acme.test"))).user == "user_ann"
 
 
 def test_roles_are_not_believed_unless_a_claim_is_named(issuing: Issuer) -> None:
@@ -122,7 +132,7 @@ def test_roles_are_not_believed_unless_a_claim_is_named(issuing: Issuer) -> None
         ({"email": "bob@acme.test"}, 401, "disabled"),
         ({"sub": "user_bob"}, 401, "disabled"),
         ({"email": "ann@acme.test", "email_verified": False}, 403, "names no project"),
-        ({"email": "ann@acme.test", "organisation": "zeta"}, 403, "names no project"),
+        ({"email": "eve@zeta.test", "organisation": "acme"}, 403, "names no project"),
         ({}, 403, "names no project"),
         ({"project": "nowhere"}, 403, "not known here"),
         ({"project": "chat", "organisation": "nobody"}, 403, "not known here"),
@@ -130,12 +140,15 @@ def test_roles_are_not_believed_unless_a_claim_is_named(issuing: Issuer) -> None
         ({"project": "old"}, 401, "archived"),
         ({"project": ["chat"]}, 403, "names no project"),
         ({"project": "office"}, 403, "may not be used from"),
+        ({"project": "chat", "groups": ["admin"]}, 403, "names no organisation to hold it in"),
+        ({"organisation": "gone", "groups": ["admin"]}, 403, "not known here"),
+        ({"organisation": "elsewhere", "email": "ann@acme.test"}, 403, "not known here"),
     ],
 )
 def test_who_has_no_place_here(
     issuing: Issuer, claims: dict[str, Any], status: int, said: str
 ) -> None:
-    told = refusal(trusting(issuing), issuing.token(**claims))
+    told = refusal(trusting(issuing, role_claim="groups"), issuing.token(**claims))
     assert told[0] == status
     assert said in told[1]
 

@@ -16,6 +16,7 @@ from argosy.store import (
     Limit,
     NotFoundError,
     Organisation,
+    OwnerKind,
     Price,
     Project,
     Store,
@@ -24,6 +25,7 @@ from argosy.store import (
 )
 
 ME = "key:test"
+OWNERS: tuple[OwnerKind, ...] = ("organisation", "project", "user", "key")
 
 
 @pytest.fixture
@@ -105,9 +107,10 @@ def test_what_is_changed_stays_changed(store: Store, project: Project, user: Use
     assert accounts.get_project(project.id) == changed
     renamed = accounts.change_organisation(project.organisation, name="Emca", actor=ME)
     assert accounts.get_organisation(project.organisation) == renamed
-    accounts.change_user(user.id, project=project.id, role="admin", actor=ME)
+    accounts.change_user(user.id, project=project.id, role="admin", scope="gateway", actor=ME)
     freed = accounts.change_user(user.id, project=None, actor=ME)
-    assert freed == accounts.get_user(user.id) == msgspec.structs.replace(user, role="admin")
+    assert freed == accounts.get_user(user.id)
+    assert freed == msgspec.structs.replace(user, role="admin", scope="gateway")
 
 
 def test_each_change_raises_the_version_and_nothing_else_does(
@@ -135,7 +138,8 @@ def test_names_are_unique_where_people_expect_it(
         accounts.create_project(organisation.id, "search", actor=ME)
     accounts.create_project(other.id, "search", actor=ME)
     with pytest.raises(ConflictError, match=r"user 'ann@example\.com' already"):
-        accounts.create_user(other.id, "ANN@example.com", actor=ME)
+        accounts.create_user(organisation.id, "ANN@example.com", actor=ME)
+    accounts.create_user(other.id, "ANN@example.com", actor=ME)
     accounts.create_key(project.id, "laptop", actor=ME)
     with pytest.raises(ConflictError, match="key 'laptop' already"):
         accounts.create_key(project.id, "laptop", actor=ME)
@@ -392,5 +396,75 @@ def test_a_first_run_makes_what_a_caller_needs(store: Store) -> None:
     assert [project.name for project in directory.projects] == ["default"]
     assert directory.keys == (key,)
     assert isinstance(key, Key)
-    assert (key.role, key.project, key.digest) == ("admin", directory.projects[0].id, digest(plain))
+    assert (key.role, key.scope, key.digest) == ("admin", "gateway", digest(plain))
+    assert key.project == directory.projects[0].id
     assert store.accounts.first_run(actor="serve") is None
+
+
+# --- one organisation, as if there were no others ------------------------------------------------
+
+
+def test_within_an_organisation_there_is_nothing_else(
+    store: Store, organisation: Organisation, project: Project, user: User
+) -> None:
+    everywhere = store.accounts
+    key, _ = everywhere.create_key(project.id, "laptop", user=user.id, actor=ME)
+    limits = [
+        everywhere.set_limit(kind, owner, "tokens", 1, window="day", actor=ME)
+        for kind, owner in zip(OWNERS, (organisation.id, project.id, user.id, key.id), strict=True)
+    ]
+    other = everywhere.create_organisation("Other", actor=ME)
+    own, foreign = everywhere.within(organisation.id), everywhere.within(other.id)
+    assert own.list_organisations() == [organisation]
+    assert own.list_projects() == own.list_projects(organisation.id) == [project]
+    assert own.list_users() == [user]
+    assert own.list_keys() == [key]
+    assert sorted(own.list_limits(), key=str) == sorted(limits, key=str)
+    assert [own.get_limit(limit.id) for limit in limits] == limits
+    assert foreign.list_organisations() == [other]
+    lists = (foreign.list_projects, foreign.list_users, foreign.list_keys, foreign.list_limits)
+    assert [len(listed()) for listed in lists] == [0, 0, 0, 0]
+    assert foreign.list_projects(organisation.id) == []
+    assert foreign.list_keys(project.id) == []
+
+
+def test_within_an_organisation_nothing_else_is_changed(
+    store: Store, organisation: Organisation, project: Project, user: User
+) -> None:
+    everywhere = store.accounts
+    key, _ = everywhere.create_key(project.id, "laptop", actor=ME)
+    limit = everywhere.set_limit("key", key.id, "tokens", 1, window="day", actor=ME)
+    other = everywhere.create_organisation("Other", actor=ME)
+    home = everywhere.create_project(other.id, "home", actor=ME)
+    mine = everywhere.create_user(other.id, "bob@example.com", actor=ME)
+    accounts = everywhere.within(other.id)
+    version = store.version()
+    unknown: list[Callable[[], object]] = [
+        lambda: accounts.get_organisation(organisation.id),
+        lambda: accounts.change_organisation(organisation.id, name="x", actor=ME),
+        lambda: accounts.archive_organisation(organisation.id, actor=ME),
+        lambda: accounts.create_project(organisation.id, "x", actor=ME),
+        lambda: accounts.change_project(project.id, name="x", actor=ME),
+        lambda: accounts.archive_project(project.id, actor=ME),
+        lambda: accounts.create_user(organisation.id, "x@y.z", actor=ME),
+        lambda: accounts.create_user(other.id, "x@y.z", project=project.id, actor=ME),
+        lambda: accounts.change_user(mine.id, project=project.id, actor=ME),
+        lambda: accounts.disable_user(user.id, actor=ME),
+        lambda: accounts.create_key(project.id, "x", actor=ME),
+        lambda: accounts.create_key(home.id, "x", user=user.id, actor=ME),
+        lambda: accounts.rotate_key(key.id, 5, actor=ME),
+        lambda: accounts.revoke_key(key.id, actor=ME),
+        lambda: accounts.set_limit("key", key.id, "tokens", 2, window="day", actor=ME),
+        lambda: accounts.delete_limit(limit.id, actor=ME),
+    ]
+    for change in unknown:
+        with pytest.raises(NotFoundError):
+            change()
+    price = Price(model="m", input=1, cached_input=1, output=1)
+    with pytest.raises(ConflictError, match="This price is not one of"):
+        accounts.set_price(price, actor=ME)
+    with pytest.raises(ConflictError, match="This organisation is not one of"):
+        accounts.create_organisation("Third", actor=ME)
+    assert store.version() == version
+    everywhere.set_price(price, actor=ME)
+    assert len(accounts.list_prices()) == 1

@@ -73,6 +73,12 @@ def test_every_change_is_told(store: Store) -> None:
     assert entries[6].details == {"expires_at": [None, START + 5], "replaced_by": [None, new.id]}
     assert entries[9].details["amount"] == 3
     assert store.audit.verify() == Verdict(entries=16)
+    theirs = {entry.subject for entry in entries if entry.organisation == organisation.id}
+    assert theirs == {entry.subject for entry in entries} - {price.id}
+    other = accounts.create_organisation("Other", actor="k")
+    within = store.audit.within(organisation.id).entries()
+    assert within == [entry for entry in entries[::-1] if entry.subject != price.id]
+    assert store.audit.within(other.id).entries(subject=project.id) == []
 
 
 def test_entries_come_page_by_page_and_by_subject(store: Store) -> None:
@@ -110,12 +116,14 @@ def test_the_database_refuses_to_alter_it(store: Store, database: Database, stat
         ("UPDATE audit SET actor = 'x' WHERE entry = 3", 3, "it is not what was written"),
         ("UPDATE audit SET at = at + 1 WHERE entry = 2", 2, "it is not what was written"),
         ("UPDATE audit SET details = '{}' WHERE entry = 5", 5, "it is not what was written"),
+        ("UPDATE audit SET organisation = 'x' WHERE entry = 3", 3, "it is not what was written"),
+        ("UPDATE audit SET organisation = NULL WHERE entry = 3", 3, "it is not what was written"),
         ("DELETE FROM audit WHERE entry = 1", 1, "it is missing"),
         ("DELETE FROM audit WHERE entry = 4", 4, "it is missing"),
         ("DELETE FROM audit WHERE entry = 5", 5, "it is missing"),
         ("DELETE FROM audit", 1, "it is missing"),
         (
-            "INSERT INTO audit SELECT 6, at, actor, action, subject, details, hash FROM audit WHERE entry = 5",
+            "INSERT INTO audit SELECT 6, at, actor, action, subject, details, hash, NULL FROM audit WHERE entry = 5",
             6,
             "it is not what was written",
         ),
@@ -154,7 +162,7 @@ def test_a_chain_that_was_written_anew_shows(store: Store, database: Database, k
 
 
 INSERT = sa.text(
-    "INSERT INTO audit VALUES (:entry, :at, :actor, :action, :subject, :details, :hash)"
+    "INSERT INTO audit VALUES (:entry, :at, :actor, :action, :subject, :details, :hash, :organisation)"
 )
 
 

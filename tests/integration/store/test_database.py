@@ -9,11 +9,14 @@ from pathlib import Path
 import psycopg
 import pytest
 import sqlalchemy as sa
+from alembic import command
 from alembic.autogenerate import compare_metadata
+from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from tests.integration.store.conftest import at_once
 
-from argosy.store import Store, StoreError, default_url, open_store
+from argosy.store import Store, StoreError, Verdict, default_url, migrations, open_store
+from argosy.store.audit import START, seal
 from argosy.store.database import Database
 from argosy.store.schema import metadata
 
@@ -122,6 +125,58 @@ def test_migrations_make_the_tables_that_the_code_expects(store: Store, url: str
     database.close()
     store.migrate()
     assert store.version() == 1
+
+
+def test_roles_that_were_given_before_there_were_scopes_hold_for_the_whole_gateway(
+    empty_url: str,
+) -> None:
+    database = Database(empty_url)
+    with database.write() as connection:
+        config = Config()
+        config.set_main_option("script_location", str(Path(migrations.__file__).parent))
+        config.attributes["connection"] = connection
+        command.upgrade(config, "0001")
+        for statement in BEFORE_SCOPES:
+            connection.execute(sa.text(statement))
+        entry = {
+            "entry": 1,
+            "at": 1.0,
+            "actor": "x",
+            "action": "y",
+            "subject": "z",
+            "details": "{}",
+        }
+        head = seal(START, entry | {"organisation": None})
+        connection.execute(
+            sa.text(
+                "INSERT INTO audit VALUES (:entry, :at, :actor, :action, :subject, :details, :head)"
+            ),
+            entry | {"head": head},
+        )
+        connection.execute(
+            sa.text("UPDATE state SET audit_entries = 1, audit_head = :head"), {"head": head}
+        )
+    database.close()
+    store = open_store(empty_url)
+    store.migrate()
+    keys, users = store.accounts.list_keys(), store.accounts.list_users()
+    assert {key.id: key.scope for key in keys} == {"key_a": "gateway", "key_c": "organisation"}
+    assert [(user.role, user.scope) for user in users] == [("viewer", "gateway")]
+    assert [entry.organisation for entry in store.audit.entries()] == [None]
+    assert store.audit.verify() == Verdict(entries=1)
+    store.accounts.create_project("org_o", "q", actor="test")
+    assert store.audit.verify() == Verdict(entries=2)
+    store.close()
+
+
+BEFORE_SCOPES = (
+    "INSERT INTO organisations (id, name, created_at) VALUES ('org_o', 'o', 1)",
+    "INSERT INTO projects VALUES ('proj_p', 'org_o', 'p', 'free', 1, false, 'open', '[]', 1, NULL)",
+    "INSERT INTO users VALUES ('user_u', 'org_o', 'u@x.y', 'viewer', NULL, 1, NULL)",
+    """INSERT INTO keys (id, project, name, prefix, digest, role, models, networks, created_at) VALUES
+    ('key_a', 'proj_p', 'a', 'a', 'a', 'admin', '[]', '[]', 1),
+    ('key_c', 'proj_p', 'c', 'c', 'c', 'caller', '[]', '[]', 1)""",
+)
 
 
 def test_processes_migrate_at_the_same_time(empty_url: str) -> None:

@@ -215,3 +215,21 @@ def test_no_text_keeps_its_batch_out(store: Store, text: str) -> None:
 def test_sums_may_be_large(store: Store) -> None:
     store.usage.add([usage_row(str(number), nano_dollars=2**60) for number in range(7)])
     assert store.usage.report()[0].nano_dollars == 7 * 2**60
+
+
+def test_within_an_organisation_there_is_only_its_own_use(store: Store) -> None:
+    later = MIDNIGHT + DAY + 1
+    rows = [usage_row(f"r{n}", organisation=name) for n, name in enumerate("aabc")]
+    rows.append(usage_row("r4", organisation="a", ended_at=later))
+    store.usage.add(rows)
+    own = store.usage.within("a")
+    for _ in range(2):
+        (total,) = own.report()
+        assert total.requests == 3
+        assert own.report(["organisation"]) == store.usage.report(
+            ["organisation"], UsageFilter(organisation="a")
+        )
+        assert own.report(["key"], UsageFilter(organisation="b")) == []
+        store.usage.forget(MIDNIGHT + DAY)  # and in the sums that are left
+    assert [row.request for page in own.rows() for row in page] == ["r4"]
+    assert len("".join(own.csv(UsageFilter(organisation="b"))).splitlines()) == 1

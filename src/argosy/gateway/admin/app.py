@@ -71,7 +71,7 @@ class _Endpoint:
         exchange: Exchange = scope["state"][EXCHANGE]
         caller = self._identity.identify(exchange)
         operation = self._find(exchange)
-        check_role(caller, operation.role)
+        check_role(caller, operation.role, operation.scope)
         body = operation.body
         call = Call(
             caller,
@@ -105,28 +105,44 @@ class _Endpoint:
         return operation
 
     async def _run(self, operation: Operation, call: Call) -> Any:  # noqa: ANN401 - of the operation's type
-        try:
+        desk = self._desk.of(call.caller)
+        with _refusals():
             if operation.quick:
-                return operation.run(self._desk, call)
-            return await asyncio.to_thread(operation.run, self._desk, call)
-        except StoreError as error:
-            log.error("store_unavailable", reason=str(error))  # noqa: TRY400 - the reason says it all
-            message = "The store cannot be used at the moment. The gateway's log says why."
-            raise ApiError(503, "store_unavailable", message, retry_after_s=5.0) from error
-        except NotFoundError as error:
-            raise ApiError(404, "not_found", str(error)) from error
-        except ConflictError as error:
-            raise ApiError(409, "conflict", str(error)) from error
-        except ValueError as error:
-            raise ApiError(400, "invalid_value", str(error)) from error
+                return operation.run(desk, call)
+            return await asyncio.to_thread(operation.run, desk, call)
+
+
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    """What operations refuse, as ApiErrors."""
+    try:
+        yield
+    except StoreError as error:
+        log.error("store_unavailable", reason=str(error))  # noqa: TRY400 - the reason says it all
+        message = "The store cannot be used at the moment. The gateway's log says why."
+        raise ApiError(503, "store_unavailable", message, retry_after_s=5.0) from error
+    except NotFoundError as error:
+        raise ApiError(404, "not_found", str(error)) from error
+    except ConflictError as error:
+        raise ApiError(409, "conflict", str(error)) from error
+    except ValueError as error:
+        raise ApiError(400, "invalid_value", str(error)) from error
 
 
 async def _stream(exchange: Exchange, pieces: Iterator[str], media_type: str) -> None:
-    """Send pieces as they are made, in a worker thread, no faster than the client takes them."""
+    """Send pieces as they are made, in a worker thread, no faster than the client takes them.
+
+    Raises ApiError when there are no more of them to be had: the answer, which has begun, can only be cut off then.
+    """
     await exchange.start_stream(content_type=media_type.encode())
-    while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+    while (piece := await _next(pieces)) is not None:
         await exchange.write(piece.encode())
     await exchange.end_stream()
+
+
+async def _next(pieces: Iterator[str]) -> str | None:
+    with _refusals():
+        return await asyncio.to_thread(next, pieces, None)
 
 
 def _parameters(query: bytes) -> dict[str, str]:

@@ -14,7 +14,7 @@ from argosy.gateway.admin.shapes import (
     page,
     view,
 )
-from argosy.gateway.identity import check_role
+from argosy.gateway.identity import check_grant, check_role
 
 api = Operations()
 
@@ -30,7 +30,7 @@ def list_keys(desk: Desk, call: Call) -> Page[KeyView]:
 @api.add("POST", KEYS, "operator", body=NewKey)
 def create_key(desk: Desk, call: Call) -> NewKeyView:
     """Make a key. The key itself is in this answer, and never again."""
-    check_role(call.caller, call.body.role)
+    check_grant(call.caller, call.body.role, call.body.scope, call.body.models)
     made, plain = desk.accounts.create_key(**given(call.body), actor=call.actor)
     return view(made, NewKeyView, key=plain)
 
@@ -44,7 +44,8 @@ def get_key(desk: Desk, call: Call) -> KeyView:
 @api.add("POST", KEYS + "/{id}/rotate", "operator", body=Rotation)
 def rotate_key(desk: Desk, call: Call) -> NewKeyView:
     """Make a key in place of another, which works on for a while. The new key itself is in this answer only."""
-    check_role(call.caller, desk.accounts.get_key(call.id).role)
+    old = desk.accounts.get_key(call.id)
+    check_grant(call.caller, old.role, old.scope, old.models)
     made, plain = desk.accounts.rotate_key(call.id, call.body.overlap_s, actor=call.actor)
     return view(made, NewKeyView, key=plain)
 
@@ -52,5 +53,6 @@ def rotate_key(desk: Desk, call: Call) -> NewKeyView:
 @api.add("POST", KEYS + "/{id}/revoke", "operator")
 def revoke_key(desk: Desk, call: Call) -> KeyView:
     """End a key at once."""
-    check_role(call.caller, desk.accounts.get_key(call.id).role)
+    key = desk.accounts.get_key(call.id)
+    check_role(call.caller, key.role, key.scope)
     return view(desk.accounts.revoke_key(call.id, actor=call.actor), KeyView)

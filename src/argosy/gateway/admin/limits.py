@@ -1,4 +1,7 @@
-"""Operations on limits and prices."""
+"""Operations on limits and prices.
+
+An organisation's own limits are what it was given, so they are set and lifted by those who run the whole gateway.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,9 @@ from argosy.gateway.admin.shapes import (
     page,
     view,
 )
-from argosy.store import Price
+from argosy.gateway.caller import Caller
+from argosy.gateway.identity import check_role
+from argosy.store import OwnerKind, Price
 
 api = Operations()
 
@@ -36,12 +41,14 @@ def list_limits(desk: Desk, call: Call) -> Page[LimitView]:
 @api.add("POST", LIMITS, "operator", body=NewLimit)
 def set_limit(desk: Desk, call: Call) -> LimitView:
     """Set a limit, in place of the one that its owner has for the same unit, window and model."""
+    _check_owner(call.caller, call.body.owner_kind)
     return view(desk.accounts.set_limit(**given(call.body), actor=call.actor), LimitView)
 
 
 @api.add("DELETE", LIMITS + "/{id}", "operator")
 def delete_limit(desk: Desk, call: Call) -> Deleted:
     """Lift a limit."""
+    _check_owner(call.caller, desk.accounts.get_limit(call.id).owner_kind)
     desk.accounts.delete_limit(call.id, actor=call.actor)
     return Deleted(id=call.id)
 
@@ -52,10 +59,15 @@ def list_prices(desk: Desk, call: Call) -> Page[PriceView]:
     return page(desk.accounts.list_prices(call.query.model), PriceView, call.query)
 
 
-@api.add("POST", PRICES, "admin", body=NewPrice)
+@api.add("POST", PRICES, "admin", "gateway", body=NewPrice)
 def set_price(desk: Desk, call: Call) -> PriceView:
     """Set what a model's tokens cost from a moment on."""
     fields = given(call.body) | {
         "since": time.time() if call.body.since is None else call.body.since
     }
     return view(desk.accounts.set_price(Price(**fields), actor=call.actor), PriceView)
+
+
+def _check_owner(caller: Caller, kind: OwnerKind) -> None:
+    if kind == "organisation":
+        check_role(caller, "operator", "gateway")

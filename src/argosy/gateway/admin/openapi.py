@@ -82,7 +82,7 @@ def _described(operation: Operation, by_type: dict[Any, Any]) -> dict[str, Any]:
     described = {
         "operationId": operation.name,
         "summary": operation.summary,
-        "description": f"For the role {operation.role} and above.",
+        "description": _for_whom(operation),
         "parameters": _parameters(operation),
         "responses": answers,
     }
@@ -90,6 +90,11 @@ def _described(operation: Operation, by_type: dict[Any, Any]) -> dict[str, Any]:
         body = {"schema": by_type[operation.body]}
         described["requestBody"] = {"required": True, "content": {JSON: body}}
     return described
+
+
+def _for_whom(operation: Operation) -> str:
+    where = " of the whole gateway" if operation.scope == "gateway" else ""
+    return f"For the role {operation.role}{where} and above."
 
 
 def _parameters(operation: Operation) -> list[dict[str, Any]]:

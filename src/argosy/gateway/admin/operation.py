@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_type_hints
 
 import msgspec
 
 from argosy.gateway.caller import Caller
+from argosy.gateway.identity import reach
 from argosy.protocol import ApiError
-from argosy.store import Accounts, Audit, Role, Store, UsageLog
+from argosy.store import Accounts, Audit, Role, RoleScope, Store, UsageLog
 
 Method = Literal["GET", "POST", "PATCH", "DELETE"]
 JSON = "application/json"
@@ -45,26 +46,39 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Desk:
-    """What operations work on."""
+    """What operations work on: all of the whole gateway, or of one organisation, as if there were no others."""
 
     store: Store | None
     cards: Callable[[str], dict[str, Any] | None]
     """What `argosy explain` shows of a request, by its id."""
+    organisation: str | None = None
+    """Its id; None: the whole gateway."""
+
+    def of(self, caller: Caller) -> Desk:
+        """What is within the reach of the caller's role. No operation is given anything else."""
+        return replace(self, organisation=reach(caller))
+
+    def card(self, request: str) -> dict[str, Any] | None:
+        """What `cards` tells, unless it is another organisation's."""
+        card, within = self.cards(request), self.organisation
+        if card is None or within is None or card["caller"]["organisation"] == within:
+            return card
+        return None
 
     @property
     def accounts(self) -> Accounts:
         """The store's accounts. Raises ApiError 404 when there is no store; the others likewise."""
-        return self._store.accounts
+        return self._store.accounts.within(self.organisation)
 
     @property
     def usage(self) -> UsageLog:
         """The store's ledger."""
-        return self._store.usage
+        return self._store.usage.within(self.organisation)
 
     @property
     def audit(self) -> Audit:
         """The store's audit log."""
-        return self._store.audit
+        return self._store.audit.within(self.organisation)
 
     @property
     def _store(self) -> Store:
@@ -85,6 +99,8 @@ class Operation:
     path: str
     role: Role
     """The least one that may do it."""
+    scope: RoleScope
+    """Where that role must be held. Those of an organisation may do it with what is theirs."""
     run: Run
     """A ValueError that it raises is answered as 400, 404 or 409."""
     answer: Any
@@ -114,6 +130,7 @@ class Operations(list[Operation]):
         method: Method,
         path: str,
         role: Role,
+        scope: RoleScope = "organisation",
         *,
         query: type = Nothing,
         body: type | None = None,
@@ -128,6 +145,7 @@ class Operations(list[Operation]):
                     method=method,
                     path=path,
                     role=role,
+                    scope=scope,
                     run=run,
                     answer=get_type_hints(run)["return"],
                     query=query,

@@ -53,6 +53,7 @@ def get_caller(desk: Desk, call: Call) -> CallerView:  # noqa: ARG001 - the requ
         key=caller.key or None,
         user=caller.user or None,
         role=caller.role,
+        scope=caller.scope,
         models=None if caller.models is None else sorted(caller.models),
     )
 
@@ -69,7 +70,7 @@ def report_own_usage(desk: Desk, call: Call) -> Page[UsageView]:
 @api.add("GET", "/admin/requests/{id}", "caller", quick=True)
 def explain_request(desk: Desk, call: Call) -> dict[str, Any]:
     """What became of a request, step by step: by its id or its answer's, for a while after its end."""
-    card = desk.cards(call.id)
+    card = desk.card(call.id)
     if card is not None:
         own = card["caller"]["project"] == call.caller.project
         if own or allows(call.caller, "viewer"):
@@ -93,7 +94,7 @@ def list_audit_entries(desk: Desk, call: Call) -> Page[AuditView]:
     )
 
 
-@api.add("GET", "/admin/audit/verify", "viewer")
+@api.add("GET", "/admin/audit/verify", "viewer", "gateway")
 def verify_audit_log(desk: Desk, call: Call) -> VerdictView:  # noqa: ARG001 - the whole log
     """Whether every entry is as it was written, and none is missing."""
     return view(desk.audit.verify(), VerdictView)

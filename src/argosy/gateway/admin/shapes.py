@@ -9,29 +9,31 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from argosy.store import (
+    Amount,
     AuditEntry,
     Key,
+    KeyInfo,
     Limit,
+    Name,
     Organisation,
     OwnerKind,
     Price,
     Project,
     ReportRow,
     Role,
+    RoleScope,
     Tier,
     Unit,
     Unsure,
     UsageFilter,
     User,
     Verdict,
+    Weight,
     Window,
 )
 
-Name = Annotated[str, Meta(min_length=1, max_length=200)]
 Moment = Annotated[float, Meta(ge=0, le=253_402_300_799)]
 """Seconds since the epoch, until the year 9999."""
-Amount = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-
 
 T = TypeVar("T")
 S = TypeVar("S", bound=msgspec.Struct)
@@ -59,21 +61,8 @@ class PriceView(Price, frozen=True, kw_only=True, tag_field="object", tag="price
     """What a model's tokens cost from a moment on."""
 
 
-class KeyView(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="key"):
+class KeyView(KeyInfo, frozen=True, kw_only=True, tag_field="object", tag="key"):
     """An API key, by its beginning."""
-
-    id: str
-    project: str
-    user: str | None
-    name: str
-    prefix: str
-    role: Role
-    models: tuple[str, ...]
-    networks: tuple[str, ...]
-    created_at: float
-    expires_at: float | None
-    revoked_at: float | None
-    replaced_by: str | None
 
 
 class NewKeyView(KeyView, frozen=True, kw_only=True, tag_field="object", tag="key"):
@@ -107,6 +96,8 @@ class CallerView(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", 
     key: str | None
     user: str | None
     role: Role
+    scope: RoleScope
+    """Where the role is held."""
     models: list[str] | None
     """Those it may use; null: all."""
 
@@ -227,8 +218,10 @@ class NewProject(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     organisation: str
     name: Name
-    tier: Tier = "standard"
-    weight: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
+    tier: Tier | UnsetType = UNSET
+    """By default standard."""
+    weight: Weight | UnsetType = UNSET
+    """By default 1."""
     share_cache: bool = False
     when_unsure: Unsure = "open"
     networks: tuple[str, ...] = ()
@@ -239,7 +232,7 @@ class ProjectChange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     name: Name | UnsetType = UNSET
     tier: Tier | UnsetType = UNSET
-    weight: Annotated[float, Meta(gt=0, le=1e6)] | UnsetType = UNSET
+    weight: Weight | UnsetType = UNSET
     share_cache: bool | UnsetType = UNSET
     when_unsure: Unsure | UnsetType = UNSET
     networks: tuple[str, ...] | UnsetType = UNSET
@@ -251,6 +244,7 @@ class NewUser(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     organisation: str
     email: Name
     role: Role = "caller"
+    scope: RoleScope = "organisation"
     project: str | None = None
 
 
@@ -259,6 +253,7 @@ class UserChange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     email: Name | UnsetType = UNSET
     role: Role | UnsetType = UNSET
+    scope: RoleScope | UnsetType = UNSET
     project: str | UnsetType | None = UNSET
 
 
@@ -269,6 +264,7 @@ class NewKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     name: Name
     user: str | None = None
     role: Role = "caller"
+    scope: RoleScope = "organisation"
     models: tuple[str, ...] = ()
     networks: tuple[str, ...] = ()
     expires_at: Moment | None = None

@@ -1,6 +1,13 @@
-"""Operations on organisations, projects and users."""
+"""Operations on organisations, projects and users.
+
+Organisations are made, named and ended by those who run the whole gateway: a name is taken for all, and tokens are
+matched by it. Tiers and weights are given by them too, since they weigh against other organisations' projects.
+"""
 
 from __future__ import annotations
+
+import msgspec
+from msgspec import UNSET
 
 from argosy.gateway.admin.operation import Call, Desk, Operations
 from argosy.gateway.admin.shapes import (
@@ -19,6 +26,8 @@ from argosy.gateway.admin.shapes import (
     page,
     view,
 )
+from argosy.gateway.caller import Caller
+from argosy.gateway.identity import check_grant, check_role
 
 api = Operations()
 
@@ -33,7 +42,7 @@ def list_organisations(desk: Desk, call: Call) -> Page[OrganisationView]:
     return page(desk.accounts.list_organisations(), OrganisationView, call.query)
 
 
-@api.add("POST", ORGANISATIONS, "admin", body=OrganisationBody)
+@api.add("POST", ORGANISATIONS, "admin", "gateway", body=OrganisationBody)
 def create_organisation(desk: Desk, call: Call) -> OrganisationView:
     """Make an organisation."""
     made = desk.accounts.create_organisation(call.body.name, actor=call.actor)
@@ -46,14 +55,14 @@ def get_organisation(desk: Desk, call: Call) -> OrganisationView:
     return view(desk.accounts.get_organisation(call.id), OrganisationView)
 
 
-@api.add("PATCH", ORGANISATIONS + "/{id}", "admin", body=OrganisationBody)
+@api.add("PATCH", ORGANISATIONS + "/{id}", "admin", "gateway", body=OrganisationBody)
 def change_organisation(desk: Desk, call: Call) -> OrganisationView:
     """Give an organisation another name."""
     changed = desk.accounts.change_organisation(call.id, name=call.body.name, actor=call.actor)
     return view(changed, OrganisationView)
 
 
-@api.add("POST", ORGANISATIONS + "/{id}/archive", "admin")
+@api.add("POST", ORGANISATIONS + "/{id}/archive", "admin", "gateway")
 def archive_organisation(desk: Desk, call: Call) -> OrganisationView:
     """End an organisation, with its projects and users."""
     return view(desk.accounts.archive_organisation(call.id, actor=call.actor), OrganisationView)
@@ -67,7 +76,8 @@ def list_projects(desk: Desk, call: Call) -> Page[ProjectView]:
 
 @api.add("POST", PROJECTS, "admin", body=NewProject)
 def create_project(desk: Desk, call: Call) -> ProjectView:
-    """Make a project."""
+    """Make a project. To give a tier or a weight takes an admin of the whole gateway."""
+    _check_share(call.caller, call.body)
     return view(desk.accounts.create_project(**given(call.body), actor=call.actor), ProjectView)
 
 
@@ -79,7 +89,9 @@ def get_project(desk: Desk, call: Call) -> ProjectView:
 
 @api.add("PATCH", PROJECTS + "/{id}", "admin", body=ProjectChange)
 def change_project(desk: Desk, call: Call) -> ProjectView:
-    """Change a project; what is left out stays."""
+    """Change a project; what is left out stays. Tier and weight take an admin of the whole gateway."""
+    _check_share(call.caller, call.body)
+    _check_keys(desk, call)
     changed = desk.accounts.change_project(call.id, **given(call.body), actor=call.actor)
     return view(changed, ProjectView)
 
@@ -87,6 +99,7 @@ def change_project(desk: Desk, call: Call) -> ProjectView:
 @api.add("POST", PROJECTS + "/{id}/archive", "admin")
 def archive_project(desk: Desk, call: Call) -> ProjectView:
     """End a project: its keys are refused from now on."""
+    _check_keys(desk, call)
     return view(desk.accounts.archive_project(call.id, actor=call.actor), ProjectView)
 
 
@@ -98,7 +111,8 @@ def list_users(desk: Desk, call: Call) -> Page[UserView]:
 
 @api.add("POST", USERS, "admin", body=NewUser)
 def create_user(desk: Desk, call: Call) -> UserView:
-    """Make a user."""
+    """Make a user. Nobody can make one who may do more than they may themselves."""
+    check_grant(call.caller, call.body.role, call.body.scope)
     return view(desk.accounts.create_user(**given(call.body), actor=call.actor), UserView)
 
 
@@ -110,7 +124,11 @@ def get_user(desk: Desk, call: Call) -> UserView:
 
 @api.add("PATCH", USERS + "/{id}", "admin", body=UserChange)
 def change_user(desk: Desk, call: Call) -> UserView:
-    """Change a user; what is left out stays."""
+    """Change a user; what is left out stays. Nobody can change one who may do more, or let one do more."""
+    before = desk.accounts.get_user(call.id)
+    after = msgspec.structs.replace(before, **given(call.body))
+    for user in (before, after):
+        check_grant(call.caller, user.role, user.scope)
     changed = desk.accounts.change_user(call.id, **given(call.body), actor=call.actor)
     return view(changed, UserView)
 
@@ -118,4 +136,18 @@ def change_user(desk: Desk, call: Call) -> UserView:
 @api.add("POST", USERS + "/{id}/disable", "admin")
 def disable_user(desk: Desk, call: Call) -> UserView:
     """End a user: their tokens and keys are refused from now on."""
+    user = desk.accounts.get_user(call.id)
+    check_role(call.caller, user.role, user.scope)
     return view(desk.accounts.disable_user(call.id, actor=call.actor), UserView)
+
+
+def _check_share(caller: Caller, body: NewProject | ProjectChange) -> None:
+    if body.tier is not UNSET or body.weight is not UNSET:
+        check_role(caller, "admin", "gateway")
+
+
+def _check_keys(desk: Desk, call: Call) -> None:
+    """Raise ApiError 403 when a key of the project may do more than the caller, who could end it or fence it in."""
+    for key in desk.accounts.list_keys(call.id):
+        if key.revoked_at is None:
+            check_role(call.caller, key.role, key.scope)

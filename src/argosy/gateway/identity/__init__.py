@@ -2,7 +2,14 @@
 
 from argosy.gateway.identity.callers import Asking, Identity, check_exposure, is_loopback
 from argosy.gateway.identity.config import AuthConfig, JwtConfig
-from argosy.gateway.identity.roles import allows, check_model, check_role, may_use
+from argosy.gateway.identity.roles import (
+    allows,
+    check_grant,
+    check_model,
+    check_role,
+    may_use,
+    reach,
+)
 
 __all__ = [
     "Asking",
@@ -11,8 +18,10 @@ __all__ = [
     "JwtConfig",
     "allows",
     "check_exposure",
+    "check_grant",
     "check_model",
     "check_role",
     "is_loopback",
     "may_use",
+    "reach",
 ]

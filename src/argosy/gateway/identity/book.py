@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from argosy.gateway.caller import TIERS, Caller
 from argosy.gateway.identity.addresses import Network, parse_networks
 from argosy.protocol import ApiError
-from argosy.store import Directory, Key, Organisation, Project, Role, User
+from argosy.store import Directory, Key, Project, Role, RoleScope, User
 
 if TYPE_CHECKING:
     from argosy.gateway.identity.tokens import Claims
@@ -37,13 +37,15 @@ class Book:
         self._named: dict[str, list[Project]] = {}
         for project in directory.projects:
             self._named.setdefault(project.name, []).append(project)
-        self._organisations = {item.name: item for item in directory.organisations} | {
-            item.id: item for item in directory.organisations
+        living = [item for item in directory.organisations if item.archived_at is None]
+        self._organisations = {item.name: item for item in living} | {
+            item.id: item for item in living
         }
         self._users = {user.id: user for user in directory.users}
-        # A new user may have the email of a disabled one.
-        users = sorted(directory.users, key=lambda user: user.disabled_at is None)
-        self._emails = {user.email.lower(): user for user in users}
+        self._emails: dict[str, list[User]] = {}
+        """The oldest first, but those that are disabled last: a new user may have the email of one."""
+        for user in sorted(directory.users, key=lambda user: user.disabled_at is not None):
+            self._emails.setdefault(user.email.lower(), []).append(user)
         self._entries: dict[bytes, Entry] = {}
 
     def by_digest(self, digest: bytes) -> Entry | None:
@@ -58,22 +60,27 @@ class Book:
 
     def by_claims(self, claims: Claims) -> Entry:
         """The entry of a token's bearer. Raises ApiError when there is no place for them here."""
-        organisation = self._organisations.get(claims.organisation)
-        user = self._user(claims, organisation)
+        named = self._organisation(claims)
+        user = self._user(claims, named)
+        role, own = claims.role, None
+        scope: RoleScope = "organisation"
         if user is not None:
             _check_user(user)
-            home, role, own = user.organisation, user.role, user.project
-        elif organisation is None and claims.organisation:
-            message = f"The token's organisation {claims.organisation[:100]!r} is not known here."
-            raise ApiError(403, "unknown_organisation", message)
-        else:
-            home, role, own = organisation.id if organisation else "", claims.role, None
+            role, scope, own = user.role, user.scope, user.project
+        elif not named and role != "caller":
+            message = (
+                f"The token gives the role {role} and names no organisation to hold it in. "
+                "Ask for one to be set for you."
+            )
+            raise ApiError(403, "no_organisation", message)
+        home = named if user is None else user.organisation
         project = self._project(claims.project or own, home, role)
         caller = _caller(
             home or (project.organisation if project else ""),
             project,
             user=user.id if user else claims.email or claims.subject,
             role=role,
+            scope=scope,
         )
         return Entry(caller, _allow_lists(project.networks) if project else ())
 
@@ -87,16 +94,28 @@ class Book:
             key=key.id,
             user=key.user or "",
             role=key.role,
+            scope=key.scope,
             models=frozenset(key.models) or None,
         )
         networks = _allow_lists(key.networks, project.networks)
         return Entry(caller, networks, key.expires_at, f"The key {key.prefix}...")
 
-    def _user(self, claims: Claims, organisation: Organisation | None) -> User | None:
-        """The user with the subject's id or email, in the organisation that the token names, if any."""
-        user = self._users.get(claims.subject) or self._emails.get(claims.email)
-        if user is None or organisation is None or user.organisation == organisation.id:
-            return user
+    def _organisation(self, claims: Claims) -> str:
+        """Id of the one that a token names; empty when it names none. Raises ApiError 403 for an unknown one."""
+        if not claims.organisation:
+            return ""
+        found = self._organisations.get(claims.organisation)
+        if found is None:
+            message = f"The token's organisation {claims.organisation[:100]!r} is not known here."
+            raise ApiError(403, "unknown_organisation", message)
+        return found.id
+
+    def _user(self, claims: Claims, organisation: str) -> User | None:
+        """The user with the subject's id or email, in the organisation with this id, if any."""
+        known = self._users.get(claims.subject)
+        for user in self._emails.get(claims.email, ()) if known is None else (known,):
+            if not organisation or user.organisation == organisation:
+                return user
         return None
 
     def _project(self, wanted: str | None, home: str, role: Role) -> Project | None:
@@ -122,18 +141,20 @@ def _caller(
     project: Project | None,
     *,
     role: Role,
+    scope: RoleScope,
     user: str,
     key: str = "",
     models: frozenset[str] | None = None,
 ) -> Caller:
     if project is None:
-        return Caller(organisation=organisation, user=user, role=role)
+        return Caller(organisation=organisation, user=user, role=role, scope=scope)
     return Caller(
         organisation=organisation,
         project=project.id,
         key=key,
         user=user,
         role=role,
+        scope=scope,
         tier=TIERS.index(project.tier),
         weight=project.weight,
         domain=project.organisation if project.share_cache else project.id,
