@@ -12,6 +12,7 @@ import structlog
 
 from argosy.gateway.caller import ANYONE, Caller
 from argosy.gateway.config import GatewayConfig
+from argosy.gateway.limits import Limits
 from argosy.gateway.models import Models
 from argosy.gateway.operating import Operating
 from argosy.gateway.passing import METRICS, REPLICAS, Passing
@@ -56,13 +57,14 @@ class Front:
         admin: App,
         metrics: GatewayMetrics,
         config: GatewayConfig,
+        limits: Limits | None = None,
     ) -> None:
         self._models = models
         self._identify = identify
         self._admin = admin
         self._metrics = metrics
         self._config = config
-        passing = Passing(models)
+        passing = Passing(models, limits)
         routes = (
             Route("/v1/chat/completions", "POST", serving.chat),
             Route("/v1/completions", "POST", serving.completion),

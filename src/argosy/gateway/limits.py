@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from itertools import pairwise
 
 import msgspec
 import structlog
 
 from argosy.gateway.ask import DEFAULT_OUTPUT
-from argosy.gateway.caller import TIERS
+from argosy.gateway.caller import TIERS, Caller
 from argosy.gateway.held import Held, Party, use_of, wants_of
 from argosy.gateway.journey import Journey
 from argosy.gateway.limit_words import Headers, kept_out, let_in, refused, unavailable
@@ -134,19 +135,17 @@ class Limits:
 
     async def enter(self, journey: Journey) -> Held | None:
         """Hold what the request will likely use. Raises ApiError 413, 429 or 503 when that cannot be."""
-        party = self._party(journey)
+        ask, caller = journey.ask, journey.caller
+        party = self._party(caller, journey.pool.model, ask.model)
         if not party.meters:
             return None
-        ask, now = journey.ask, self._clock()
-        rates = self._prices.rates(journey.pool.model, TIERS[journey.caller.tier], now)
+        now = self._clock()
+        rates = self._prices.rates(journey.pool.model, TIERS[caller.tier], now)
         prompt = ask.prompt_tokens
         expected = self._estimates.expected(party.asker, ask.max_output, DEFAULT_OUTPUT)
         output = expected * ask.choices
         likely, least = use_of(rates, prompt, 0, output), use_of(rates, prompt, 0, 1)
-        found = reserve(party.meters, likely, least, now)
-        answered = True
-        if isinstance(found, list):
-            found, answered = await self._reserve(party, likely, least, found)
+        found, answered = await self._hold(party, likely, least, now)
         journey.headers += party.headers(now)
         if isinstance(found, list):
             journey.card["limits"] = kept_out(found)
@@ -157,7 +156,39 @@ class Limits:
             self._state, self._clock, self._estimates, party, journey, found, rates, prompt, enough
         )
 
+    # --- what generates nothing --------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def passing(
+        self, caller: Caller, model: str, asked: str, headers: list[tuple[bytes, bytes]]
+    ) -> AsyncIterator[None]:
+        """Count a request that generates nothing as one, if it succeeds, and as one at a time meanwhile.
+
+        `headers` of its answer get what is left. Raises ApiError 429 or 503 when there is no room for it.
+        """
+        party, now = self._party(caller, model, asked), self._clock()
+        one = Use(requests=1, concurrency=1)
+        found, answered = await self._hold(party, one, one, now)
+        headers += party.headers(now)
+        if isinstance(found, list):
+            raise refused(found) if answered or party.trusted else unavailable()
+        used = Use()
+        try:
+            yield
+            used = Use(requests=1)
+        finally:
+            found.settle(used, self._clock())
+
     # --- in parts --------------------------------------------------------------------------------
+
+    async def _hold(
+        self, party: Party, likely: Use, least: Use, now: float
+    ) -> tuple[Reservation | list[Refusal], bool]:
+        """Hold that, asking for more room if need be; whether anybody could say how much there is."""
+        found = reserve(party.meters, likely, least, now)
+        if isinstance(found, list):
+            return await self._reserve(party, likely, least, found)
+        return found, True
 
     async def _reserve(
         self, party: Party, likely: Use, least: Use, refusals: list[Refusal]
@@ -189,8 +220,7 @@ class Limits:
         counter = self._state.counter(limit)
         return Meter(limit.owner_kind, limit.unit, limit.window or "", limit.model, counter)
 
-    def _party(self, journey: Journey) -> Party:
-        caller, model, asked = journey.caller, journey.pool.model, journey.ask.model
+    def _party(self, caller: Caller, model: str, asked: str) -> Party:
         name = (caller.key, caller.user, caller.project, caller.organisation, model, asked)
         party = self._parties.get(name)
         if party is None:

@@ -13,6 +13,7 @@ from argosy.gateway.attempt import Attempt
 from argosy.gateway.caller import Caller
 from argosy.gateway.dispatch import unavailable
 from argosy.gateway.identity import check_role
+from argosy.gateway.limits import Limits
 from argosy.gateway.models import Models
 from argosy.gateway.replicas import Pool, Replica
 from argosy.gateway.upstream import UpstreamError
@@ -28,8 +29,9 @@ METRICS = "/metrics"
 class Passing:
     """The handlers of what a replica's own HTTP server answers without its engine."""
 
-    def __init__(self, models: Models) -> None:
+    def __init__(self, models: Models, limits: Limits | None) -> None:
         self._models = models
+        self._limits = limits
 
     async def text(self, exchange: Exchange, caller: Caller) -> None:
         """`POST /tokenize` and `POST /detokenize`."""
@@ -38,6 +40,15 @@ class Passing:
         name = msgspec.json.decode(named)
         models = self._models
         pool = models.pool(name, caller) if isinstance(name, str) else models.only(caller)
+        if self._limits is None:
+            await self._pass(exchange, pool, fields)
+            return
+        asked = name if isinstance(name, str) else pool.model
+        async with self._limits.passing(caller, pool.model, asked, exchange.extra):
+            await self._pass(exchange, pool, fields)
+
+    async def _pass(self, exchange: Exchange, pool: Pool, fields: dict[str, Raw]) -> None:
+        """Let a replica answer. Raises ApiError 503."""
         for replica in _by_load(pool):
             told = fields | {"model": Raw(msgspec.json.encode(replica.model))}
             if await _passed(exchange, replica, msgspec.json.encode(told)):
