@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from argosy.gateway.attempt import Attempt
-from argosy.gateway.dialects import Leg
+from argosy.gateway.dialects import Leg, Opening
 from argosy.gateway.explain import Try
 from argosy.gateway.journey import Journey
 from argosy.gateway.replicas import Picked, Replica
@@ -34,7 +34,7 @@ class RefusedError(Exception):
 
 
 Begun = Whole | Leg
-"""How an answer begins: it is whole at once, or its stream's first piece is there."""
+"""How an answer begins: it is whole at once, or its stream is there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +121,14 @@ class Race:
 async def _try(
     ask: Callable[[Turn], Awaitable[Begun]], turn: Turn
 ) -> Begun | UpstreamError | RefusedError:
+    """Ask, and wait until the answer says something: some servers send a stream's head and comments before."""
     try:
-        return await ask(turn)
+        begun = await ask(turn)
+        if not isinstance(begun, Whole):
+            await turn.attempt.first(Opening().feed)
     except (UpstreamError, RefusedError) as error:
         return error
+    return begun
 
 
 def _outcome(error: UpstreamError | RefusedError) -> tuple[Outcome, str]:

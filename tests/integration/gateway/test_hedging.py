@@ -22,6 +22,7 @@ from argosy.gateway.dialects import Kind
 from argosy.gateway.journey import Journey, Visit
 from argosy.gateway.replicas import Replica
 from argosy.policy.hedging import RESERVE, SHARE
+from argosy.protocol import event
 from argosy.telemetry import GatewayReading
 
 TOKENS = list(range(100, 112))
@@ -210,14 +211,28 @@ def in_flight(watching: Entered) -> int:
     return sum(replica.load.in_flight for replica in replicas)
 
 
-async def test_the_head_of_a_stream_is_no_sign_of_an_answer() -> None:
+ROLE = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}
+EMPTY = [
+    b"",
+    b": keep-alive\n\n",
+    b"\n\n",
+    b"data:\n\n",
+    event(json.dumps(ROLE).encode()),
+    event(b'{"choices": []}'),
+]
+
+
+@pytest.mark.parametrize("beginning", EMPTY)
+async def test_the_head_of_a_stream_is_no_sign_of_an_answer(beginning: bytes) -> None:
     watching, over = Entered(), asyncio.Event()
 
-    async def head_only(asked: Asked) -> None:
+    async def nothing_yet(asked: Asked) -> None:
         asked.stream()
+        if beginning:
+            asked.send(beginning)
         await over.wait()
 
-    async with others(watching, head_only, plain) as (running, _):
+    async with others(watching, nothing_yet, plain) as (running, _):
         answer = await running.client.post(PATHS[1], json=body(PATHS[1], stream=True))
         over.set()
     assert events(answer.content)[-1] == b"[DONE]"
