@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import sys
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 import msgspec
 import structlog
 
+from argosy.fleet.gpus import VISIBLE
 from argosy.fleet.wire import Loading, Refused, ReplicaSpec, Report, Serving
 from argosy.policy import Life
 
@@ -53,7 +55,7 @@ class LocalLauncher:
         if child is not None and child.life.ended_at is None:
             return
         socket = self.socket(spec.name)
-        child = _Child(spec, socket, await _spawn(), self._progress, self.changed)
+        child = _Child(spec, socket, await _spawn(spec.gpu), self._progress, self.changed)
         self._children[spec.name] = child
         log.info("replica_started", replica=spec.name, pid=child.pid)
         self.changed.set()
@@ -67,11 +69,6 @@ class LocalLauncher:
         """See `Launcher`."""
         if name in self._children:
             await self._children[name].kill()
-
-    def pids(self) -> Mapping[str, int]:
-        """Process ids of those that live."""
-        living = {n: child for n, child in self._children.items() if child.life.ended_at is None}
-        return {name: child.pid for name, child in living.items()}
 
 
 class _Child:
@@ -110,7 +107,6 @@ class _Child:
                 await self._ended.wait()
         except TimeoutError:
             log.warning("replica_left_too_slowly", replica=self._name)
-            await self.kill()
 
     async def kill(self) -> None:
         self._signal(signal.SIGKILL)
@@ -163,12 +159,13 @@ class _Child:
             await asyncio.sleep(ASK_EACH_S)
 
 
-async def _spawn() -> asyncio.subprocess.Process:
+async def _spawn(gpu: str | None) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", "argosy.fleet.child"),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         limit=LONGEST_REPORT_BYTES,
+        env=os.environ if gpu is None else os.environ | {VISIBLE: gpu},
         start_new_session=True,  # signals from the terminal are ours to act on
     )
 
