@@ -98,7 +98,7 @@ def test_argosy_chat_reports_a_refusal(server: Server) -> None:
 def test_port_in_use_is_one_sentence(server: Server) -> None:
     done = argosy("serve", "--port", server.url.rsplit(":", 1)[1])
     assert done.returncode == 2
-    assert "choose another --port" in done.stderr
+    assert "(Address already in use); choose another --port" in done.stderr
     assert "Traceback" not in done.stderr
 
 

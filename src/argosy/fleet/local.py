@@ -55,7 +55,8 @@ class LocalLauncher:
         if child is not None and child.life.ended_at is None:
             return
         socket = self.socket(spec.name)
-        child = _Child(spec, socket, await _spawn(spec.gpu), self._progress, self.changed)
+        process = await _spawn(self._environment(spec))
+        child = _Child(spec, socket, process, self._progress, self.changed)
         self._children[spec.name] = child
         log.info("replica_started", replica=spec.name, pid=child.pid)
         self.changed.set()
@@ -69,6 +70,11 @@ class LocalLauncher:
         """See `Launcher`."""
         if name in self._children:
             await self._children[name].kill()
+
+    def _environment(self, spec: ReplicaSpec) -> dict[str, str]:
+        """Ours, with what it may see; what it leaves behind when it is killed goes with the folder."""
+        shown = {} if spec.gpu is None else {VISIBLE: spec.gpu}
+        return os.environ | shown | {"TMPDIR": str(self._folder)}
 
 
 class _Child:
@@ -159,13 +165,13 @@ class _Child:
             await asyncio.sleep(ASK_EACH_S)
 
 
-async def _spawn(gpu: str | None) -> asyncio.subprocess.Process:
+async def _spawn(environment: dict[str, str]) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", "argosy.fleet.child"),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         limit=LONGEST_REPORT_BYTES,
-        env=os.environ if gpu is None else os.environ | {VISIBLE: gpu},
+        env=environment,
         start_new_session=True,  # signals from the terminal are ours to act on
     )
 

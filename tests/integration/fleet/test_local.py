@@ -11,6 +11,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
@@ -122,7 +123,7 @@ async def test_a_replica_is_launched_once_and_leaves_nothing(folder: Path) -> No
 async def test_the_end_of_one_that_talks_nonsense_is_seen(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def spawn(_: str | None) -> asyncio.subprocess.Process:
+    async def spawn(_: dict[str, str]) -> asyncio.subprocess.Process:
         pipe = asyncio.subprocess.PIPE
         program = "print('no report', flush=True); input()"
         return await asyncio.create_subprocess_exec(
@@ -146,6 +147,19 @@ async def test_a_replica_sees_its_gpu_alone(folder: Path, monkeypatch: pytest.Mo
         for process in (replica, *replica.children()):
             assert process.environ()["CUDA_VISIBLE_DEVICES"] == seen
         await launcher.stop(name)
+
+
+async def test_what_a_killed_replica_leaves_goes_with_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with runtime_folder() as folder:
+        launcher = launcher_in(folder)
+        await launcher.start(spec("a"))
+        while not list(folder.glob("argosy-*")):  # noqa: ASYNC110 - where it meets its engine core
+            await asyncio.sleep(0.01)
+        await launcher.stop("a")
+    assert not list(tmp_path.iterdir())  # noqa: ASYNC240 - nothing else runs
 
 
 async def test_what_died_or_hangs_is_replaced_behind_the_same_socket(folder: Path) -> None:
