@@ -223,7 +223,8 @@ class Serving:
             begun = await ask(race.turn)
         else:
             second = partial(self._second, journey)
-            begun = await race.run(ask, hedging.after_s, second)
+            within_s = self._config.timeouts.first_token_s
+            begun = await race.run(ask, hedging.after_s, within_s, second)
         if isinstance(begun, Whole):
             return begun
         turn = race.turn
