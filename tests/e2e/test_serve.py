@@ -98,7 +98,7 @@ def test_argosy_chat_reports_a_refusal(server: Server) -> None:
 def test_port_in_use_is_one_sentence(server: Server) -> None:
     done = argosy("serve", "--port", server.url.rsplit(":", 1)[1])
     assert done.returncode == 2
-    assert "choose another --port" in done.stderr
+    assert "(Address already in use); choose another --port" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -201,6 +201,21 @@ def test_it_listens_over_tls_when_told_to(tmp_path: Path) -> None:
         assert server.url.startswith("https")
         trust = ssl.create_default_context(cafile=authority.ca)
         assert httpx2.get(f"{server.url}/ready", verify=trust).status_code == 200
+        where = "127.0.0.1", int(server.url.rsplit(":", 1)[1])
+        before = ssl.get_server_certificate(where)
+        authority.pair("server", "127.0.0.1")
+        server.process.send_signal(signal.SIGHUP)
+        while ssl.get_server_certificate(where) == before:
+            pass
+        assert httpx2.get(f"{server.url}/ready", verify=trust).status_code == 200
+
+
+def test_more_replicas_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8932f937")
+    refused = argosy("serve", "--port", "0", "--device", "cuda", "--replicas", "2")
+    assert refused.returncode == 2
+    assert "--gpus shared" in refused.stderr
+    assert "Traceback" not in refused.stderr
 
 
 def test_killed_server_leaves_nothing_behind() -> None:

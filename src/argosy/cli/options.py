@@ -128,5 +128,15 @@ Auth = Annotated[
 ]
 Replicas = Annotated[
     int,
-    Option(min=1, help="Processes that serve the model; by default they divide CPUs and memory."),
+    Option(
+        min=1,
+        help="Processes that serve the model, each on a GPU of its own; without GPUs they divide CPUs and memory.",
+    ),
+]
+Gpus = Annotated[
+    Literal["own", "shared"],
+    Option(
+        help="May several replicas share a GPU? By default each has its own.",
+        rich_help_panel=ADVANCED,
+    ),
 ]

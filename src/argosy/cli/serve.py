@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import msgspec
 
 from argosy.cli import options
@@ -17,6 +19,7 @@ def serve(
     engine: EngineConfig,
     *,
     replicas: options.Replicas = 1,
+    gpus: options.Gpus = "own",
     store: StoreUrl = None,
     auth: options.Auth = "auto",
     log_level: options.LogLevel = "warning",
@@ -25,14 +28,14 @@ def serve(
     from argosy.cli.display import Display
     from argosy.cli.doorkeeping import Doorkeeping
     from argosy.cli.whole import Whole
-    from argosy.fleet import FleetFailedError
+    from argosy.fleet import FleetFailedError, places, usable_gpus
 
     server = msgspec.structs.replace(server, log_level=log_level)
-    engine = msgspec.structs.replace(engine, neighbours=replicas - 1)
     with Display() as shown:
         host = "localhost" if server.uds is not None else server.host
-        whole = Whole(server, engine, replicas, Doorkeeping(store, auth, host), shown)
         try:
+            where = places(replicas, usable_gpus(engine.device, os.environ), gpus)
+            whole = Whole(server, engine, where, Doorkeeping(store, auth, host), shown)
             whole.serve()
         except ValueError as error:
             fail(str(error))

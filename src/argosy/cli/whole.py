@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ import uvloop
 from argosy.cli.display import Display
 from argosy.cli.doorkeeping import Doorkeeping
 from argosy.engine import EngineConfig, ServerConfig, locate
-from argosy.fleet import LocalLauncher, ReplicaSpec, Supervisor, runtime_folder
+from argosy.fleet import LocalLauncher, Place, ReplicaSpec, Supervisor, runtime_folder
 from argosy.telemetry import configure_logs
 
 if TYPE_CHECKING:
@@ -33,14 +33,14 @@ class Whole:
         self,
         server: ServerConfig,
         engine: EngineConfig,
-        replicas: int,
+        places: Sequence[Place],
         door: Doorkeeping,
         shown: Display,
     ) -> None:
         self._server = server
         self._engine = engine
         self._names = server.names_of(engine.model)
-        self._replicas = [f"replica-{number}" for number in range(replicas)]
+        self._replicas = {f"replica-{number}": place for number, place in enumerate(places)}
         self._door = door
         self._shown = shown
         self._key: str | None = None
@@ -72,7 +72,7 @@ class Whole:
         supervisor = Supervisor(launcher, self._specs(model))
         with self._signals():
             try:
-                await supervisor.reconcile()  # the replicas get ready during our imports
+                await asyncio.gather(*supervisor.reconcile())  # they get ready during our imports
                 await self._serve(launcher, supervisor)
             finally:
                 await self._end(supervisor)
@@ -119,9 +119,11 @@ class Whole:
         draining = asyncio.create_task(supervisor.drain())
         at_once = asyncio.create_task(self._at_once.wait())
         await asyncio.wait({draining, at_once}, return_when=asyncio.FIRST_COMPLETED)
+        draining.cancel()
         at_once.cancel()
         await supervisor.stop()
-        await draining
+        with contextlib.suppress(asyncio.CancelledError):
+            await draining
 
     def _ready(self, url: str) -> None:
         from argosy.gateway import calm_collector
@@ -135,7 +137,15 @@ class Whole:
     def _specs(self, model: Path) -> list[ReplicaSpec]:
         server = msgspec.structs.replace(self._server, served_model_names=self._names)
         engine = msgspec.structs.replace(self._engine, model=str(model), revision=None)
-        return [ReplicaSpec(name=name, server=server, engine=engine) for name in self._replicas]
+        return [
+            ReplicaSpec(
+                name=name,
+                server=server,
+                engine=msgspec.structs.replace(engine, neighbours=place.neighbours),
+                gpu=place.gpu,
+            )
+            for name, place in self._replicas.items()
+        ]
 
     def _config(self, launcher: LocalLauncher) -> GatewayConfig:
         from argosy.gateway import (

@@ -34,7 +34,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Round weights to this format as they are loaded; None keeps them in the dtype."""
     threads: int | None = None
     neighbours: int = 0
-    """Other replicas on this machine: CPUs and free memory are divided by default."""
+    """Other replicas on the same CPUs, or the same GPU: those and their free memory are divided by default."""
     max_model_len: int | None = None
     """Most tokens of one sequence, prompt and output; at most what the model was made for."""
     max_seqs: int = 64

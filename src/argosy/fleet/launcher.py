@@ -27,7 +27,7 @@ class Launcher(Protocol):
         ...
 
     async def drain(self, name: str) -> None:
-        """Let it finish what runs, within its drain deadline, and end; returns when it has."""
+        """Let it finish what runs, within its drain deadline, and end; returns when it has, or is late."""
         ...
 
     async def stop(self, name: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import sys
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 import msgspec
 import structlog
 
+from argosy.fleet.gpus import VISIBLE
 from argosy.fleet.wire import Loading, Refused, ReplicaSpec, Report, Serving
 from argosy.policy import Life
 
@@ -53,7 +55,8 @@ class LocalLauncher:
         if child is not None and child.life.ended_at is None:
             return
         socket = self.socket(spec.name)
-        child = _Child(spec, socket, await _spawn(), self._progress, self.changed)
+        process = await _spawn(self._environment(spec))
+        child = _Child(spec, socket, process, self._progress, self.changed)
         self._children[spec.name] = child
         log.info("replica_started", replica=spec.name, pid=child.pid)
         self.changed.set()
@@ -68,10 +71,10 @@ class LocalLauncher:
         if name in self._children:
             await self._children[name].kill()
 
-    def pids(self) -> Mapping[str, int]:
-        """Process ids of those that live."""
-        living = {n: child for n, child in self._children.items() if child.life.ended_at is None}
-        return {name: child.pid for name, child in living.items()}
+    def _environment(self, spec: ReplicaSpec) -> dict[str, str]:
+        """Ours, with what it may see; what it leaves behind when it is killed goes with the folder."""
+        shown = {} if spec.gpu is None else {VISIBLE: spec.gpu}
+        return os.environ | shown | {"TMPDIR": str(self._folder)}
 
 
 class _Child:
@@ -110,7 +113,6 @@ class _Child:
                 await self._ended.wait()
         except TimeoutError:
             log.warning("replica_left_too_slowly", replica=self._name)
-            await self.kill()
 
     async def kill(self) -> None:
         self._signal(signal.SIGKILL)
@@ -163,12 +165,13 @@ class _Child:
             await asyncio.sleep(ASK_EACH_S)
 
 
-async def _spawn() -> asyncio.subprocess.Process:
+async def _spawn(environment: dict[str, str]) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", "argosy.fleet.child"),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         limit=LONGEST_REPORT_BYTES,
+        env=environment,
         start_new_session=True,  # signals from the terminal are ours to act on
     )
 

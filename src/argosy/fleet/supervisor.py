@@ -11,9 +11,11 @@ import structlog
 
 from argosy.fleet.launcher import Launcher
 from argosy.fleet.wire import ReplicaSpec
-from argosy.policy import Action, Custody, CustodyLimits
+from argosy.policy import Action, Custody, CustodyLimits, Life
 
 LOOK_EACH_S = 0.5
+END_S = 5.0
+"""How long a process that was killed may take to end: one that waits in the kernel may take for ever."""
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.fleet")
 
@@ -31,6 +33,8 @@ class Supervisor:
         self._launcher = launcher
         self._specs = specs
         self._custody = {spec.name: Custody(limits) for spec in specs}
+        self._under_way: dict[str, asyncio.Task[None]] = {}
+        """What is being done about a replica: nobody else waits for it."""
         self.serving = asyncio.Event()
         """Set once a replica has taken requests."""
 
@@ -39,48 +43,78 @@ class Supervisor:
         changed = self._launcher.changed
         while True:
             changed.clear()
-            await self.reconcile()
+            self.reconcile()
             if all(custody.given_up for custody in self._custody.values()):
                 raise FleetFailedError(self._why())
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_EACH_S):
                     await changed.wait()
 
-    async def reconcile(self) -> None:
-        """Do what has to be done now; a second time there is nothing to do."""
+    def reconcile(self) -> list[asyncio.Task[None]]:
+        """Begin what has to be done now; all that is under way. A second time there is nothing more to do.
+
+        Raises what the launcher raised at something that it was to do.
+        """
         now, lives = time.monotonic(), self._launcher.list()
         for spec in self._specs:
-            life = lives.get(spec.name)
-            action = self._custody[spec.name].decide(life, now)
-            if action is Action.START:
-                await self._start(spec)
-            elif action is Action.KILL:
-                log.error("replica_hangs", replica=spec.name)
-                await self._launcher.stop(spec.name)
-            elif action is Action.GIVE_UP:
-                reason = (life.refusal if life else "") or "it ends before it is ready"
-                log.error("replica_given_up", replica=spec.name, reason=reason)
+            if self._free(spec.name):
+                self._decide(spec, lives.get(spec.name), now)
         if any(life.ready_at is not None for life in lives.values()):
             self.serving.set()
+        return list(self._under_way.values())
 
     async def drain(self) -> None:
-        """End all replicas, each within its drain deadline. `run` must have been ended."""
+        """Let all replicas finish and leave, each within its drain deadline. `run` must have been ended."""
+        await self._rest()
         async with asyncio.TaskGroup() as group:
             for spec in self._specs:
                 group.create_task(self._launcher.drain(spec.name))
 
     async def stop(self) -> None:
-        """End all replicas at once."""
-        for spec in self._specs:
-            await self._launcher.stop(spec.name)
+        """End all replicas at once. `run` must have been ended. What cannot be ended soon is left to the kernel."""
+        await self._rest()
+        ending = {asyncio.create_task(self._launcher.stop(one.name)): one for one in self._specs}
+        ended, stuck = await asyncio.wait(ending, timeout=END_S)
+        for task in stuck:
+            task.cancel()
+            log.error("replica_left_behind", replica=ending[task].name)
+        for task in ended:
+            task.result()
+
+    def _free(self, name: str) -> bool:
+        """Whether nothing is being done about it. Raises what went wrong with what was done."""
+        task = self._under_way.get(name)
+        if task is not None and task.done():
+            del self._under_way[name]
+            task.result()
+        return name not in self._under_way
+
+    def _decide(self, spec: ReplicaSpec, life: Life | None, now: float) -> None:
+        action = self._custody[spec.name].decide(life, now)
+        if action is Action.START:
+            if life is not None:
+                log.warning("replica_restarts", replica=spec.name)
+            self._under_way[spec.name] = asyncio.create_task(self._start(spec))
+        elif action is Action.KILL:
+            log.error("replica_hangs", replica=spec.name)
+            self._under_way[spec.name] = asyncio.create_task(self._launcher.stop(spec.name))
+        elif action is Action.GIVE_UP:
+            reason = (life.refusal if life else "") or "it ends before it is ready"
+            log.error("replica_given_up", replica=spec.name, reason=reason)
 
     async def _start(self, spec: ReplicaSpec) -> None:
-        if spec.name in self._launcher.list():
-            log.warning("replica_restarts", replica=spec.name)
         try:
             await self._launcher.start(spec)
         except OSError as error:  # no memory or no process left; it is tried again at the next look
             log.error("replica_cannot_start", replica=spec.name, reason=str(error))  # noqa: TRY400 - said in a line
+
+    async def _rest(self) -> None:
+        """Let go of what is under way."""
+        tasks = list(self._under_way.values())
+        self._under_way.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def _why(self) -> str:
         refusals = [life.refusal for life in self._launcher.list().values() if life.refusal]

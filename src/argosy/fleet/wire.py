@@ -15,6 +15,8 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     server: ServerConfig
     """Where it listens is the launcher's affair: host, port, socket and TLS are replaced."""
     engine: EngineConfig
+    gpu: str | None = None
+    """The only one that it sees, as `CUDA_VISIBLE_DEVICES` names it; None: what its launcher sees."""
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):

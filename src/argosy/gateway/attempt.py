@@ -28,7 +28,7 @@ class Attempt:
         self._early: list[bytes] = []
         self._kept = 0
         self._piece: asyncio.Future[None] | None = None
-        """Somebody waits for the first piece of the body."""
+        """Somebody waits for the next piece of the body."""
         self._take: Callable[[bytes], None] = self._keep
 
     async def send(self, upstream: Upstream, request: bytes) -> None:
@@ -57,13 +57,16 @@ class Attempt:
         for piece in early:
             self.on_body(piece)
 
-    async def piece(self) -> None:
-        """Wait for the first piece of the body, before `deliver`, or its end. Raises UpstreamError."""
-        if not self._early and not self.end.done():
+    async def first(self, wanted: Callable[[bytes], bool]) -> None:
+        """Wait for the first piece of the body that is `wanted`, before `deliver`, or its end. Raises UpstreamError."""
+        seen = 0
+        while not any(map(wanted, self._early[seen:])):
+            seen = len(self._early)
+            if self.end.done():
+                await self.end
+                return
             self._piece = asyncio.get_running_loop().create_future()
             await asyncio.wait((self._piece, self.end), return_when=asyncio.FIRST_COMPLETED)
-        if not self._early:
-            await self.end
 
     async def whole(self) -> bytes:
         """The whole body. Raises UpstreamError."""

@@ -26,11 +26,29 @@ class Party:
     headers: Headers
 
 
+class Unsure:
+    """What is decided while the shared state cannot say how much is used, and how often it was."""
+
+    def __init__(self, state: SharedState) -> None:
+        self._state = state
+        self.allowed = 0
+        self.refused = 0
+
+    def decide(self, party: Party, wants: Wants, now: float) -> bool:
+        """Whether a request, or a stream, goes on: as its project has it, within this gateway's share."""
+        if party.trusted and self._state.trust(wants, now):
+            self.allowed += 1
+            return True
+        self.refused += 1
+        return False
+
+
 @dataclass(slots=True, eq=False)
 class Held:
     """A `Visit`."""
 
     state: SharedState
+    unsure: Unsure
     clock: Clock
     estimates: OutputEstimates
     party: Party
@@ -74,8 +92,8 @@ class Held:
                 self.prompt, self.output = prompt, enough
                 return None
         wants = wants_of(self.reservation.lacking(use))
-        if not self.state.lend(wants, now) and self.party.trusted:
-            self.state.trust(wants, now)
+        if not self.state.lend(wants, now) and self.state.up is False:
+            self.unsure.decide(self.party, wants, now)
         refusal = self.reservation.extend(use, now)
         if refusal is None:
             self.prompt, self.output = prompt, output

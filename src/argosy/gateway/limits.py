@@ -14,7 +14,7 @@ import structlog
 
 from argosy.gateway.ask import DEFAULT_OUTPUT
 from argosy.gateway.caller import TIERS, Caller
-from argosy.gateway.held import Held, Party, use_of, wants_of
+from argosy.gateway.held import Held, Party, Unsure, use_of, wants_of
 from argosy.gateway.journey import Journey
 from argosy.gateway.limit_words import Headers, kept_out, let_in, refused, unavailable
 from argosy.policy import (
@@ -36,6 +36,7 @@ from argosy.store import (
     open_shared,
     steady,
 )
+from argosy.telemetry import SharedLimitsReading
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
@@ -80,6 +81,7 @@ class Limits:
     def __init__(self, state: SharedState, clock: Clock = steady) -> None:
         """`clock` tells seconds since the epoch, and must be the state's."""
         self._state = state
+        self._unsure = Unsure(state)
         self._clock = clock
         self._prices = PriceList()
         self._estimates = OutputEstimates()
@@ -131,6 +133,11 @@ class Limits:
         """Give back what is held for later."""
         await self._state.close()
 
+    def read(self) -> SharedLimitsReading | None:
+        """How it stands with the shared state; None where this gateway is alone."""
+        up, unsure = self._state.up, self._unsure
+        return None if up is None else SharedLimitsReading(up, unsure.allowed, unsure.refused)
+
     # --- the stage -------------------------------------------------------------------------------
 
     async def enter(self, journey: Journey) -> Held | None:
@@ -153,7 +160,16 @@ class Limits:
         journey.card["limits"] = let_in(found)
         enough = output if found.covers(likely) else 0
         return Held(
-            self._state, self._clock, self._estimates, party, journey, found, rates, prompt, enough
+            self._state,
+            self._unsure,
+            self._clock,
+            self._estimates,
+            party,
+            journey,
+            found,
+            rates,
+            prompt,
+            enough,
         )
 
     # --- what generates nothing --------------------------------------------------------------------
@@ -206,7 +222,7 @@ class Limits:
         else:
             return refusals, True
         wants = wants_of((r.meter, r.asked) for r in refusals)
-        if party.trusted and self._state.trust(wants, now):
+        if self._unsure.decide(party, wants, now):
             return reserve(party.meters, likely, least, now), False
         return refusals, False
 

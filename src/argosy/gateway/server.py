@@ -91,12 +91,12 @@ class GatewayServer:
             caring: list[Coroutine[Any, Any, None]] = []
             if books is not None and keeping is not None:
                 caring = [books.keep_fresh(keeping.update), books.forget()]
-            await self._serve(stages, books, bound, caring)
+            await self._serve(stages, keeping, bound, caring)
 
     async def _serve(
         self,
         stages: list[Stage],
-        books: Books | None,
+        keeping: _Keeping | None,
         bound: socket.socket,
         caring: list[Coroutine[Any, Any, None]],
     ) -> None:
@@ -104,16 +104,17 @@ class GatewayServer:
         front = Front(
             self._models,
             serving,
-            Operating(self._models, self._metrics, lambda: self._read(front, serving, books)),
+            Operating(self._models, self._metrics, lambda: self._read(front, serving, keeping)),
             identify=self._identity.identify,
             admin=build_admin(
-                None if books is None else books.store,
+                None if keeping is None else keeping.books.store,
                 self._identity,
                 self._explain,
-                _nothing if books is None else books.changed,
+                _nothing if keeping is None else keeping.books.changed,
             ),
             metrics=self._metrics,
             config=self._config,
+            limits=None if keeping is None else keeping.limits,
         )
         probers = [Prober(replica) for replica in self.replicas]
         await asyncio.gather(*(prober.probe() for prober in probers))
@@ -153,13 +154,14 @@ class GatewayServer:
         trace = self._traces.find(request)
         return None if trace is None else trace.tell()
 
-    def _read(self, front: Front, serving: Serving, books: Books | None) -> GatewayReading:
+    def _read(self, front: Front, serving: Serving, keeping: _Keeping | None) -> GatewayReading:
         return GatewayReading(
             in_flight=front.in_flight,
             queued=serving.queued,
             replicas=read_replicas(self._models.pools),
-            backlog=0 if books is None else books.spool.waiting,
-            in_memory=0 if books is None else books.spool.in_memory,
+            backlog=0 if keeping is None else keeping.books.spool.waiting,
+            in_memory=0 if keeping is None else keeping.books.spool.in_memory,
+            shared_limits=None if keeping is None else keeping.limits.read(),
         )
 
     async def _drain(self, front: Front, listener: Listener) -> None:
@@ -199,9 +201,9 @@ class _Keeping:
     """Tells whoever goes by the accounts what they are now."""
 
     def __init__(self, books: Books, identity: Identity, limits: Limits, ledger: Ledger) -> None:
-        self._books = books
+        self.books = books
+        self.limits = limits
         self._identity = identity
-        self._limits = limits
         self._ledger = ledger
         self._known: Directory | None = None
 
@@ -210,9 +212,9 @@ class _Keeping:
         if directory is not self._known:
             self._known = directory
             self._identity.update(directory)
-            self._limits.update(directory)
+            self.limits.update(directory)
             self._ledger.update(directory)
-        await self._limits.seed(self._books.store.usage.spent)
+        await self.limits.seed(self.books.store.usage.spent)
 
 
 def _note_failure(task: asyncio.Task[None]) -> None:

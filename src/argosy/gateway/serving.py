@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -222,7 +222,8 @@ class Serving:
             begun = await ask(race.turn)
         else:
             second = partial(self._second, journey)
-            begun = await race.run(partial(_to_first_piece, ask), hedging.after_s, second)
+            within_s = self._config.timeouts.first_token_s
+            begun = await race.run(ask, hedging.after_s, within_s, second)
         if isinstance(begun, Whole):
             return begun
         turn = race.turn
@@ -341,14 +342,6 @@ def _leg(carrier: Carrier, replica: Replica) -> Leg | None:
 def _has_begun(journey: Journey) -> bool:
     """Whether a part of the answer is there."""
     return journey.exchange.status is not None or journey.delivered.output_tokens > 0
-
-
-async def _to_first_piece(ask: Callable[[Turn], Awaitable[Begun]], turn: Turn) -> Begun:
-    """Ask, and wait for more than the head of a stream: some servers send that at once."""
-    begun = await ask(turn)
-    if not isinstance(begun, Whole):
-        await turn.attempt.piece()
-    return begun
 
 
 def _ended(stream: ClientStream, carrier: Carrier) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from argosy.gateway.attempt import Attempt
-from argosy.gateway.dialects import Leg
+from argosy.gateway.dialects import Leg, Opening
 from argosy.gateway.explain import Try
 from argosy.gateway.journey import Journey
 from argosy.gateway.replicas import Picked, Replica
@@ -34,7 +34,7 @@ class RefusedError(Exception):
 
 
 Begun = Whole | Leg
-"""How an answer begins: it is whole at once, or its stream's first piece is there."""
+"""How an answer begins: it is whole at once, or its stream is there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,19 +77,20 @@ class Race:
         self,
         ask: Callable[[Turn], Awaitable[Begun]],
         after_s: float,
+        within_s: float,
         second: Callable[[], Picked | None],
     ) -> Begun:
         """How the answer begins. If it has not after `after_s`, `second` may name one more replica to ask.
 
-        Raises UpstreamError or RefusedError once no turn is left.
+        Each has `within_s`. Raises UpstreamError or RefusedError once no turn is left.
         """
-        running = {asyncio.create_task(_try(ask, self.turn)): self.turn}
+        running = {asyncio.create_task(_try(ask, self.turn, within_s)): self.turn}
         try:
             done, _ = await asyncio.wait(running, timeout=after_s)
             picked = None if done else second()
             if picked is not None:
                 hedge = self._hedge(picked)
-                running[asyncio.create_task(_try(ask, hedge))] = hedge
+                running[asyncio.create_task(_try(ask, hedge, within_s))] = hedge
             while True:
                 done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
@@ -119,12 +120,19 @@ class Race:
 
 
 async def _try(
-    ask: Callable[[Turn], Awaitable[Begun]], turn: Turn
+    ask: Callable[[Turn], Awaitable[Begun]], turn: Turn, within_s: float
 ) -> Begun | UpstreamError | RefusedError:
+    """Ask, and wait until the answer says something: some servers send a stream's head and comments before."""
     try:
-        return await ask(turn)
+        async with asyncio.timeout(within_s):
+            begun = await ask(turn)
+            if not isinstance(begun, Whole):
+                await turn.attempt.first(Opening().feed)
+    except TimeoutError:
+        return UpstreamError("too late")
     except (UpstreamError, RefusedError) as error:
         return error
+    return begun
 
 
 def _outcome(error: UpstreamError | RefusedError) -> tuple[Outcome, str]:

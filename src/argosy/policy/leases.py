@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from argosy.policy.sharing import DRY_S, LARGEST, Ask, Grant
+from argosy.policy.sharing import DRY_S, LARGEST, Ask, Grant, Shared
 from argosy.policy.windows import SHORT_S, SLOTS, Period, Window, period
 
 LEASE_S = 2.0
@@ -38,14 +38,11 @@ class _Granted:
     until: float
 
 
-class Lease:
+class Lease(Shared):
     """Of a limit over a window or a period of the calendar."""
 
     def __init__(self, name: str, own: Window | Period) -> None:
-        self._name = name
-        self._own = own
-        self.unknown = own.unknown
-        self.dry_until = -math.inf
+        super().__init__(name, own)
         self.on_news: Callable[[], None] = _nothing
         """Called when there is something to tell that nobody waits for."""
         self._seconds = own.seconds if isinstance(own, Window) else 0.0
@@ -54,7 +51,7 @@ class Lease:
         self._left = 0
         self._starts, self._ends = 0.0, (math.inf if self._seconds else -math.inf)
         self._credit, self._credit_at = 0, -math.inf
-        self._need = self._spent = self._pace = 0
+        self._spent = self._pace = 0
         self._owed: dict[int, int] = {}
         """Own slot -> units used without a grant."""
         self._origins: dict[int, int] = {}
@@ -71,15 +68,6 @@ class Lease:
     def name(self) -> str:
         """See `Shared`."""
         return self._name if self._seconds else f"{self._name}:{self._starts:.0f}"
-
-    @property
-    def limit(self) -> int:
-        """See `Counter`."""
-        return self._own.limit
-
-    @limit.setter
-    def limit(self, limit: int) -> None:
-        self._own.limit = limit
 
     @property
     def used(self) -> int:
@@ -168,18 +156,9 @@ class Lease:
         self._expire(now)
         return now >= self._renew_at or bool(self._back or self._owed)
 
-    def want(self, units: int) -> None:
-        """See `Shared`."""
-        self._need += units
-
     def lend(self, units: int, now: float) -> None:
         """See `Shared`."""
         self._credit, self._credit_at = units, now
-
-    def affords(self, units: int, gateways: int, now: float) -> bool:
-        """See `Shared`."""
-        self._own.room(now)
-        return self._own.used + units <= -(-self.limit // gateways)
 
     def ask(self, now: float) -> Ask:
         """See `Shared`."""
@@ -204,7 +183,6 @@ class Lease:
             slot=int(self._starts),
             need=need,
             ahead=min(ahead, LARGEST),
-            kept=0,
             owed=tuple(self._aged(now)),
             back=tuple(self._back.items()),
             seeds=None if seeds is None else tuple((now - at, units) for at, units in seeds),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
-from argosy.policy.windows import Counter
+from argosy.policy.windows import Concurrency, Counter, Period, Window
 
 DRY_S = 0.05
 """How long nothing is asked for after the authority had too little."""
@@ -13,29 +15,29 @@ LARGEST = 2**53 - 1
 """The authority counts in floating point."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
     """What a gateway tells of one limit, and asks of it."""
 
     kind: Literal["window", "period", "slots"]
     limit: int
-    seconds: float
+    seconds: float = 0.0
     """A window's length."""
-    lease_s: float
+    lease_s: float = 0.0
     keep_s: float
     """How long what is told now may matter."""
-    slot: int
+    slot: int = 0
     """When a period began."""
     need: int
     ahead: int
     """More that would be good to have, where there is plenty."""
-    kept: int
+    kept: int = 0
     """Of what runs at a time: places that are kept."""
-    owed: tuple[tuple[float, int], ...]
+    owed: tuple[tuple[float, int], ...] = ()
     """Used without a grant: how long ago, in seconds, and units."""
-    back: tuple[tuple[int, int], ...]
+    back: tuple[tuple[int, int], ...] = ()
     """Slot and units that were granted there, and not used."""
-    seeds: tuple[tuple[float, int], ...] | None
+    seeds: tuple[tuple[float, int], ...] | None = None
     """Used before anybody counted, likewise. None: nobody has looked."""
 
 
@@ -54,34 +56,58 @@ class Grant:
     """Whether what was used before has been told, by whomever."""
 
 
-class Shared(Counter, Protocol):
+class Shared(Counter, ABC):
     """A counter whose room comes from an authority, or is lent."""
 
-    dry_until: float
-    """Nothing is worth asking for before."""
+    def __init__(self, name: str, own: Window | Period | Concurrency) -> None:
+        self._name = name
+        self._own = own
+        """What is used here."""
+        self._need = 0
+        self.unknown = own.unknown
+        self.dry_until = -math.inf
+        """Nothing is worth asking for before."""
 
     @property
     def name(self) -> str:
         """Of what is counted, at the authority."""
+        return self._name
 
     @property
+    def limit(self) -> int:
+        """See `Counter`."""
+        return self._own.limit
+
+    @limit.setter
+    def limit(self, limit: int) -> None:
+        self._own.limit = limit
+
+    @property
+    @abstractmethod
     def idle(self) -> bool:
         """Whether the authority need not hear of it again, as of the last ask."""
 
+    @abstractmethod
     def due(self, now: float) -> bool:
         """Whether it is time to ask, though nobody waits."""
 
     def want(self, units: int) -> None:
         """Somebody needs so much."""
+        self._need += units
 
+    @abstractmethod
     def lend(self, units: int, now: float) -> None:
         """Have room for `units` at this very moment, granted or not."""
 
     def affords(self, units: int, gateways: int, now: float) -> bool:
         """Whether `units` are within an even share of the limit."""
+        used = self.limit - self._own.room(now)
+        return used + units <= -(-self.limit // gateways)
 
+    @abstractmethod
     def ask(self, now: float) -> Ask:
         """What to tell and to ask; it will be repeated until `answer` is called."""
 
+    @abstractmethod
     def answer(self, ask: Ask, grant: Grant, asked_at: float, now: float) -> None:
         """What the authority said to what was asked first at `asked_at`."""

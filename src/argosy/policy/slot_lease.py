@@ -5,35 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from argosy.policy.sharing import DRY_S, LARGEST, Ask, Grant
+from argosy.policy.sharing import DRY_S, LARGEST, Ask, Grant, Shared
 from argosy.policy.windows import Concurrency
 
 
-class SlotLease:
+class SlotLease(Shared):
     """Places that the authority keeps for this gateway; it forgets one that is silent for `alive_s`."""
 
     def __init__(self, name: str, own: Concurrency, alive_s: float) -> None:
-        self.name = name
-        self._own = own
+        super().__init__(name, own)
         self._alive_s = alive_s
-        self.unknown = False
-        self.dry_until = -math.inf
         self._allowed = 0
         self._until = -math.inf
         self._credit_at = -math.inf
-        self._need = 0
         self._touched = False
         self._told_at = -math.inf
         self._others = 0
-
-    @property
-    def limit(self) -> int:
-        """See `Counter`."""
-        return self._own.limit
-
-    @limit.setter
-    def limit(self, limit: int) -> None:
-        self._own.limit = limit
 
     @property
     def used(self) -> int:
@@ -80,17 +67,9 @@ class SlotLease:
         """See `Shared`: often enough not to be forgotten."""
         return now >= self._told_at + self._alive_s / 5
 
-    def want(self, units: int) -> None:
-        """See `Shared`."""
-        self._need += units
-
     def lend(self, units: int, now: float) -> None:  # noqa: ARG002 - it is one each time
         """See `Shared`."""
         self._credit_at = now
-
-    def affords(self, units: int, gateways: int, now: float) -> bool:  # noqa: ARG002 - see `Shared`
-        """See `Shared`."""
-        return self._own.used + units <= -(-self.limit // gateways)
 
     def ask(self, now: float) -> Ask:
         """See `Shared`. What is not kept is not used from now on, whatever the answer."""
@@ -101,16 +80,10 @@ class SlotLease:
         ask = Ask(
             kind="slots",
             limit=min(self.limit, LARGEST),
-            seconds=0.0,
-            lease_s=0.0,
             keep_s=self._alive_s * 2,
-            slot=0,
             need=min(self._need, LARGEST),
             ahead=used + spare - self._allowed,
             kept=self._allowed,
-            owed=(),
-            back=(),
-            seeds=None,
         )
         self._need, self._touched = 0, False
         return ask

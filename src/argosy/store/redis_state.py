@@ -93,7 +93,8 @@ class RedisState:
         self._gateway = uuid.uuid4().hex
         self._number = 0
         self._gateways = 1
-        self._up = False
+        self.up = False
+        """See `SharedState`: as of the last exchange, at most a second ago."""
         self._wanting: dict[Shared, None] = {}
         """Leases to ask for with the next message, in order."""
         self._active: dict[Shared, None] = {}
@@ -119,7 +120,7 @@ class RedisState:
 
     async def obtain(self, wants: Wants) -> bool:
         """See `SharedState`: within two exchanges."""
-        if not self._up:
+        if not self.up:
             return False
         now, leases = self._clock(), _leases(wants)
         if any(now < lease.dry_until for lease, _ in leases):
@@ -129,11 +130,11 @@ class RedisState:
         if self._next is None:
             self._next = asyncio.get_running_loop().create_future()
         await asyncio.shield(self._next)
-        return self._up
+        return self.up
 
     def lend(self, wants: Wants, now: float) -> bool:
         """See `SharedState`: until Redis has said that there is no more."""
-        if not self._up:
+        if not self.up:
             return False
         leases = _leases(wants)
         if any(now < lease.dry_until for lease, _ in leases):
@@ -146,9 +147,7 @@ class RedisState:
     def trust(self, wants: Wants, now: float) -> bool:
         """See `SharedState`: up to this gateway's even share."""
         leases = _leases(wants)
-        if self._up or not all(
-            lease.affords(units, self._gateways, now) for lease, units in leases
-        ):
+        if self.up or not all(lease.affords(units, self._gateways, now) for lease, units in leases):
             return False
         for lease, units in leases:
             lease.lend(units, now)
@@ -169,7 +168,7 @@ class RedisState:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
         with contextlib.suppress(RedisError, OSError):
-            if self._up:
+            if self.up:
                 for _ in range(2):  # with the second all are seen to be idle
                     self._wanting |= self._active
                     while self._wanting or self._message:
@@ -189,7 +188,7 @@ class RedisState:
         failures = 0
         while True:
             try:
-                if not self._up:
+                if not self.up:
                     # What is asked of a Redis that hangs would be done much later.
                     await self._redis.ping()
                 await self._exchange()
@@ -250,14 +249,14 @@ class RedisState:
         return _Message(keys, msgspec.msgpack.encode(body), asked, now, heard)
 
     def _lost(self, error: Exception) -> None:
-        if self._up or not self._found.is_set():
+        if self.up or not self._found.is_set():
             self._found.set()
             log.warning("shared_state_lost", reason=str(error) or type(error).__name__)
         self._release()
 
     def _release(self) -> None:
         """Nobody waits any longer."""
-        self._up = False
+        self.up = False
         if self._message is not None:
             _resolve(self._message.heard)
         if self._next is not None:
@@ -265,9 +264,9 @@ class RedisState:
             self._next = None
 
     def _reached(self) -> None:
-        if not self._up:
+        if not self.up:
             log.info("shared_state_reached", gateways=self._gateways)
-        self._up = True
+        self.up = True
         self._found.set()
 
 

@@ -12,6 +12,10 @@ from argosy.store.records import Limit
 class SharedState(Protocol):
     """Where the counters of limits come from, and where they get their room."""
 
+    @property
+    def up(self) -> bool | None:
+        """Whether somebody can say now how much is in use by all gateways; None: this one is alone."""
+
     def counter(self, limit: Limit) -> Counter:
         """A new counter for a limit; one for the same limit at other gateways counts with it.
 
@@ -36,6 +40,8 @@ class SharedState(Protocol):
 
 class MemoryState:
     """One gateway alone: its own counters know it all."""
+
+    up = None
 
     def counter(self, limit: Limit) -> Counter:
         """See `SharedState`."""

@@ -9,11 +9,9 @@ counted together as "other".
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from itertools import accumulate
-from typing import Literal
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
@@ -24,41 +22,17 @@ from prometheus_client.core import (
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from argosy.telemetry.gateway_reading import (
+    REPLICA_STATES,
+    GatewayReading,
+    SharedLimitsReading,
+)
 from argosy.telemetry.metrics import ITL_BUCKETS, PHASE_BUCKETS, TTFT_BUCKETS
 
 MOST_TENANTS = 1000
 MOST_CODES = 100
 OTHER = "other"
 QUEUE_BUCKETS = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0)
-
-ReplicaState = Literal["ready", "cooling", "open", "away"]
-"""It takes requests; it said that it is full; its breaker is open; it says that it takes none."""
-REPLICA_STATES: tuple[ReplicaState, ...] = ("ready", "cooling", "open", "away")
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaReading:
-    """One replica, as it is now."""
-
-    model: str
-    replica: str
-    state: ReplicaState
-    in_flight: int
-
-
-@dataclass(frozen=True, slots=True)
-class GatewayReading:
-    """What is counted nowhere, but can be read at any time."""
-
-    in_flight: int = 0
-    """Requests being answered."""
-    queued: Mapping[str, int] = field(default_factory=dict)
-    """Requests that wait for a replica, by model."""
-    replicas: Sequence[ReplicaReading] = ()
-    backlog: int = 0
-    """Rows of the ledger that the store does not have yet."""
-    in_memory: int = 0
-    """Rows of the ledger that would not survive the gateway, since the disk was full."""
 
 
 class _Bounded:
@@ -306,11 +280,29 @@ class GatewayMetrics(Collector):
             for name in REPLICA_STATES:
                 state.add_metric([one.model, one.replica, name], one.state == name)
         yield from (busy, state)
+        if reading.shared_limits is not None:
+            yield from _shared_limits(reading.shared_limits)
         build = GaugeMetricFamily(
             "argosy_gateway_build_info", "The running version.", labels=["version"]
         )
         build.add_metric([version("argosy")], 1)
         yield build
+
+
+def _shared_limits(reading: SharedLimitsReading) -> Iterator[Metric]:
+    yield GaugeMetricFamily(
+        "argosy_shared_limits_up",
+        "1 while Redis, where the limits are shared, can be reached.",
+        value=reading.up,
+    )
+    unsure = CounterMetricFamily(
+        "argosy_shared_limits_unsure_decisions",
+        "Requests let in or refused, and streams carried on or ended, while Redis could not be reached.",
+        labels=["outcome"],
+    )
+    unsure.add_metric(["allowed"], reading.allowed)
+    unsure.add_metric(["refused"], reading.refused)
+    yield unsure
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

@@ -59,7 +59,8 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
-        message = f"cannot listen on {host}:{port} ({error.strerror}); choose another --port"
+        reason = (error.strerror or str(error)).partition(" (")[0]  # the address is said there, too
+        message = f"cannot listen on {host}:{port} ({reason}); choose another --port"
         raise OSError(error.errno, message) from error
 
 

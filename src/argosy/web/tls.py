@@ -1,8 +1,10 @@
-"""TLS for whoever listens: certificate and key from files, taken in again when they change."""
+"""TLS for whoever listens: certificate and key from files, taken in again when they change, and at SIGHUP."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import signal
 import ssl
 from pathlib import Path
 
@@ -16,7 +18,7 @@ log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.web")
 
 
 class TlsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Listening over TLS. The files are PEM; when they change, new connections get what they hold then."""
+    """Listening over TLS. The files are PEM; new connections get what they hold since they changed, or since SIGHUP."""
 
     certificate: str
     """The certificate, and those between it and its authority."""
@@ -30,30 +32,42 @@ class Certificates:
 
     def __init__(self, config: TlsConfig) -> None:
         self._config = config
-        self.context = _context(config)
+        self.context = self._latest = _context(config)
         """For every connection from now on, whatever is taken in later."""
+        self.context.sni_callback = self._take_latest
         self._seen = self._times()
 
-    def refresh(self) -> bool:
-        """Take in files that have changed; whether there was something new. What cannot be used is not taken."""
-        seen = self._times()
-        if seen == self._seen:
-            return False
-        self._seen = seen
+    def reload(self) -> bool:
+        """Take in what the files hold now; whether it can be used: else what was taken before stays."""
+        self._seen = self._times()
         try:
-            _context(self._config)  # a broken pair must not get into the one that is in use
-            _load(self.context, self._config)
+            self._latest = _context(self._config)
         except ValueError as error:
             log.warning("certificate_not_taken", reason=str(error))
             return False
         log.info("certificate_taken", certificate=self._config.certificate)
         return True
 
+    def refresh(self) -> bool:
+        """Reload when the files have changed; whether there was something new."""
+        return self._times() != self._seen and self.reload()
+
     async def watch(self) -> None:
-        """Refresh again and again."""
-        while True:
-            await asyncio.sleep(LOOK_EACH_S)
-            self.refresh()
+        """Refresh again and again, and reload at SIGHUP, for as long as it is awaited."""
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(ValueError, RuntimeError):  # signals are the main thread's
+            loop.add_signal_handler(signal.SIGHUP, self.reload)
+        try:
+            while True:
+                await asyncio.sleep(LOOK_EACH_S)
+                self.refresh()
+        finally:
+            with contextlib.suppress(ValueError, RuntimeError):
+                loop.remove_signal_handler(signal.SIGHUP)
+
+    def _take_latest(self, connection: ssl.SSLObject, _name: str | None, _: ssl.SSLContext) -> None:
+        """Called in each handshake, before anything is shown or asked for."""
+        connection.context = self._latest
 
     def _times(self) -> list[int]:
         config = self._config

@@ -7,12 +7,16 @@ import contextlib
 import os
 import shutil
 import signal
+import socket
+import struct
 import subprocess
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import httpx2
+import msgspec
 import psutil
 import pytest
 
@@ -72,19 +76,38 @@ async def ready(launcher: LocalLauncher, name: str, not_pid: int = 0) -> int:
         launcher,
         name,
         lambda life: (
-            life.ready_at is not None and life.ended_at is None and launcher.pids()[name] != not_pid
+            life.ready_at is not None
+            and life.ended_at is None
+            and listener(launcher, name) not in {0, not_pid}
         ),
     )
-    return launcher.pids()[name]
+    return listener(launcher, name)
+
+
+def listener(launcher: LocalLauncher, name: str) -> int:
+    """The pid of who listens at the replica's socket; 0: nobody."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
+        if asking.connect_ex(str(launcher.socket(name))):
+            return 0
+        told = asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, _, _ = struct.unpack("3i", told)
+    return int(pid)
+
+
+def launched() -> list[int]:
+    """The pids of our replicas that live."""
+    children = psutil.Process().children()
+    told = [(one.pid, one.as_dict(["cmdline"])["cmdline"] or ()) for one in children]
+    return [pid for pid, command in told if "argosy.fleet.child" in command]
 
 
 async def test_a_replica_is_launched_once_and_leaves_nothing(folder: Path) -> None:
     launcher = launcher_in(folder)
     await launcher.start(spec("a"))
-    (begun,) = launcher.pids().values()
     await launcher.start(spec("a"))
-    assert list(launcher.pids().values()) == [begun]
-    assert await ready(launcher, "a") == begun
+    begun = await ready(launcher, "a")
+    await launcher.start(spec("a"))
+    assert launched() == [begun]
     assert await models(launcher, "a") == ["mini"]
     family = [psutil.Process(begun), *psutil.Process(begun).children(recursive=True)]
     assert len(family) == 2
@@ -92,7 +115,7 @@ async def test_a_replica_is_launched_once_and_leaves_nothing(folder: Path) -> No
     await launcher.drain("a")
     await launcher.stop("a")
     assert launcher.list()["a"].ended_at is not None
-    assert not launcher.pids()
+    assert not launched()
     _, alive = psutil.wait_procs(family, timeout=20)
     assert not alive
 
@@ -100,7 +123,7 @@ async def test_a_replica_is_launched_once_and_leaves_nothing(folder: Path) -> No
 async def test_the_end_of_one_that_talks_nonsense_is_seen(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def spawn() -> asyncio.subprocess.Process:
+    async def spawn(_: dict[str, str]) -> asyncio.subprocess.Process:
         pipe = asyncio.subprocess.PIPE
         program = "print('no report', flush=True); input()"
         return await asyncio.create_subprocess_exec(
@@ -114,6 +137,31 @@ async def test_the_end_of_one_that_talks_nonsense_is_seen(
     await launcher.stop("a")
 
 
+async def test_a_replica_sees_its_gpu_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    launcher = launcher_in(folder)
+    await launcher.start(msgspec.structs.replace(spec("a"), gpu="5"))
+    await launcher.start(spec("b"))
+    for name, seen in (("a", "5"), ("b", "4,5,6")):  # without one of its own it sees what we see
+        replica = psutil.Process(await ready(launcher, name))
+        for process in (replica, *replica.children()):
+            assert process.environ()["CUDA_VISIBLE_DEVICES"] == seen
+        await launcher.stop(name)
+
+
+async def test_what_a_killed_replica_leaves_goes_with_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with runtime_folder() as folder:
+        launcher = launcher_in(folder)
+        await launcher.start(spec("a"))
+        while not list(folder.glob("argosy-*")):  # noqa: ASYNC110 - where it meets its engine core
+            await asyncio.sleep(0.01)
+        await launcher.stop("a")
+    assert not list(tmp_path.iterdir())  # noqa: ASYNC240 - nothing else runs
+
+
 async def test_what_died_or_hangs_is_replaced_behind_the_same_socket(folder: Path) -> None:
     launcher = launcher_in(folder)
     async with supervised(launcher, spec("a")) as supervisor:
@@ -124,10 +172,9 @@ async def test_what_died_or_hangs_is_replaced_behind_the_same_socket(folder: Pat
             os.kill(pid, number)
             pid = await ready(launcher, "a", not_pid=pid)
             assert await models(launcher, "a") == ["mini"]
-        await supervisor.reconcile()
-        await supervisor.reconcile()
-        assert list(launcher.pids().values()) == [pid]
-    assert not launcher.pids()
+        assert not supervisor.reconcile()
+        assert launched() == [pid]
+    assert not launched()
 
 
 async def test_a_model_that_is_not_there_is_given_up_at_once(folder: Path) -> None:

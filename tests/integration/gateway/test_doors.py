@@ -113,6 +113,26 @@ async def test_each_tenant_sees_its_own_and_operators_see_all(url: str) -> None:
         assert (await client.get("/health")).status_code == 200
 
 
+async def test_what_generates_nothing_counts_against_the_limit_on_requests(url: str) -> None:
+    chat, *_ = tenants(url)
+    store = open_store(url)
+    (key,) = (key for key in store.directory().keys if key.name == "chat")
+    store.accounts.set_limit("key", key.id, "requests", 2, window="hour", actor="test")
+    store.close()
+    async with (
+        rough_server() as replica,
+        gateway(replica, url) as base,
+        httpx2.AsyncClient(base_url=base, timeout=30, headers=chat) as client,
+    ):
+        replica.tokenize = [1, 2]
+        told = []
+        for _ in range(3):
+            answer = await client.post("/tokenize", json={"model": "big", "prompt": "Say"})
+            told.append((answer.status_code, answer.headers["x-ratelimit-remaining-requests"]))
+        assert told == [(200, "1"), (200, "0"), (429, "0")]
+        assert answer.json()["error"]["code"] == "rate_limit_exceeded"
+
+
 async def test_a_change_by_the_command_line_counts_in_a_running_gateway(url: str) -> None:
     chat, *_ = tenants(url)
     async with (

@@ -11,17 +11,18 @@ from typing import Any
 
 import pytest
 from tests.integration.fake_engine import FakeEngine, Script
-from tests.integration.gateway.harness import Running, Watching, front
+from tests.integration.gateway.harness import QUICK, Running, Watching, front
 from tests.integration.rough_server import Answer, Asked, Rough, plain, rough_server
 from tests.integration.serving import MODEL, completion, events, serve
 from tests.waiting import until
 
 from argosy.engine.serving.text.tokenizer import Tokenizer
-from argosy.gateway import ReplicaConfig
+from argosy.gateway import ReplicaConfig, Timeouts
 from argosy.gateway.dialects import Kind
 from argosy.gateway.journey import Journey, Visit
 from argosy.gateway.replicas import Replica
 from argosy.policy.hedging import RESERVE, SHARE
+from argosy.protocol import event
 from argosy.telemetry import GatewayReading
 
 TOKENS = list(range(100, 112))
@@ -187,6 +188,7 @@ async def others(
     *,
     later: Answer = plain,
     kind: Kind = "openai",
+    timeouts: Timeouts = QUICK,
 ) -> AsyncIterator[tuple[Running, list[Rough]]]:
     """In front of two servers of another kind: the one that a request is placed on answers as `first`."""
     servers: list[Rough] = []
@@ -201,7 +203,7 @@ async def others(
     async with rough_server(script) as a, rough_server(script) as b:
         servers += (a, b)
         behind = [ReplicaConfig(url=one.url, kind=kind, model="rough") for one in servers]
-        async with front([watching], *behind, hedge_after_s=SOON_S) as running:
+        async with front([watching], *behind, timeouts=timeouts, hedge_after_s=SOON_S) as running:
             yield running, servers
 
 
@@ -210,19 +212,55 @@ def in_flight(watching: Entered) -> int:
     return sum(replica.load.in_flight for replica in replicas)
 
 
-async def test_the_head_of_a_stream_is_no_sign_of_an_answer() -> None:
+ROLE = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}
+EMPTY = [
+    b"",
+    b": keep-alive\n\n",
+    b"\n\n",
+    b"data:\n\n",
+    event(json.dumps(ROLE).encode()),
+    event(b'{"choices": []}'),
+]
+
+
+@pytest.mark.parametrize("beginning", EMPTY)
+async def test_the_head_of_a_stream_is_no_sign_of_an_answer(beginning: bytes) -> None:
     watching, over = Entered(), asyncio.Event()
 
-    async def head_only(asked: Asked) -> None:
+    async def nothing_yet(asked: Asked) -> None:
         asked.stream()
+        if beginning:
+            asked.send(beginning)
         await over.wait()
 
-    async with others(watching, head_only, plain) as (running, _):
+    async with others(watching, nothing_yet, plain) as (running, _):
         answer = await running.client.post(PATHS[1], json=body(PATHS[1], stream=True))
         over.set()
     assert events(answer.content)[-1] == b"[DONE]"
     assert watching.left[0].delivered.output_tokens == 12
     assert hedges(running) == {"true": 1}
+
+
+async def test_heads_that_nothing_follows_are_too_late() -> None:
+    watching, over = Entered(), asyncio.Event()
+
+    async def nothing_more(asked: Asked) -> None:
+        asked.stream()
+        asked.send(b": keep-alive\n\n")
+        await over.wait()
+
+    async with others(
+        watching,
+        nothing_more,
+        nothing_more,
+        later=nothing_more,
+        timeouts=Timeouts(first_token_s=0.2, recovery_s=0.1),
+    ) as (running, _):
+        answer = await running.client.post(PATHS[1], json=body(PATHS[1], stream=True))
+        assert answer.status_code == 502
+        over.set()
+    (journey,) = watching.left
+    assert attempts(running, journey)[:2] == [(False, "failure"), (True, "failure")]
 
 
 @pytest.mark.parametrize("kind", ["openai", "vllm"])

@@ -33,6 +33,7 @@ from argosy.policy import Ask, Grant, period
 from argosy.protocol import ApiError
 from argosy.store import Limit, Unsure, UsageSum, steady
 from argosy.store.redis_state import RedisState
+from argosy.telemetry import SharedLimitsReading
 
 PATIENCE_S = 30.0
 ROOT = Path(__file__).resolve().parents[3]
@@ -240,6 +241,36 @@ async def test_while_redis_hangs_closed_projects_use_what_they_have_and_then_ref
             ends = [deliver(stages[0], stream, 1000) for _ in range(5)]
             assert ends[-1] == "limit"
         await until(lambda: _is_in(stages[0]))
+
+
+@pytest.mark.parametrize("unsure", ["closed", "open"])
+async def test_what_is_decided_without_redis_is_counted(
+    server: RedisServer, unsure: Unsure
+) -> None:
+    limits = limit("requests", 20, "hour"), limit("tokens", 1000, "hour")
+    async with gateways(server, *limits, count=1, unsure=unsure) as [stage]:
+        stream = await let_in(stage)
+        assert stream is not None
+        assert stage.read() == SharedLimitsReading(up=True, allowed=0, refused=0)
+        server.process.kill()
+
+        async def lost() -> bool:
+            told = stage.read()
+            return told is not None and not told.up
+
+        await until(lost)
+        before, refused = 0, 0
+        while not refused:
+            refused = await let_in(stage) is None
+            before += 1
+        told = stage.read()
+        assert told is not None
+        assert told.refused == 1
+        assert (told.allowed > 0) == (unsure == "open")
+        assert told.allowed < before
+        deliver(stage, stream, 500)
+        on, off = (told.allowed + 1, 1) if unsure == "open" else (0, 2)
+        assert stage.read() == SharedLimitsReading(up=False, allowed=on, refused=off)
 
 
 async def test_a_redis_that_comes_back_empty_learns_from_the_ledger(server: RedisServer) -> None:

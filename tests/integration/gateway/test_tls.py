@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
+import signal
 import socket
 import ssl
 from collections.abc import AsyncIterator
@@ -212,6 +214,52 @@ async def test_new_certificates_are_shown_without_a_restart(
         touch(server_pair, 20)
         assert not certificates.refresh()  # and the old one stays in use
         assert await shown(port) == second
+
+
+async def test_sighup_takes_new_certificates_in_at_once(
+    authority: Authority, server_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("argosy.web.tls.LOOK_EACH_S", 3600.0)
+    double = Vllm()
+    async with (
+        running(double),
+        gateway(ReplicaConfig(url=double.url, model="cat"), tls=config(server_pair)) as (_, url),
+    ):
+        port = int(url.rsplit(":", 1)[1])
+        first = await shown(port)
+        authority.pair("server", "127.0.0.1")
+        os.kill(os.getpid(), signal.SIGHUP)
+        while (second := await shown(port)) == first:
+            pass
+        spoil(server_pair)
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert await shown(port) == second
+
+
+async def test_an_authority_that_is_withdrawn_opens_nothing(
+    authority: Authority, server_pair: Pair, tmp_path: Path
+) -> None:
+    old, new = Authority(tmp_path, "old"), Authority(tmp_path, "new")
+    of_old, of_new = old.pair("of-old"), new.pair("of-new")
+    trusted = tmp_path / "trusted.pem"
+    shutil.copy(old.ca, trusted)
+    certificates = Certificates(config(server_pair, str(trusted)))
+    async with listening(hello, certificates) as (_, port):
+        url = f"https://127.0.0.1:{port}"
+
+        async def opens(mine: Pair) -> bool:
+            async with httpx2.AsyncClient(base_url=url, verify=trust(authority, mine)) as client:
+                try:
+                    return (await client.get("/in")).text == "/in"
+                except httpx2.TransportError:
+                    return False
+
+        assert await opens(of_old)
+        assert not await opens(of_new)
+        shutil.copy(new.ca, trusted)
+        assert certificates.reload()
+        assert not await opens(of_old)
+        assert await opens(of_new)
 
 
 async def shown(port: int) -> bytes:

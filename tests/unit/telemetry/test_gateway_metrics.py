@@ -8,7 +8,7 @@ import subprocess
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from argosy.telemetry import GatewayMetrics, GatewayReading, ReplicaReading
+from argosy.telemetry import GatewayMetrics, GatewayReading, ReplicaReading, SharedLimitsReading
 from argosy.telemetry.gateway_metrics import MOST_TENANTS
 
 READING = GatewayReading(
@@ -17,11 +17,12 @@ READING = GatewayReading(
     replicas=[ReplicaReading("m", "http://a", "open", 1)],
     backlog=7,
     in_memory=5,
+    shared_limits=SharedLimitsReading(up=True, allowed=3, refused=2),
 )
 
 
-def shown(metrics: GatewayMetrics) -> dict[str, float]:
-    lines = metrics.exposition(READING).decode().splitlines()
+def shown(metrics: GatewayMetrics, reading: GatewayReading = READING) -> dict[str, float]:
+    lines = metrics.exposition(reading).decode().splitlines()
     told = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     return {name: float(value) for name, value in told}
 
@@ -59,6 +60,16 @@ def test_what_is_counted_is_shown() -> None:
     assert now['queue_depth{model="m"}'] == 2
     assert now["ledger_backlog_rows"] == 7
     assert now["ledger_memory_rows"] == 5
+
+
+def test_limits_that_are_shared_are_shown_where_there_are_any() -> None:
+    assert not [name for name in shown(GatewayMetrics(), GatewayReading()) if "shared" in name]
+    told = {name: value for name, value in shown(GatewayMetrics()).items() if "shared" in name}
+    assert told == {
+        "argosy_shared_limits_up": 1,
+        'argosy_shared_limits_unsure_decisions_total{outcome="allowed"}': 3,
+        'argosy_shared_limits_unsure_decisions_total{outcome="refused"}': 2,
+    }
 
 
 def test_tenants_beyond_the_bound_are_counted_together() -> None:

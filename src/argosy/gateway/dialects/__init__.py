@@ -12,6 +12,7 @@ from argosy.gateway.dialects.dialect import (
     Reading,
 )
 from argosy.gateway.dialects.finding import Found, find
+from argosy.gateway.dialects.opening import Opening
 from argosy.gateway.dialects.passing import Identity, StreamReader, Usage, usage_of
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "Kind",
     "Leg",
     "LoadSource",
+    "Opening",
     "Reading",
     "StreamReader",
     "Usage",
