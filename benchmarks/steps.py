@@ -1,11 +1,11 @@
 """What a decode step costs besides the model, at 1 to 256 sequences: a table in microseconds.
 
-    python -m benchmarks.steps [--sequences 1 16 64 256] [--inflight 0] [--profile]
+    python -m benchmarks.steps [--shape qwen2-0.5b] [--threads 1] [--sequences 1 16 64 256] [--inflight 0] [--profile]
 
-The model is the bundled one, on one thread. plan: the scheduler; launch: the batch; sample: from logits
-to tokens, kernels included; commit: the scheduler takes results in and deltas are made; rest: what no phase
-counts, such as statistics and freeing the logits. overhead is launch + commit + rest; compute is what the
-model takes meanwhile. Lower quartiles over the steps: other processes only ever add.
+The model is the bundled one, or one of a shape with random weights. plan: the scheduler; launch: the
+batch; sample: from logits to tokens, kernels included; commit: the scheduler takes results in and deltas are
+made; rest: what no phase counts, such as statistics and freeing the logits. overhead is launch + commit +
+rest; compute is what the model takes meanwhile. Lower quartiles over the steps: other processes only ever add.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ import json
 import os
 import pstats
 import statistics
+import tempfile
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 from argosy.engine.config import COMPUTE_ENVIRONMENT, EngineConfig
 from argosy.engine.serving.wire import EngineRequest
 from argosy.models import BUNDLED
 from argosy.protocol import SamplingParams
+from benchmarks.checkpoints import SHAPES, make
 
 STEPS = 100
 FIRST = 10
@@ -30,20 +33,11 @@ FIRST = 10
 
 
 def steps(
-    sequences: int, inflight: int, temperature: float, profile: cProfile.Profile | None
+    config: EngineConfig, sequences: int, temperature: float, profile: cProfile.Profile | None
 ) -> Iterator[dict[str, float]]:
     """Decode `sequences` at once; the microseconds of each step by phase."""
     from argosy.engine.serving.core.loop import EngineCore
 
-    config = EngineConfig(
-        model=str(BUNDLED),
-        threads=1,
-        warmup=False,
-        max_seqs=sequences,
-        num_blocks=sequences * 10,
-        max_step_tokens=8192,
-        inflight=inflight,
-    )
     core = EngineCore(config, time.perf_counter, lambda _what, _done: None)
     params = SamplingParams(max_tokens=STEPS + 20, temperature=temperature, seed=1, ignore_eos=True)
     for number in range(sequences):
@@ -69,6 +63,9 @@ def steps(
 def main() -> None:
     """Print one JSON line for each number of sequences; with --profile the functions that take longest."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=tuple(SHAPES))
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "argosy-bench")
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 16, 64, 256])
     parser.add_argument("--inflight", type=int, default=0)
     parser.add_argument("--temperature", type=float, default=0.0)
@@ -76,9 +73,19 @@ def main() -> None:
     options = parser.parse_args()
     for name, value in COMPUTE_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    model = BUNDLED if options.shape is None else make(options.shape, options.folder)
     for sequences in options.sequences:
+        config = EngineConfig(
+            model=str(model),
+            threads=options.threads,
+            warmup=False,
+            max_seqs=sequences,
+            num_blocks=sequences * 10,
+            max_step_tokens=8192,
+            inflight=options.inflight,
+        )
         profile = cProfile.Profile() if options.profile else None
-        found = list(steps(sequences, options.inflight, options.temperature, profile))
+        found = list(steps(config, sequences, options.temperature, profile))
         row = {"sequences": sequences}
         for name in found[0]:
             quartile = statistics.quantiles((step[name] for step in found), n=4)[0]
