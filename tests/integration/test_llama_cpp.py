@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 import httpx2
 import pytest
 from tests.integration.gateway.doubles.behind import CHAT, COMPLETION, Seen, gateway
+from tests.waiting import until
 
 from argosy.gateway import ReplicaConfig
 from argosy.models import BUNDLED
@@ -151,9 +152,7 @@ async def test_a_whole_answer_comes_from_the_server_that_lives(model: Path) -> N
             body |= BODIES[COMPLETION]
             whole = (await client.post(COMPLETION, json=body)).json()
             answer = asyncio.create_task(client.post(COMPLETION, json=body))
-            async with asyncio.timeout(20):
-                while not running.replicas[1].load.in_flight:  # noqa: ASYNC110
-                    await asyncio.sleep(0.001)
+            await until(lambda: running.replicas[1].load.in_flight)
             both[1].process.kill()
             seen = (await answer).json()
             assert seen["choices"] == whole["choices"]

@@ -19,6 +19,7 @@ import httpx2
 import pytest
 from tests.integration.gateway.doubles.behind import CHAT, COMPLETION, Seen, gateway, said
 from tests.integration.gateway.doubles.cutting import Knife, proxied
+from tests.waiting import until
 
 from argosy.gateway import GatewayServer, ReplicaConfig, Timeouts
 from argosy.models import BUNDLED
@@ -243,13 +244,10 @@ async def test_an_ended_server_is_missed_by_nobody(
         whole = await story(client, COMPLETION, asks)
         undisturbed = (await client.post(COMPLETION, json=body)).json()
         at_once = [asyncio.create_task(client.post(COMPLETION, json=body)) for _ in range(2)]
-        streams = [asyncio.create_task(story(client, COMPLETION, asks)) for _ in range(2)]
-        async with asyncio.timeout(20):
-            while not all(replica.load.in_flight == 2 for replica in running.replicas):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-        await asyncio.sleep(0.3)  # into the middle of them
+        await until(lambda: all(replica.load.in_flight for replica in running.replicas))
         try:
-            servers[1].signal(number)
+            hurt = (servers[1], number)
+            streams = (story(client, COMPLETION, asks, each) for each in (hurt, None))
             for stream in await asyncio.gather(*streams):
                 same(stream, whole, asks)
             for answer in await asyncio.gather(*at_once):
