@@ -22,15 +22,7 @@ from tests.integration.gateway.doubles.families import (
 from tests.integration.gateway.doubles.server import ANSWER, WHOLE, Asked, Double
 
 from argosy.gateway.ask import Ask, read
-from argosy.gateway.dialects import Carrier, Dialect, Kind, Leg, Reading, dialect_of
-from argosy.gateway.dialects.loads import (
-    SGLANG,
-    lmdeploy_metrics,
-    sglang_loads,
-    tensorrt_iterations,
-    values,
-    vllm_metrics,
-)
+from argosy.gateway.dialects import Carrier, Carry, Dialect, Kind, Leg, dialect_of
 from argosy.gateway.journal import Delivered
 from argosy.protocol import EventParser
 
@@ -94,15 +86,16 @@ def seen_in(passed: bytes) -> Seen:
 
 
 def carry(
-    kind: Kind, path: str, deaths: list[int], cuts: list[int], **changes: object
+    kind: Kind | Dialect, path: str, deaths: list[int], cuts: list[int], **changes: object
 ) -> tuple[bytes, Delivered]:
     """All that the client gets over servers that die after so many bytes each, but for the last."""
-    dialect, ask, delivered, passed = dialect_of(kind), ask_for(path, **changes), Delivered(), b""
+    dialect = kind if isinstance(kind, Dialect) else dialect_of(kind)
+    ask, delivered, passed = ask_for(path, **changes), Delivered(), b""
     carrier = Carrier(ask, path.encode(), delivered)
     for death in (*deaths, None):
         leg = carrier.leg(dialect, "cat", 64)
         assert leg is not None
-        stream = stream_of(kind, leg)
+        stream = stream_of(dialect.kind, leg)
         alive = stream if death is None else stream[: death % len(stream)]
         for piece in pieces(alive, cuts):
             passed += leg.reader.feed(piece)
@@ -118,6 +111,11 @@ def carry(
 
 
 places = st.lists(st.integers(0, 10_000), max_size=4)
+parts = st.builds(
+    lambda begin, length: WHOLE[begin : begin + length],
+    st.integers(0, len(WHOLE) - 1),
+    st.integers(1, 12),
+)
 
 
 @pytest.mark.parametrize(("kind", "path"), CARRIED)
@@ -150,13 +148,14 @@ def test_a_limit_holds_over_all_servers_together(
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETION])
 @pytest.mark.parametrize("limit", [4, 12])
-@given(deaths=places, cuts=places, begin=st.integers(0, len(WHOLE) - 1), length=st.integers(1, 12))
+@pytest.mark.parametrize("how", ["exact", "prefill"])
+@given(deaths=places, cuts=places, stop=parts)
 def test_a_stop_string_ends_the_answer_whichever_servers_its_parts_come_from(
-    path: str, limit: int, deaths: list[int], cuts: list[int], begin: int, length: int
+    path: str, limit: int, how: Carry, deaths: list[int], cuts: list[int], stop: str
 ) -> None:
-    stop = WHOLE[begin : begin + length]
-    alone = seen_in(carry("vllm", path, [], cuts, stop=[stop, "never"], max_tokens=limit)[0])
-    passed, delivered = carry("vllm", path, deaths, cuts, stop=[stop, "never"], max_tokens=limit)
+    vllm = dialect_of("vllm", how)
+    alone = seen_in(carry(vllm, path, [], cuts, stop=[stop, "never"], max_tokens=limit)[0])
+    passed, delivered = carry(vllm, path, deaths, cuts, stop=[stop, "never"], max_tokens=limit)
     seen = seen_in(passed)
     told = "".join(ANSWER[:limit])
     assert seen.text == alone.text == told.partition(stop)[0]
@@ -302,39 +301,3 @@ def test_cached_tokens_are_told_as_they_are_counted() -> None:
     (seen,) = seen_in(second.reader.feed(told({}, usage=usage | details))).usage
     assert seen["prompt_tokens_details"]["cached_tokens"] == delivered.cached_tokens == 0
     assert (seen["prompt_tokens"], seen["completion_tokens"], seen["total_tokens"]) == (3, 2, 5)
-
-
-def test_metrics_are_read_whatever_their_labels_and_what_is_none_is_left_out() -> None:
-    text = b"""# HELP a_b {x} 7
-a_b 1
-a_b{l="x} y 5"} 2 1700000000000
-a_b{l="z"} NaN
-a_bc 9
-a_b
-a_b{l="q"} zwei
-c 3
-"""
-    assert values(text, {b"a_b", b"missing"}) == {b"a_b": [1.0, 2.0]}
-
-
-def test_what_waits_before_the_engine_waits_too() -> None:
-    text = b"lmdeploy:num_requests_running{} 4.0\nlmdeploy:num_requests_waiting{} 2.0\n"
-    assert lmdeploy_metrics(text).waiting == 2
-    assert lmdeploy_metrics(text + b"lmdeploy:num_api_requests_waiting{} 3.0\n").waiting == 5
-
-
-def test_the_size_of_a_cache_is_read_where_it_is_told() -> None:
-    vllm = b"""vllm:num_requests_running{engine="0"} 1.0
-vllm:num_requests_running{engine="1"} 2.0
-vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="100"} 1.0
-vllm:cache_config_info{engine="1",num_gpu_blocks="50",block_size="32"} 1.0
-"""
-    assert vllm_metrics(vllm) == Reading(running=3, waiting=0, kv_tokens=3200)
-    unknown = vllm.replace(b'"100"', b'"None"').replace(b'"50"', b'"None"')
-    assert vllm_metrics(unknown).kv_tokens is None
-    sglang = b"sglang:num_running_reqs{} 1\nsglang:max_total_num_tokens{} 4096.0\n"
-    assert SGLANG(sglang).kv_tokens == 4096
-    ranks = [{"num_running_reqs": 1, "max_total_num_tokens": size} for size in (4096, 2048)]
-    assert sglang_loads(json.dumps({"loads": ranks}).encode()).kv_tokens == 6144
-    kv = {"usedNumBlocks": 1, "maxNumBlocks": 4, "tokensPerBlock": 32}
-    assert tensorrt_iterations(json.dumps([{"kvCacheStats": kv}]).encode()).kv_tokens == 128

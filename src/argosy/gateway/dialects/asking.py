@@ -203,8 +203,8 @@ def _fields(
         fields["cache_salt"] = Raw(_encode(_salt(ask)))
     if carriable and path in dialect.ids:
         fields["return_token_ids"] = Raw(b"true")
-        if kept_stops(ask, dialect):
-            fields[dialect.keeps_stops] = Raw(b"true")
+    if carriable and kept_stops(ask, dialect):
+        fields[dialect.keeps_stops] = Raw(b"true")
     if ask.stream and dialect.usage:
         options = _options(ask) | {"include_usage": True}
         if carriable and dialect.usage_with_each and path not in dialect.ids:

@@ -148,13 +148,13 @@ class Carrier:
         ask, path, told = self._ask, self._path, self._told
         if not told.only_text or told.finished:
             return None
-        if not ask.drew_seed:
-            told.fingerprint = CARRIED_ON
         beginning = "".join(told.text)
         if not beginning.strip():
             told.begin_again()
             body = asked(ask, path, dialect, model, carriable=True)
             return Leg(Outgoing(path, body), self._reader(dialect, seam=beginning))
+        if not ask.drew_seed:
+            told.fingerprint = CARRIED_ON
         aligned = told.gate is not None or not has_stop_strings(ask)
         if path in dialect.ids and told.has_ids and told.prompt_ids and aligned:
             ids = [*told.prompt_ids, *told.ids]
@@ -179,7 +179,7 @@ class Carrier:
         ask = self._ask
         path = COMPLETION_PATH if completion else self._path
         added = dialect.usage_with_each and path not in dialect.ids
-        stops = kept_stops(ask, dialect) if path in dialect.ids else ()
+        stops = kept_stops(ask, dialect)
         if stops and self._told.gate is None:
             self._told.gate = StopGate(stops)
         view = View(
