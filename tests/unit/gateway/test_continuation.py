@@ -264,6 +264,21 @@ def told(chunk: dict[str, Any], **more: object) -> bytes:
     return b"data: " + msgspec.json.encode({"id": "1", "choices": choices, **more}) + b"\n\n"
 
 
+@pytest.mark.parametrize("kind", ["vllm", "tensorrt-llm"])
+def test_an_event_that_brings_several_tokens_counts_as_many(kind: Kind) -> None:
+    delivered = Delivered()
+    carrier = Carrier(ask_for(COMPLETION), COMPLETION.encode(), delivered)
+    first = carrier.leg(dialect_of(kind, "prefill"), "cat")
+    assert first is not None
+    assert json.loads(first.outgoing.body)["stream_options"]["continuous_usage_stats"]
+    usage = {"prompt_tokens": 4, "completion_tokens": 3, "total_tokens": 7}
+    assert b'"usage":null' in first.reader.feed(told({"text": "Once upon a"}, usage=usage))
+    second = carrier.leg(dialect_of(kind, "prefill"), "cat")
+    assert second is not None
+    assert json.loads(second.outgoing.body)["max_tokens"] == BODIES[COMPLETION]["max_tokens"] - 3
+    assert delivered.output_tokens == 3
+
+
 def test_white_space_alone_is_no_text_to_go_on_from() -> None:
     carrier, dialect = Carrier(ask_for(COMPLETION), COMPLETION.encode(), Delivered()), "tgi"
     first = carrier.leg(dialect_of(dialect), "cat")

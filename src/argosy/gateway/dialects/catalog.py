@@ -37,6 +37,7 @@ _DIALECTS = (
         prefill=BOTH,
         prefill_flags=CONTINUE,
         keeps_stops="include_stop_str_in_output",
+        usage_with_each=True,
         unknown=OURS - {"session_id", "cache_salt"},
         completion_tokens=16,
     ),

@@ -82,7 +82,9 @@ class Vllm(Double):
             choice["token_ids"] = told
             if not asked.chat:
                 choice["prompt_token_ids"] = prompt if at == 0 else None
-            yield sse(head | {"choices": [choice]})
+            used = part.usage | {"completion_tokens": at + 1}
+            usage = {"usage": used} if asked.usage_with_each else {}
+            yield sse(head | {"choices": [choice]} | usage)
         if asked.usage:
             yield sse(head | {"choices": [], "usage": part.usage})
         yield DONE
