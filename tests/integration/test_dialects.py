@@ -155,7 +155,17 @@ async def test_a_client_gets_what_it_would_have_got_from_the_server(family: Fami
 
 
 def without(names: set[str], seen: Seen) -> list[dict[str, Any]]:
-    return [{n: v for n, v in chunk.items() if n not in names} for chunk in seen.chunks]
+    """The chunks without these fields, and without what some engines leave out where others say null."""
+
+    def said(fields: dict[str, Any]) -> dict[str, Any]:
+        none = ("token_ids", "prompt_token_ids", "usage")
+        return {n: v for n, v in fields.items() if n not in none or v is not None}
+
+    return [
+        {n: v for n, v in said(chunk).items() if n not in names}
+        | {"choices": [said(choice) for choice in chunk["choices"]]}
+        for chunk in seen.chunks
+    ]
 
 
 @each_family
@@ -242,16 +252,36 @@ async def test_a_client_that_asks_for_token_ids_gets_them_from_all_servers() -> 
         assert ids == [*range(FIRST_ID, FIRST_ID + len(ANSWER))]
 
 
-async def test_stop_strings_go_on_from_the_text_for_tokens_may_be_held_back() -> None:
-    one, two = Vllm(), Vllm()
+async def test_where_text_lags_behind_the_tokens_for_stop_strings_it_goes_on_from_the_text() -> (
+    None
+):
+    one, two = Sglang(), Sglang()
+    async with running(one, two), gateway(behind(one), behind(two)) as (_, client):
+        one.faults.append(Fault("die", 3))
+        assert (await stream(client, COMPLETION, stop=["never"])).text == WHOLE
+        prompts = {asked.body["prompt"] for asked in (*one.asked, *two.asked)}
+        assert prompts == {"Tell me", "Tell meOnce upon a"}
+
+
+async def test_a_chat_goes_on_in_the_assistants_message_where_there_are_no_token_ids() -> None:
+    one, two = Sglang(), Sglang()
     async with running(one, two), gateway(behind(one), behind(two)) as (_, client):
         one.faults.append(Fault("die", 4))
-        assert (await stream(client, CHAT, stop=["never"])).text == WHOLE
-        last = next(
-            a.body for a in (*one.asked, *two.asked) if len(a.body.get("messages", ())) == 2
-        )
+        assert (await stream(client, CHAT)).text == WHOLE
+        last = next(a.body for a in (*one.asked, *two.asked) if len(a.body["messages"]) == 2)
         assert last["messages"][-1] == {"role": "assistant", "content": "Once upon a"}
         assert (last["continue_final_message"], last["add_generation_prompt"]) == (True, False)
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETION])
+async def test_who_gave_a_seed_can_see_from_where_on_it_does_not_count(path: str) -> None:
+    one, two = Vllm(), Vllm()
+    async with running(one, two), gateway(behind(one), behind(two)) as (_, client):
+        for seed, marks in ((7, {None, "carried-on"}), (None, {None})):
+            one.faults.append(Fault("die", 4))
+            seen = await stream(client, path, seed=seed)
+            assert seen.text == WHOLE
+            assert {chunk.get("system_fingerprint") for chunk in seen.chunks} == marks
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 import httpx2
 import pytest
 from tests.integration.gateway.doubles.behind import CHAT, COMPLETION, Seen, gateway
+from tests.waiting import until
 
 from argosy.gateway import ReplicaConfig
 from argosy.models import BUNDLED
@@ -91,10 +92,15 @@ async def servers(model: Path, count: int) -> AsyncIterator[list[LlamaServer]]:
                 await server.process.wait()
 
 
-async def story(client: httpx2.AsyncClient, path: str, killed: LlamaServer | None = None) -> Seen:
+async def story(
+    client: httpx2.AsyncClient,
+    path: str,
+    killed: LlamaServer | None = None,
+    asks: dict[str, object] | None = None,
+) -> Seen:
     """A greedy stream; `killed` dies once a few words have come."""
-    asks = {"model": "big", "stream": True, "temperature": 0, "max_tokens": 40}
-    body = BODIES[path] | asks | {"stream_options": {"include_usage": True}}
+    greedy = {"model": "big", "stream": True, "temperature": 0, "max_tokens": 40}
+    body = BODIES[path] | greedy | {"stream_options": {"include_usage": True}} | (asks or {})
     seen = Seen()
     async with client.stream("POST", path, json=body) as answer:
         assert answer.status_code == 200
@@ -123,3 +129,31 @@ async def test_a_story_goes_on_when_its_server_is_killed(model: Path, path: str)
             assert (second.done, second.errors, len(second.identities)) == (1, [], 1)
             assert second.usage[0]["prompt_tokens"] == whole.usage[0]["prompt_tokens"]
             assert both[1].process.returncode is not None
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETION])
+async def test_a_grammar_is_not_carried_on_from_its_middle(model: Path, path: str) -> None:
+    async with servers(model, 2) as both:
+        replicas = [ReplicaConfig(url=f"unix:{server.socket}", model="mini") for server in both]
+        async with gateway(*replicas) as (_, client):
+            asks: dict[str, object] = {"grammar": "root ::= [a-z ]+"}
+            assert (await story(client, path, asks=asks)).done == 1
+            seen = await story(client, path, both[1], asks)
+            assert [error["code"] for error in seen.errors] == ["upstream_failed"]
+            assert seen.text
+            assert not seen.done
+
+
+async def test_a_whole_answer_comes_from_the_server_that_lives(model: Path) -> None:
+    async with servers(model, 2) as both:
+        replicas = [ReplicaConfig(url=f"unix:{server.socket}", model="mini") for server in both]
+        async with gateway(*replicas) as (running, client):
+            body = {"model": "big", "temperature": 0, "max_tokens": 300, "ignore_eos": True}
+            body |= BODIES[COMPLETION]
+            whole = (await client.post(COMPLETION, json=body)).json()
+            answer = asyncio.create_task(client.post(COMPLETION, json=body))
+            await until(lambda: running.replicas[1].load.in_flight)
+            both[1].process.kill()
+            seen = (await answer).json()
+            assert seen["choices"] == whole["choices"]
+            assert seen["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"] == 300

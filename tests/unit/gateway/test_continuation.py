@@ -22,8 +22,7 @@ from tests.integration.gateway.doubles.families import (
 from tests.integration.gateway.doubles.server import ANSWER, WHOLE, Asked, Double
 
 from argosy.gateway.ask import Ask, read
-from argosy.gateway.dialects import Carrier, Dialect, Kind, Leg, Reading, dialect_of
-from argosy.gateway.dialects.loads import SGLANG, tensorrt_iterations, values, vllm_metrics
+from argosy.gateway.dialects import Carrier, Carry, Dialect, Kind, Leg, dialect_of
 from argosy.gateway.journal import Delivered
 from argosy.protocol import EventParser
 
@@ -56,9 +55,10 @@ def test_servers_that_can_keep_the_cached_prompts_of_tenants_apart() -> None:
         told: str | None = json.loads(leg.outgoing.body).get("cache_salt")
         return told
 
-    salts = {salt("vllm", "a"), salt("vllm", "b"), salt("vllm", "a", cache_salt="b")}
-    assert len(salts) == 3
-    assert None not in salts
+    for kind in ("vllm", "sglang"):
+        salts = {salt(kind, "a"), salt(kind, "b"), salt(kind, "a", cache_salt="b")}
+        assert len(salts) == 3
+        assert None not in salts
     assert salt("vllm", "a") == salt("vllm", "a", cache_salt=None)
     assert salt("vllm", "", cache_salt="own") == "own"
     assert salt("tgi", "a", cache_salt="own") is None
@@ -86,15 +86,16 @@ def seen_in(passed: bytes) -> Seen:
 
 
 def carry(
-    kind: Kind, path: str, deaths: list[int], cuts: list[int], **changes: object
+    kind: Kind | Dialect, path: str, deaths: list[int], cuts: list[int], **changes: object
 ) -> tuple[bytes, Delivered]:
     """All that the client gets over servers that die after so many bytes each, but for the last."""
-    dialect, ask, delivered, passed = dialect_of(kind), ask_for(path, **changes), Delivered(), b""
+    dialect = kind if isinstance(kind, Dialect) else dialect_of(kind)
+    ask, delivered, passed = ask_for(path, **changes), Delivered(), b""
     carrier = Carrier(ask, path.encode(), delivered)
     for death in (*deaths, None):
         leg = carrier.leg(dialect, "cat", 64)
         assert leg is not None
-        stream = stream_of(kind, leg)
+        stream = stream_of(dialect.kind, leg)
         alive = stream if death is None else stream[: death % len(stream)]
         for piece in pieces(alive, cuts):
             passed += leg.reader.feed(piece)
@@ -110,6 +111,11 @@ def carry(
 
 
 places = st.lists(st.integers(0, 10_000), max_size=4)
+parts = st.builds(
+    lambda begin, length: WHOLE[begin : begin + length],
+    st.integers(0, len(WHOLE) - 1),
+    st.integers(1, 12),
+)
 
 
 @pytest.mark.parametrize(("kind", "path"), CARRIED)
@@ -138,6 +144,25 @@ def test_a_limit_holds_over_all_servers_together(
     assert seen.text == "".join(ANSWER[:limit])
     assert seen.finish == ["length"]
     assert delivered.output_tokens == limit
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETION])
+@pytest.mark.parametrize("limit", [4, 12])
+@pytest.mark.parametrize("how", ["exact", "prefill"])
+@given(deaths=places, cuts=places, stop=parts)
+def test_a_stop_string_ends_the_answer_whichever_servers_its_parts_come_from(
+    path: str, limit: int, how: Carry, deaths: list[int], cuts: list[int], stop: str
+) -> None:
+    vllm = dialect_of("vllm", how)
+    alone = seen_in(carry(vllm, path, [], cuts, stop=[stop, "never"], max_tokens=limit)[0])
+    passed, delivered = carry(vllm, path, deaths, cuts, stop=[stop, "never"], max_tokens=limit)
+    seen = seen_in(passed)
+    told = "".join(ANSWER[:limit])
+    assert seen.text == alone.text == told.partition(stop)[0]
+    assert seen.finish == alone.finish == ["stop" if stop in told or limit == 12 else "length"]
+    assert seen.done == 1
+    ends = [stop in "".join(ANSWER[: count + 1]) for count in range(limit)]
+    assert delivered.output_tokens == min([*(n + 1 for n, e in enumerate(ends) if e), 9, limit])
 
 
 @pytest.mark.parametrize(("kind", "path"), CARRIED)
@@ -233,29 +258,61 @@ def test_a_conversation_that_ends_with_the_assistant_goes_on_in_its_message() ->
     assert json.loads(second.outgoing.body)["messages"][-1]["content"] == "Well, then"
 
 
-def test_metrics_are_read_whatever_their_labels_and_what_is_none_is_left_out() -> None:
-    text = b"""# HELP a_b {x} 7
-a_b 1
-a_b{l="x} y 5"} 2 1700000000000
-a_b{l="z"} NaN
-a_bc 9
-a_b
-a_b{l="q"} zwei
-c 3
-"""
-    assert values(text, {b"a_b", b"missing"}) == {b"a_b": [1.0, 2.0]}
+def told(chunk: dict[str, Any], **more: object) -> bytes:
+    """An event of a completion."""
+    choices = [{"index": 0, "finish_reason": None, **chunk}] if chunk else []
+    return b"data: " + msgspec.json.encode({"id": "1", "choices": choices, **more}) + b"\n\n"
 
 
-def test_the_size_of_a_cache_is_read_where_it_is_told() -> None:
-    vllm = b"""vllm:num_requests_running{engine="0"} 1.0
-vllm:num_requests_running{engine="1"} 2.0
-vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="100"} 1.0
-vllm:cache_config_info{engine="1",num_gpu_blocks="50",block_size="32"} 1.0
-"""
-    assert vllm_metrics(vllm) == Reading(running=3, waiting=0, kv_tokens=3200)
-    unknown = vllm.replace(b'"100"', b'"None"').replace(b'"50"', b'"None"')
-    assert vllm_metrics(unknown).kv_tokens is None
-    sglang = b"sglang:num_running_reqs{} 1\nsglang:max_total_num_tokens{} 4096.0\n"
-    assert SGLANG(sglang).kv_tokens == 4096
-    kv = {"usedNumBlocks": 1, "maxNumBlocks": 4, "tokensPerBlock": 32}
-    assert tensorrt_iterations(json.dumps([{"kvCacheStats": kv}]).encode()).kv_tokens == 128
+@pytest.mark.parametrize("kind", ["vllm", "tensorrt-llm"])
+def test_an_event_that_brings_several_tokens_counts_as_many(kind: Kind) -> None:
+    delivered = Delivered()
+    carrier = Carrier(ask_for(COMPLETION), COMPLETION.encode(), delivered)
+    first = carrier.leg(dialect_of(kind, "prefill"), "cat")
+    assert first is not None
+    assert json.loads(first.outgoing.body)["stream_options"]["continuous_usage_stats"]
+    usage = {"prompt_tokens": 4, "completion_tokens": 3, "total_tokens": 7}
+    assert b'"usage":null' in first.reader.feed(told({"text": "Once upon a"}, usage=usage))
+    second = carrier.leg(dialect_of(kind, "prefill"), "cat")
+    assert second is not None
+    assert json.loads(second.outgoing.body)["max_tokens"] == BODIES[COMPLETION]["max_tokens"] - 3
+    assert delivered.output_tokens == 3
+
+
+def test_white_space_alone_is_no_text_to_go_on_from() -> None:
+    carrier, dialect = Carrier(ask_for(COMPLETION), COMPLETION.encode(), Delivered()), "tgi"
+    first = carrier.leg(dialect_of(dialect), "cat")
+    assert first is not None
+    assert b'" "' in first.reader.feed(told({"text": " "}))
+    second = carrier.leg(dialect_of(dialect), "cat")
+    assert second is not None
+    assert json.loads(second.outgoing.body)["prompt"] == "Tell me"
+    assert seen_in(second.reader.feed(told({"text": " Once"}))).text == "Once"
+
+
+@pytest.mark.parametrize("reason", ["abort", "error", "cancelled", "timeout"])
+@pytest.mark.parametrize("n", [1, 2])
+def test_an_answer_that_its_server_broke_off_is_no_answer(reason: str, n: int) -> None:
+    carrier = Carrier(ask_for(COMPLETION, n=n), COMPLETION.encode(), Delivered())
+    leg = carrier.leg(dialect_of("tensorrt-llm"), "cat")
+    assert leg is not None
+    assert not leg.reader.feed(told({"text": "", "finish_reason": reason}) + b"data: [DONE]\n\n")
+    assert leg.reader.failure
+    assert not leg.reader.done
+
+
+def test_cached_tokens_are_told_as_they_are_counted() -> None:
+    ask = ask_for(COMPLETION, stream_options={"include_usage": True})
+    delivered = Delivered()
+    carrier = Carrier(ask, COMPLETION.encode(), delivered)
+    first = carrier.leg(dialect_of("vllm"), "cat")
+    assert first is not None
+    first.reader.feed(told({"text": "Once", "token_ids": [100], "prompt_token_ids": [1, 2, 3]}))
+    second = carrier.leg(dialect_of("vllm"), "cat")
+    assert second is not None
+    second.reader.feed(told({"text": ".", "token_ids": [101], "finish_reason": "stop"}))
+    usage = {"prompt_tokens": 4, "completion_tokens": 1, "total_tokens": 5}
+    details = {"prompt_tokens_details": {"cached_tokens": 4}}
+    (seen,) = seen_in(second.reader.feed(told({}, usage=usage | details))).usage
+    assert seen["prompt_tokens_details"]["cached_tokens"] == delivered.cached_tokens == 0
+    assert (seen["prompt_tokens"], seen["completion_tokens"], seen["total_tokens"]) == (3, 2, 5)

@@ -53,6 +53,7 @@ _MORE_THAN_TEXT = frozenset(
         "suffix",
         "audio",
         "use_beam_search",
+        "truncate_prompt_tokens",
     }
 )
 _UNSET = frozenset({b"null", b"false", b"[]", b"{}", b'""'})
@@ -79,7 +80,24 @@ def is_plain_text(ask: Ask, path: bytes) -> bool:
 
 def has_stop_strings(ask: Ask) -> bool:
     """Servers hold back what could become one: then the text that was told lags behind the tokens."""
-    return _is_set(ask.fields, "stop")
+    return _is_set(ask.fields, "stop") or _is_set(ask.fields, "stop_regex")
+
+
+def kept_stops(ask: Ask, dialect: Dialect) -> tuple[str, ...]:
+    """The stop strings that this kind of server is asked to leave in its text, for the gateway to take out."""
+    if not dialect.keeps_stops or _is_set(ask.fields, dialect.keeps_stops):
+        return ()
+    stops = msgspec.json.decode(ask.fields.get("stop", Raw(b"null")))
+    listed = [stops] if isinstance(stops, str) else stops
+    if not isinstance(listed, list) or not all(isinstance(stop, str) for stop in listed):
+        return ()
+    return tuple(stop for stop in listed if stop)
+
+
+def least_tokens(ask: Ask) -> int:
+    """Tokens before which no stop string counts."""
+    least = msgspec.json.decode(ask.fields.get("min_tokens", Raw(b"null")))
+    return least if isinstance(least, int) else 0
 
 
 def shows_usage(ask: Ask) -> bool:
@@ -185,6 +203,8 @@ def _fields(
         fields["cache_salt"] = Raw(_encode(_salt(ask)))
     if carriable and path in dialect.ids:
         fields["return_token_ids"] = Raw(b"true")
+    if carriable and kept_stops(ask, dialect):
+        fields[dialect.keeps_stops] = Raw(b"true")
     if ask.stream and dialect.usage:
         options = _options(ask) | {"include_usage": True}
         if carriable and dialect.usage_with_each and path not in dialect.ids:

@@ -1,6 +1,6 @@
 """The kinds of servers that can stand behind the gateway, each with its own dialect of the OpenAI API.
 
-Read from vLLM 0.32, SGLang 0.5, TensorRT-LLM 1, TGI 3, LMDeploy 0.10 and llama.cpp (November 2026).
+Read from vLLM 0.32, SGLang 0.5, TensorRT-LLM 1, TGI 3, LMDeploy 0.16 and llama.cpp (November 2026).
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ _DIALECTS = (
         ids=BOTH,
         prefill=BOTH,
         prefill_flags=CONTINUE,
+        keeps_stops="include_stop_str_in_output",
+        usage_with_each=True,
         unknown=OURS - {"session_id", "cache_salt"},
         completion_tokens=16,
     ),
@@ -49,20 +51,20 @@ _DIALECTS = (
         prefill=BOTH,
         prefill_flags=CONTINUE,
         usage_with_each=True,
+        unknown=OURS - {"cache_salt"},
         completion_tokens=16,
     ),
     Dialect(
         "tensorrt-llm",
         loads=(LoadSource(b"/metrics", loads.tensorrt_iterations),),
         prefill=COMPLETION,
-        completion_tokens=16,
+        usage_with_each=True,
     ),
     Dialect("tgi", loads=(LoadSource(b"/metrics", loads.TGI),), prefill=BOTH),
     Dialect(
         "lmdeploy",
-        loads=(LoadSource(b"/metrics", loads.LMDEPLOY),),
+        loads=(LoadSource(b"/metrics", loads.lmdeploy_metrics),),
         prefill=COMPLETION,
-        completion_tokens=16,
     ),
     Dialect(
         "llama.cpp",

@@ -37,6 +37,8 @@ class View:
     """It comes as a completion although the answer is a chat."""
     seam: str = ""
     """White space at the end of what was told, which may be told again."""
+    least_tokens: int = 0
+    """Tokens before which no stop string counts."""
 
 
 class ChunkReader:
@@ -49,6 +51,8 @@ class ChunkReader:
         self._seam = view.seam
         self._goes_on = told.first is not None
         self._before = told.tokens
+        self._over = False
+        """The gateway has ended the answer at a stop string; the server does not know."""
         self._head = told.head()
         self._rest = b""
         self.done = False
@@ -104,25 +108,28 @@ class ChunkReader:
             chunk.update(self._head)
             return False if self._view.usage else None
         choice = choices[0]
+        if self._over:
+            return None
         if choice.get("finish_reason") in BROKEN_OFF:
             self.failure = "it broke the answer off"
             return None
         if self._view.completion:
             choice["delta"] = {"content": choice.pop("text")}
             choice.pop("prompt_token_ids", None)
-        changed = self._take_ids(chunk, choice, counted=usage is not None)
+        changed = self._take_ids(chunk, choice, counted=usage is not None) or bool(told.gate)
         if usage is not None:
             self._count(chunk, usage)
             if not self._view.usage_with_each:
-                del chunk["usage"]
+                chunk["usage"] = None
                 changed = True
-        finishes = bool(choice.get("finish_reason"))  # some send "" until then
         text, more = self._take_text(choice)
-        if self._goes_on and not (text or more or finishes):
+        finishes = bool(choice.get("finish_reason"))  # some send "" until then
+        shown = text or more or finishes or (self._view.ids and choice.get("token_ids"))
+        if self._goes_on and not shown:
             return None  # the role, or an empty beginning: it was told before
         if finishes:
             told.finished = True
-            told.usage_told = "usage" in chunk and usage is not None
+            told.usage_told = chunk.get("usage") is not None
             self._delivered.finished[0] = str(choice["finish_reason"])
         if told.first is None:
             told.first = chunk
@@ -136,13 +143,29 @@ class ChunkReader:
             holder, name = choice["delta"], "content"
             more = any(holder[said] for said in holder.keys() - _SAID)
         came = holder.get(name) or ""
-        text = self._join(came)
+        text = self._pass_gate(self._join(came), choice)
         if text != came:
             holder[name] = text
         if text:
             told.text.append(text)
         told.only_text = told.only_text and not more
         return text, more
+
+    def _pass_gate(self, text: str, choice: dict[str, Any]) -> str:
+        """What the client gets of the text where the gateway keeps the stop strings."""
+        gate = self._told.gate
+        if gate is None:
+            return text
+        if self._goes_on and self._before >= self._view.least_tokens:
+            ended = gate.end_across(text)
+            if ended is not None:
+                self._over = True
+                text, choice["stop_reason"] = ended
+                choice["finish_reason"] = "stop"
+                return text
+        if choice.get("finish_reason"):
+            return gate.end(text, choice.get("stop_reason"))
+        return gate.pass_on(text)
 
     def _join(self, text: str) -> str:
         """The text without what of the seam it tells again."""
@@ -181,9 +204,12 @@ class ChunkReader:
     def _count(self, chunk: dict[str, Any], usage: object) -> None:
         """Believe the server's count; after another server, for its own part."""
         told, counted = self._told, msgspec.convert(usage, Usage)
-        told.tokens = self._before + counted.output_tokens
+        if not self._over:
+            told.tokens = self._before + counted.output_tokens
         if not self._before:
             told.prompt_tokens, told.cached_tokens = counted.prompt_tokens, counted.cached_tokens
             return
         told.prompt_tokens = told.prompt_tokens or max(0, counted.prompt_tokens - self._before)
         chunk["usage"] = msgspec.to_builtins(usage) | told.usage()
+        if chunk["usage"].get("prompt_tokens_details") is not None:  # of a longer prompt
+            chunk["usage"]["prompt_tokens_details"] = {"cached_tokens": told.cached_tokens}

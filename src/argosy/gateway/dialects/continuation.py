@@ -18,6 +18,8 @@ from argosy.gateway.dialects.asking import (
     has_stop_strings,
     is_plain_text,
     journaled,
+    kept_stops,
+    least_tokens,
     output_limit,
     shows_ids,
     shows_usage,
@@ -28,7 +30,8 @@ from argosy.gateway.dialects.asking import (
 from argosy.gateway.dialects.chunks import ChunkReader, View
 from argosy.gateway.dialects.dialect import COMPLETION_PATH, Dialect
 from argosy.gateway.dialects.passing import Identity, PassReader, StreamReader
-from argosy.gateway.dialects.told import Told
+from argosy.gateway.dialects.stops import StopGate
+from argosy.gateway.dialects.told import CARRIED_ON, Told
 from argosy.gateway.journal import Delivered, JournalReader
 from argosy.protocol import SSE_DONE
 
@@ -134,6 +137,7 @@ class Carrier:
         carriable = path in dialect.ids | dialect.prefill and is_plain_text(ask, path)
         body = asked(ask, path, dialect, model, carriable=carriable)
         outgoing = Outgoing(path, body)
+        self._told.gate = None
         if carriable:
             return Leg(outgoing, self._reader(dialect))
         self._passing = PassReader(self._delivered, shows_usage=shows_usage(ask))
@@ -144,12 +148,15 @@ class Carrier:
         ask, path, told = self._ask, self._path, self._told
         if not told.only_text or told.finished:
             return None
-        text = "".join(told.text)
-        if not text:
+        beginning = "".join(told.text)
+        if not beginning.strip():
             told.begin_again()
             body = asked(ask, path, dialect, model, carriable=True)
-            return Leg(Outgoing(path, body), self._reader(dialect))
-        if path in dialect.ids and told.has_ids and told.prompt_ids and not has_stop_strings(ask):
+            return Leg(Outgoing(path, body), self._reader(dialect, seam=beginning))
+        if not ask.drew_seed:
+            told.fingerprint = CARRIED_ON
+        aligned = told.gate is not None or not has_stop_strings(ask)
+        if path in dialect.ids and told.has_ids and told.prompt_ids and aligned:
             ids = [*told.prompt_ids, *told.ids]
             count = len(told.ids)
             from_ids = with_ids(ask, path, dialect, model, ids, told=count, room=room)
@@ -159,9 +166,10 @@ class Carrier:
         if path not in dialect.prefill:
             return None
         # A text that ends in white space is hard to go on from, and some templates drop it anyway.
+        text = told.whole_text()
         stem = text.rstrip()
         from_text = with_text(ask, path, dialect, model, stem, told.tokens)
-        if from_text is None or not stem:
+        if from_text is None:
             return None
         told.has_ids = False  # its tokens are not those that the new server sees
         reader = self._reader(dialect, seam=text[len(stem) :])
@@ -171,11 +179,15 @@ class Carrier:
         ask = self._ask
         path = COMPLETION_PATH if completion else self._path
         added = dialect.usage_with_each and path not in dialect.ids
+        stops = kept_stops(ask, dialect)
+        if stops and self._told.gate is None:
+            self._told.gate = StopGate(stops)
         view = View(
             usage=shows_usage(ask),
             usage_with_each=shows_usage_with_each(ask) or not added,
             ids=shows_ids(ask),
             completion=completion,
             seam=seam,
+            least_tokens=least_tokens(ask),
         )
         return ChunkReader(self._told, self._delivered, view)

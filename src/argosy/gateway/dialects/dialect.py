@@ -69,6 +69,8 @@ class Dialect:
     """Paths whose answers it can carry on after a given text."""
     prefill_flags: dict[str, bool] = field(default_factory=dict)
     """Fields of a chat that ask for that."""
+    keeps_stops: str = ""
+    """Field with which it leaves stop strings in its text, and so holds none of it back; empty: there is none."""
     usage: bool = True
     """It takes `stream_options.include_usage`."""
     usage_with_each: bool = False

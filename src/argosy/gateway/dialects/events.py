@@ -7,8 +7,11 @@ from typing import Any
 LONGEST_EVENT_BYTES = 16 * 1024 * 1024
 END = b"\n\n"
 DONE = b"[DONE]"
-BROKEN_OFF = frozenset({"abort", "error"})
-"""Finish reasons of answers that a server did not bring to their end: it shuts down, or its engine died."""
+BROKEN_OFF = frozenset({"abort", "error", "cancelled", "timeout"})
+"""Finish reasons of answers that a server did not bring to their end: it shuts down, or its engine died.
+
+The last two are TensorRT-LLM's (`CompletionOutput.finish_reason`).
+"""
 
 
 def cut(stream: bytes) -> tuple[bytes, bytes]:

@@ -74,6 +74,7 @@ LMDEPLOY = Gauges(
     waiting=(b"lmdeploy:num_requests_waiting",),
     kv_used=(b"lmdeploy:gpu_cache_usage_perc",),
 )
+"""Its engine's part; see `lmdeploy_metrics`."""
 LLAMA_CPP = Gauges(
     running=(b"llamacpp:requests_processing",),
     waiting=(b"llamacpp:requests_deferred",),
@@ -93,11 +94,22 @@ def vllm_metrics(text: bytes) -> Reading:
     return replace(VLLM(text), kv_tokens=tokens or None)
 
 
+_LMDEPLOY_API_WAITING = b"lmdeploy:num_api_requests_waiting"
+
+
+def lmdeploy_metrics(text: bytes) -> Reading:
+    """The `/metrics` of LMDeploy: what waits for a handle is told apart from what waits in the engine."""
+    reading = LMDEPLOY(text)
+    before = sum(values(text, {_LMDEPLOY_API_WAITING}).get(_LMDEPLOY_API_WAITING, ()))
+    return replace(reading, waiting=(reading.waiting or 0) + int(before))
+
+
 class _SglangLoad(msgspec.Struct):
     num_running_reqs: int = 0
     num_waiting_reqs: int = 0
     token_usage: float = 0.0
     max_running_requests: int = 0
+    max_total_num_tokens: int = 0
 
 
 class _SglangLoads(msgspec.Struct):
@@ -112,6 +124,7 @@ def sglang_loads(body: bytes) -> Reading:
         waiting=sum(load.num_waiting_reqs for load in loads),
         kv_used=sum(load.token_usage for load in loads) / max(1, len(loads)),
         capacity=sum(load.max_running_requests for load in loads) or None,
+        kv_tokens=sum(load.max_total_num_tokens for load in loads) or None,
     )
 
 

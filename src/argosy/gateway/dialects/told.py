@@ -8,9 +8,12 @@ from typing import Any
 import msgspec
 
 from argosy.gateway.dialects.dialect import CHAT_PATH
+from argosy.gateway.dialects.stops import StopGate
 from argosy.protocol import event
 
 _HEAD = ("id", "object", "created", "model", "system_fingerprint")
+CARRIED_ON = "carried-on"
+"""The `system_fingerprint` of events after a seam: with it the API says that a seed need not give the same again."""
 
 
 @dataclass(slots=True)
@@ -25,6 +28,10 @@ class Told:
     prompt_ids: list[int] | None = None
     has_ids: bool = True
     """All of the text came with its ids."""
+    gate: StopGate | None = None
+    """Where the gateway keeps the stop strings."""
+    fingerprint: str = ""
+    """What the events say from now on, instead of what the first said."""
     only_text: bool = True
     """No tool call, no reasoning: nothing that a text cannot carry on."""
     finished: bool = False
@@ -40,11 +47,18 @@ class Told:
         self.prompt_ids = None
         self.has_ids = True
         self.tokens = 0
+        if self.gate is not None:
+            self.gate.held = ""
+
+    def whole_text(self) -> str:
+        """What was told, and what is held back."""
+        return "".join(self.text) + (self.gate.held if self.gate is not None else "")
 
     def head(self) -> dict[str, Any]:
         """What the events of this answer have in common."""
         first = self.first or {}
-        return {name: first[name] for name in _HEAD if name in first}
+        head = {name: first[name] for name in _HEAD if name in first}
+        return head | ({"system_fingerprint": self.fingerprint} if self.fingerprint else {})
 
     def usage(self) -> dict[str, int]:
         """Tokens of the prompt and of all that was told."""
@@ -63,8 +77,9 @@ class Told:
         return shape | {"text": text}
 
     def finish_event(self, reason: str) -> bytes:
-        """The event that ends the choice."""
-        return encode(self.head() | {"choices": [self.choice("", reason)]})
+        """The event that ends the choice, with what was held back of it."""
+        text = self.gate.end("", None) if self.gate is not None else ""
+        return encode(self.head() | {"choices": [self.choice(text, reason)]})
 
     def usage_event(self) -> bytes:
         """The event that tells the usage."""

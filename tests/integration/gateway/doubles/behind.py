@@ -57,6 +57,11 @@ class Seen:
     def identities(self) -> set[tuple[object, ...]]:
         return {(chunk["id"], chunk["created"], chunk["object"]) for chunk in self.chunks}
 
+    @property
+    def counts(self) -> list[tuple[int, int]]:
+        """Tokens of the prompt and of the answer, as each usage says."""
+        return [(usage["prompt_tokens"], usage["completion_tokens"]) for usage in self.usage]
+
     def take(self, data: str) -> None:
         if data == "[DONE]":
             self.done += 1
@@ -69,12 +74,17 @@ class Seen:
         if chunk.get("usage"):
             self.usage.append(chunk["usage"])
         for choice in chunk["choices"]:
-            delta = choice.get("delta", {})
-            said = choice.get("text") or delta.get("content") or ""
-            self.text += said
-            self.roles += "role" in delta and not said and not choice["finish_reason"]
-            if choice["finish_reason"]:
+            text = said(choice)
+            self.text += text
+            told = bool(text or choice.get("finish_reason"))
+            self.roles += "role" in choice.get("delta", {}) and not told
+            if choice.get("finish_reason"):
                 self.finish.append(choice["finish_reason"])
+
+
+def said(choice: dict[str, Any]) -> str:
+    """The text of a chunk's choice."""
+    return choice.get("text") or choice.get("delta", {}).get("content") or ""
 
 
 async def stream(client: httpx2.AsyncClient, path: str, **changes: object) -> Seen:

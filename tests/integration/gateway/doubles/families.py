@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 
 from tests.integration.gateway.doubles.server import (
     FIRST_ID,
@@ -19,7 +21,11 @@ DONE = b"data: [DONE]\n\n"
 
 
 class Vllm(Double):
-    """A role chunk, `token_ids` when asked, a usage chunk without choices; fields that were set are sent as null."""
+    """A role chunk, `token_ids` when asked, a usage chunk without choices; fields that were set are sent as null.
+
+    As vLLM 0.32's server sends them (`entrypoints/openai/{completion,chat_completion}/serving.py`). An engine that
+    shuts down ends its streams with `abort` and `[DONE]` (vllm-project/vllm#57082), or with an error event (#57089).
+    """
 
     owner = "vllm"
     default_tokens = 16
@@ -63,7 +69,7 @@ class Vllm(Double):
             delta: Json = {"role": "assistant", "content": ""}
             choice: Json = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
             yield sse(head | {"choices": [choice], "prompt_token_ids": prompt})
-        for at, token in enumerate(part.tokens):
+        for at, token in enumerate(self._texts(asked, part)):
             last = at == len(part.tokens) - 1
             told = [FIRST_ID + part.start + at] if ids else None
             choice = {
@@ -72,18 +78,45 @@ class Vllm(Double):
             }
             choice |= {"logprobs": None, "finish_reason": part.finish if last else None}
             if last or not asked.chat:
-                choice["stop_reason"] = None
+                choice["stop_reason"] = part.stop if last else None
             choice["token_ids"] = told
             if not asked.chat:
                 choice["prompt_token_ids"] = prompt if at == 0 else None
-            yield sse(head | {"choices": [choice]})
+            used = part.usage | {"completion_tokens": at + 1}
+            usage = {"usage": used} if asked.usage_with_each else {}
+            yield sse(head | {"choices": [choice]} | usage)
         if asked.usage:
             yield sse(head | {"choices": [], "usage": part.usage})
         yield DONE
 
+    def part(self, asked: Asked) -> Part:
+        part, text = super().part(asked), ""
+        for count, token in enumerate(part.tokens, 1):
+            text += token
+            for stop in asked.body.get("stop") or []:
+                if stop in text:
+                    return replace(part, tokens=part.tokens[:count], finish="stop", stop=stop)
+        return part
+
+    def _texts(self, asked: Asked, part: Part) -> list[str]:
+        """The text of each token, held back by what may become a stop string unless those are to be left in."""
+        text, stops = "".join(part.tokens), asked.body.get("stop") or []
+        keeps = bool(asked.body.get("include_stop_str_in_output"))
+        held = max(map(len, stops)) - 1 if stops and not keeps else 0
+        if part.stop is not None:
+            text = text[: text.index(part.stop) + len(part.stop) * keeps]
+        ends = itertools.accumulate(len(token) for token in part.tokens[:-1])
+        shown = [0, *(max(0, end - held) for end in ends), len(text)]
+        return [text[a:b] for a, b in itertools.pairwise(shown)]
+
 
 class Sglang(Double):
-    """`matched_stop`, the finish in a chunk of its own, usage with each chunk when asked."""
+    """`matched_stop`, the finish in a chunk of its own, usage with each chunk when asked.
+
+    `return_token_ids` is for completions, whose choices have the fields only then; a chat's stream is refused with it
+    (sgl-project/sglang#30917). An abort that has a status comes as an error event, another one as a finish reason
+    (`srt/entrypoints/openai/serving_completions.py`). Loads as in #16976.
+    """
 
     owner = "sglang"
     default_tokens = 16
@@ -94,10 +127,15 @@ class Sglang(Double):
             "num_running_reqs": self.running,
             "num_waiting_reqs": self.waiting,
             "num_used_tokens": 10,
+            "max_total_num_tokens": 4096,
             "token_usage": 0.5,
             "max_running_requests": 8,
         }
         return {"/v1/loads": {"timestamp": "x", "dp_rank_count": 1, "loads": [load]}}
+
+    def refusal(self, asked: Asked) -> str | None:
+        streams_ids = asked.chat and asked.body.get("stream") and asked.body.get("return_token_ids")
+        return "return_token_ids is not supported with streaming." if streams_ids else None
 
     def events(self, asked: Asked, part: Part) -> Iterator[bytes]:
         head: Json = {"id": f"{id(asked):x}", "created": 7, "model": "cat"}
@@ -118,8 +156,8 @@ class Sglang(Double):
                 "logprobs": None,
                 "finish_reason": part.finish if last else None,
                 "matched_stop": 2 if last else None,
-                "token_ids": [FIRST_ID + part.start + at] if ids else None,
-                "prompt_token_ids": [*PROMPT_IDS] if ids and at == 0 else None,
+                **({"token_ids": [FIRST_ID + part.start + at]} if ids else {}),
+                **({"prompt_token_ids": [*PROMPT_IDS]} if ids and at == 0 else {}),
             }
             yield sse(head | {"choices": [choice], "usage": None} | usage)
         if asked.chat:
@@ -139,10 +177,13 @@ class Sglang(Double):
 
 
 class TensorRtLlm(Double):
-    """Refuses fields that it does not know; flat errors; load as a list of iterations."""
+    """Refuses fields that it does not know; flat errors; load as a list of iterations.
+
+    A chat's chunks leave out what is null, and the first ends in a space; a completion's do not
+    (`serve/postprocess_handlers.py`). A failure breaks the connection (`serve/openai_server.py`).
+    """
 
     owner = "tensorrt_llm"
-    default_tokens = 16
     known = frozenset(
         {
             "model",
@@ -186,25 +227,30 @@ class TensorRtLlm(Double):
         head: Json = {"id": f"cmpl-{id(asked)}", "created": 7, "model": "cat"}
         head["object"] = "chat.completion.chunk" if asked.chat else "text_completion"
         if asked.chat:
-            delta: Json = {"role": "assistant", "content": None, "reasoning_content": None}
-            yield sse(head | {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
+            role = sse(head | {"choices": [{"index": 0, "delta": {"role": "assistant"}}]})
+            yield role.replace(b"\n\n", b" \n\n")
         for at, token in enumerate(part.tokens):
             last = at == len(part.tokens) - 1
-            said: Json = {"text": token, "token_ids": None}
-            if asked.chat:
-                said = {"delta": {"content": token, "role": None, "tool_calls": None}}
-            choice = {"index": 0, **said, "finish_reason": part.finish if last else None}
             used = part.usage | {"completion_tokens": at + 1}
-            yield sse(
-                head | {"choices": [choice], "usage": used if asked.usage_with_each else None}
-            )
+            if asked.chat:
+                choice: Json = {"index": 0, "delta": {"content": token, "reasoning_content": ""}}
+                choice |= {"finish_reason": part.finish} if last else {}
+                usage: Json = {"usage": used} if asked.usage_with_each else {}
+            else:
+                choice = {"index": 0, "text": token, "token_ids": None, "stop_reason": None}
+                choice["finish_reason"] = part.finish if last else None
+                usage = {"usage": used if asked.usage_with_each else None}
+            yield sse(head | {"choices": [choice]} | usage)
         if asked.usage:
             yield sse(head | {"choices": [], "usage": part.usage})
         yield DONE
 
 
 class Tgi(Double):
-    """No space after `data:`, the role in every chunk, an empty finish reason in completions, owned by nobody."""
+    """No space after `data:`, the role in every chunk, an empty finish reason in completions, owned by nobody.
+
+    As `router/src/{chat,lib}.rs` of TGI 3, which is in maintenance; errors are events too (#2668).
+    """
 
     owner = "some/cat"
 
@@ -248,16 +294,20 @@ class Tgi(Double):
 
 
 class Lmdeploy(Double):
-    """A session is a number, the role in every chunk, usage in the last chunk itself."""
+    """A session is a number, the role in every chunk; what is null is left out, but for the usage that is to come.
+
+    Usage in a chunk of its own since InternLM/lmdeploy#4616, completions without an own limit since #4708; a request
+    that fails ends its stream with an error event and `[DONE]` (`serve/openai/chat_completions/serving.py`).
+    """
 
     owner = "lmdeploy"
-    default_tokens = 16
 
     def pages(self) -> dict[str, object]:
         labels = '{engine="0",model_name="a cat"}'
         lines = [
             f"lmdeploy:num_requests_running{labels} {self.running:.1f}",
-            f"lmdeploy:num_requests_waiting{labels} {self.waiting:.1f}",
+            f"lmdeploy:num_api_requests_waiting{labels} {min(2, self.waiting):.1f}",
+            f"lmdeploy:num_requests_waiting{labels} {max(0, self.waiting - 2):.1f}",
             f"lmdeploy:gpu_cache_usage_perc{labels} 0.125",
         ]
         return {"/metrics": "\n".join(lines)}
@@ -273,12 +323,13 @@ class Lmdeploy(Double):
         head["object"] = "chat.completion.chunk" if asked.chat else "text_completion"
         for at, token in enumerate(part.tokens):
             last = at == len(part.tokens) - 1
-            said: Json = {"text": token, "gen_tokens": None}
+            said: Json = {"text": token}
             if asked.chat:
-                said = {"delta": {"role": "assistant", "content": token, "tool_calls": []}}
-            choice = {"index": 0, **said, "finish_reason": part.finish if last else None}
-            usage = part.usage if last and asked.usage else None
-            yield sse(head | {"choices": [choice], "usage": usage})
+                said = {"delta": {"role": "assistant", "content": token}}
+            choice = {"index": 0, **said, **({"finish_reason": part.finish} if last else {})}
+            yield sse(head | {"choices": [choice]} | ({"usage": None} if asked.usage else {}))
+        if asked.usage:
+            yield sse(head | {"choices": [], "usage": part.usage})
         yield DONE
 
 

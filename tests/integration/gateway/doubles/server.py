@@ -63,6 +63,8 @@ class Part:
     tokens: tuple[str, ...]
     finish: str
     prompt_tokens: int
+    stop: str | None = None
+    """The stop string that they end with."""
 
     @property
     def usage(self) -> Json:

@@ -1,0 +1,259 @@
+"""vLLM's own server behind the gateway, where its CPU build is installed: found, read, carried on however it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import httpx2
+import pytest
+from tests.integration.gateway.doubles.behind import CHAT, COMPLETION, Seen, gateway, said
+from tests.integration.gateway.doubles.cutting import Knife, proxied
+from tests.waiting import until
+
+from argosy.gateway import GatewayServer, ReplicaConfig, Timeouts
+from argosy.models import BUNDLED
+
+ROOT = Path(__file__).parents[2]
+PEER = Path(os.environ.get("ARGOSY_VLLM", ROOT / ".venv-peers" / "vllm"))
+PYTHON = PEER / "bin" / "python"
+CONTEXT = 1024
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": [{"role": "user", "content": "Tell me a story about a cat."}]},
+    COMPLETION: {"prompt": "Once upon a time"},
+}
+GREEDY = {"temperature": 0, "max_tokens": 40, "stream_options": {"include_usage": True}}
+SETTINGS = {
+    "LD_PRELOAD": str(PEER / "lib" / "libiomp5.so"),
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+pytestmark = [
+    pytest.mark.skipif(not PYTHON.exists(), reason=f"there is no vLLM at {PEER}: set ARGOSY_VLLM"),
+    pytest.mark.timeout(400),  # it takes a minute to start
+]
+paths = pytest.mark.parametrize("path", [CHAT, COMPLETION])
+
+
+@dataclass
+class VllmServer:
+    """One server and its engine's process, on a Unix socket."""
+
+    socket: Path
+    process: subprocess.Popen[bytes] = field(init=False)
+
+    def start(self) -> None:
+        self.socket.unlink(missing_ok=True)
+        self.process = subprocess.Popen(
+            [
+                *(PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", BUNDLED),
+                *("--served-model-name", "mini", "--uds", self.socket, "--dtype", "bfloat16"),
+                *("--max-model-len", str(CONTEXT), "--max-num-seqs", "4", "--enforce-eager"),
+                *("--uvicorn-log-level", "warning"),
+            ],
+            cwd=self.socket.parent,
+            env={**os.environ, **SETTINGS},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def wait(self) -> None:
+        while not self._is_ready():
+            assert self.process.poll() is None
+            time.sleep(0.2)
+
+    def _is_ready(self) -> bool:
+        with socket.socket(socket.AF_UNIX) as connection:
+            try:
+                connection.connect(str(self.socket))
+                connection.sendall(b"GET /health HTTP/1.1\r\nhost: vllm\r\n\r\n")
+                return connection.recv(64).startswith(b"HTTP/1.1 200")
+            except OSError:
+                return False
+
+    def signal(self, number: signal.Signals) -> None:
+        """To all of its processes."""
+        os.killpg(self.process.pid, number)
+
+    def end(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.signal(signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[list[VllmServer]]:
+    with TemporaryDirectory() as folder:  # pytest's own may be too long for a socket
+        both = [VllmServer(Path(folder) / f"{number}.sock") for number in range(2)]
+        try:
+            for server in both:
+                server.start()
+            for server in both:
+                server.wait()
+            yield both
+        finally:
+            for server in both:
+                server.end()
+
+
+@contextlib.asynccontextmanager
+async def behind(
+    servers: list[VllmServer],
+) -> AsyncIterator[tuple[GatewayServer, httpx2.AsyncClient, Knife]]:
+    """A gateway in front of them, and the knife between."""
+    timeouts = Timeouts(first_token_s=20.0, between_tokens_s=1.5, recovery_s=5.0)
+    async with contextlib.AsyncExitStack() as stack:
+        knife = Knife()
+        urls = [await stack.enter_async_context(proxied(each.socket, knife)) for each in servers]
+        replicas = [ReplicaConfig(url=url, model="mini") for url in urls]
+        yield *await stack.enter_async_context(gateway(*replicas, timeouts=timeouts)), knife
+
+
+async def story(
+    client: httpx2.AsyncClient,
+    path: str,
+    asks: dict[str, object],
+    hurt: tuple[VllmServer, signal.Signals] | None = None,
+) -> Seen:
+    """A stream; after a few words the signal is sent."""
+    body = {"model": "big", "stream": True} | GREEDY | BODIES[path] | asks
+    seen = Seen()
+    async with client.stream("POST", path, json=body) as answer:
+        assert answer.status_code == 200
+        async for line in answer.aiter_lines():
+            if line.startswith("data: "):
+                seen.take(line[6:])
+            if hurt is not None and len(seen.chunks) == 8:
+                hurt[0].signal(hurt[1])
+                hurt = None
+    return seen
+
+
+def same(seen: Seen, whole: Seen, asks: dict[str, object]) -> None:
+    """What a client was told is one answer, the undisturbed one."""
+    assert (seen.text, seen.finish) == (whole.text, whole.finish)
+    ((prompt, tokens),), ((expected_prompt, expected),) = seen.counts, whole.counts
+    past = 3 if "stop" in asks else 0  # tokens that came in one event with the end of a stop string
+    assert prompt == expected_prompt
+    assert 0 <= tokens - expected <= past
+    assert (seen.done, seen.errors, len(seen.identities), seen.roles) == (1, [], 1, whole.roles)
+
+
+async def test_it_is_found_and_read(servers: list[VllmServer]) -> None:
+    async with behind(servers) as (running, _, _):
+        for replica in running.replicas:
+            assert (replica.kind, replica.max_model_len) == ("vllm", CONTEXT)
+            assert (replica.load.running, replica.load.waiting, replica.load.kv_used) == (0, 0, 0.0)
+
+
+@paths
+@pytest.mark.parametrize(
+    "asks",
+    [
+        {},
+        {"stop": ["packed a bottle", "d old tree"]},
+        {"stop": ["never"], "min_tokens": 20},
+        {"repetition_penalty": 1.3, "ignore_eos": True},
+        {"return_token_ids": True, "cache_salt": "a"},
+        {"max_tokens": None},
+    ],
+    ids=lambda asks: "-".join(asks) or "plain",
+)
+async def test_a_greedy_answer_is_the_same_wherever_it_is_cut(
+    servers: list[VllmServer], path: str, asks: dict[str, object]
+) -> None:
+    async with behind(servers) as (_, client, knife):
+        whole = await story(client, path, asks)
+        assert (whole.done, len(whole.finish)) == (1, 1)
+        for events in (0, 1, 2, 7, 13):
+            knife.after = events
+            same(await story(client, path, asks), whole, asks)
+            assert knife.after is None
+
+
+@paths
+async def test_who_gave_a_seed_can_see_from_where_on_it_does_not_count(
+    servers: list[VllmServer], path: str
+) -> None:
+    async with behind(servers) as (_, client, knife):
+        asks: dict[str, object] = {"temperature": 0.9, "seed": 7}
+        whole = await story(client, path, asks)
+        assert (await story(client, path, asks)).text == whole.text
+        knife.after = 9
+        seen = await story(client, path, asks)
+        marks = [chunk.get("system_fingerprint") for chunk in seen.chunks]
+        first = marks.index("carried-on")
+        told = "".join(said(chunk["choices"][0]) for chunk in seen.chunks[:first])
+        assert told
+        assert whole.text.startswith(told)
+        assert (seen.done, seen.errors, seen.counts) == (1, [], whole.counts)
+
+
+@paths
+@pytest.mark.parametrize(
+    "asks",
+    [
+        {"logprobs": 1},
+        {"n": 2, "temperature": 0.9},
+        {"response_format": {"type": "json_object"}},
+    ],
+    ids="-".join,
+)
+async def test_what_is_more_than_text_ends_with_an_error(
+    servers: list[VllmServer], path: str, asks: dict[str, object]
+) -> None:
+    async with behind(servers) as (_, client, knife):
+        knife.after = 6
+        seen = await story(client, path, asks)
+        assert [error["code"] for error in seen.errors] == ["upstream_failed"]
+        assert seen.text
+        assert not seen.done
+
+
+@paths
+async def test_a_stopped_server_is_left_for_another(servers: list[VllmServer], path: str) -> None:
+    async with behind(servers) as (_, client, _):
+        whole = await story(client, path, {})
+        try:
+            seen = await story(client, path, {}, (servers[1], signal.SIGSTOP))  # they take turns
+        finally:
+            servers[1].signal(signal.SIGCONT)
+        same(seen, whole, {})
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+async def test_an_ended_server_is_missed_by_nobody(
+    servers: list[VllmServer], number: signal.Signals
+) -> None:
+    asks: dict[str, object] = {"max_tokens": 300, "ignore_eos": True}
+    body = {"model": "big", "temperature": 0} | asks | BODIES[COMPLETION]
+    async with behind(servers) as (running, client, _):
+        whole = await story(client, COMPLETION, asks)
+        undisturbed = (await client.post(COMPLETION, json=body)).json()
+        at_once = [asyncio.create_task(client.post(COMPLETION, json=body)) for _ in range(2)]
+        await until(lambda: all(replica.load.in_flight for replica in running.replicas))
+        try:
+            hurt = (servers[1], number)
+            streams = (story(client, COMPLETION, asks, each) for each in (hurt, None))
+            for stream in await asyncio.gather(*streams):
+                same(stream, whole, asks)
+            for answer in await asyncio.gather(*at_once):
+                assert answer.json()["choices"] == undisturbed["choices"]
+                assert answer.json()["usage"] == undisturbed["usage"]
+        finally:
+            servers[1].end()
+            servers[1].start()
+    await asyncio.to_thread(servers[1].wait)
