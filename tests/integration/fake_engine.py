@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from argosy.engine.serving.core.client import EngineFailedError
+from argosy.engine.serving.core.kv_ledger import KvLedger
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.engine.serving.wire import (
     Delta,
@@ -61,6 +62,7 @@ class FakeEngine:
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
     """Notified when a request ends."""
     stats: Stats = field(default_factory=Stats)
+    kv: KvLedger = field(default_factory=KvLedger)
     on_step: Callable[[Stats], None] | None = None
     may_start: asyncio.Event = field(default_factory=_set)
     refusal: Exception | None = None

@@ -21,6 +21,8 @@ class Delivered(msgspec.Struct, eq=False):
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    prompt_blocks: bytes = b""
+    """Names of the prompt's KV blocks, in base64; empty where they are not told."""
     tokens: dict[int, list[bytes]] = msgspec.field(default_factory=dict)
     """Choice -> ids, as comma-separated pieces."""
     finished: dict[int, str] = msgspec.field(default_factory=dict)
@@ -88,6 +90,7 @@ class JournalReader:
         if words[0] == b"prompt":
             if self._first:
                 delivered.prompt_tokens, delivered.cached_tokens = int(words[1]), int(words[2])
+                delivered.prompt_blocks = words[3] if len(words) > 3 else b""
             return
         choice, ids = int(words[0]), words[1]
         if ids:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import random
-from collections.abc import Callable, Collection
+from binascii import a2b_base64
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from msgspec import Raw
 
 from argosy.gateway.ask import BYTES_PER_TOKEN, DEFAULT_OUTPUT, Ask
 from argosy.gateway.dialects import Carry, Dialect, Kind, dialect_of
 from argosy.gateway.upstream import Upstream
 from argosy.policy import (
     BLOCK_BYTES,
+    Answered,
     Breaker,
     Candidate,
     Chooser,
@@ -20,6 +23,7 @@ from argosy.policy import (
     Hedging,
     Mean,
     Outcome,
+    Prefixes,
     PrefixIndex,
     Rate,
     ReplicaLoad,
@@ -29,6 +33,7 @@ from argosy.policy import (
     cost,
     usable,
 )
+from argosy.protocol import unpack_names
 
 LONGEST_AFFINITY_BYTES = 64 * 1024
 DEFAULT_MOST = 256
@@ -37,6 +42,19 @@ LEAST_PREFILL = 64
 PREFILL_HALF_LIFE = 8192.0
 DECODE_HALF_LIFE = 256.0
 OUTPUT_HALF_LIFE = 32.0
+SHAPING = frozenset(
+    {
+        "add_generation_prompt",
+        "add_special_tokens",
+        "cache_salt",
+        "chat_template_kwargs",
+        "continue_final_message",
+        "tools",
+        "truncate_prompt_tokens",
+        "truncation_side",
+    }
+)
+"""Fields beside the prompt that make other tokens of it, or keep them apart."""
 
 
 def _nothing() -> None:
@@ -63,8 +81,8 @@ class Replica:
     """It says that it takes new requests; one that drains does not, nor one whose kind is not known yet."""
     on_change: Callable[[], None] = _nothing
     """Called when there may be room that there was not before."""
-    prefixes: PrefixIndex = field(default_factory=PrefixIndex)
-    """What it probably has cached."""
+    prefixes: Prefixes = field(default_factory=PrefixIndex)
+    """What it has cached, as it tells itself or as is believed."""
     max_model_len: int | None = None
     """Tokens that a prompt and its answer may have together, once it has told."""
     tells_speed: bool = False
@@ -140,13 +158,15 @@ class Picked(NamedTuple):
     blocks: float
     """The prompt's length."""
     found: list[int]
-    """Of the blocks that the replica is believed to have cached: see `PrefixIndex.find`."""
+    """Of the blocks that the replica has cached: see `Prefixes.find`."""
+    keys: list[bytes]
+    """Of the prompt's blocks."""
 
-    def answered(self, prompt_tokens: int, cached_tokens: int) -> None:
-        """The replica has told how much of the prompt it had: correct what is believed of its cache."""
-        # Rounded up, and one more: a template's tokens and the cache's own blocks make it inexact.
-        there = math.ceil(self.blocks * cached_tokens / max(1, prompt_tokens)) + 1
-        self.replica.prefixes.correct(self.found, there)
+    def answered(self, prompt_tokens: int, cached_tokens: int, prompt_blocks: bytes) -> None:
+        """The replica has told how much of the prompt it had, and maybe what it named its blocks (in base64)."""
+        names = unpack_names(a2b_base64(prompt_blocks))
+        told = Answered(self.keys, self.found, self.blocks, prompt_tokens, cached_tokens, names)
+        self.replica.prefixes.answered(told)
 
 
 class Pool:
@@ -227,9 +247,8 @@ class Pool:
         warm = [replica for replica in self.room(now) if replica.name not in tried]
         if not warm:
             return None
-        keys = chain(
-            f"{domain}\0{self.model}".encode(), ask.prompt[:LONGEST_AFFINITY_BYTES], BLOCK_BYTES
-        )
+        salt = _salt(domain, self.model, ask.fields)
+        keys = chain(salt, ask.prompt[:LONGEST_AFFINITY_BYTES], BLOCK_BYTES)
         found = {replica.name: replica.prefixes.find(keys) for replica in warm}
         hits = {n: len(held) * BLOCK_BYTES // BYTES_PER_TOKEN for n, held in found.items()}
         request = RouteRequest(
@@ -248,9 +267,18 @@ class Pool:
             uncached=max(0, ask.prompt_tokens - hits[chosen.name]),
             blocks=len(ask.prompt) / BLOCK_BYTES,
             found=found[chosen.name],
+            keys=keys,
         )
 
     def expected(self, ask: Ask) -> int:
         """Tokens of its answer, going by those of others."""
         mean = round(self._outputs.value)
         return ask.choices * (mean if ask.max_output is None else min(mean, ask.max_output))
+
+
+def _salt(domain: str, model: str, fields: Mapping[str, Raw]) -> bytes:
+    """Differs where equal prompts become other tokens, or may not share them."""
+    salt = f"{domain}\0{model}".encode()
+    for name in sorted(SHAPING.intersection(fields)):
+        salt += b"\0%b\0%b" % (name.encode(), fields[name])
+    return salt

@@ -187,7 +187,7 @@ class ClientStream:
         uncached = picked.uncached
         if replica.kind == "argosy":  # others tell at the end, if at all
             uncached = told.prompt_tokens - told.cached_tokens
-            picked.answered(told.prompt_tokens, told.cached_tokens)
+            picked.answered(told.prompt_tokens, told.cached_tokens, told.prompt_blocks)
         replica.first_token(attempt.last - tried.sent, uncached, attempt.last)
 
     def _measure(self) -> None:

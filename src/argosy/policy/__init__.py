@@ -1,11 +1,19 @@
 """Decisions, pure: no clock, no input or output, no torch."""
 
-from argosy.policy.affinity import BLOCK_BYTES, BLOCK_TOKENS, PrefixIndex, chain
+from argosy.policy.affinity import (
+    BLOCK_BYTES,
+    BLOCK_TOKENS,
+    Answered,
+    Prefixes,
+    PrefixIndex,
+    chain,
+)
 from argosy.policy.breaker import Breaker, BreakerLimits, Outcome, classify, usable
 from argosy.policy.estimates import OutputEstimates
 from argosy.policy.fairness import INPUT_PRICE, OUTPUT_PRICE, Account, TenantShares
 from argosy.policy.headroom import lowest_tier, nothing_kept
 from argosy.policy.hedging import Hedging
+from argosy.policy.kv_index import MOST_HELD, ExactIndex, Texts
 from argosy.policy.leases import Lease
 from argosy.policy.limits import (
     Hold,
@@ -48,12 +56,14 @@ __all__ = [
     "BLOCK_TOKENS",
     "CHOOSERS",
     "INPUT_PRICE",
+    "MOST_HELD",
     "NO_CHARGE",
     "OUTPUT_PRICE",
     "PROMOTED_EACH",
     "QUANTUM",
     "Account",
     "Action",
+    "Answered",
     "Ask",
     "BoundedHash",
     "Breaker",
@@ -66,6 +76,7 @@ __all__ = [
     "Custody",
     "CustodyLimits",
     "DispatchQueue",
+    "ExactIndex",
     "Grant",
     "Hedging",
     "Held",
@@ -83,6 +94,7 @@ __all__ = [
     "Period",
     "PowerOfTwo",
     "PrefixIndex",
+    "Prefixes",
     "PriceList",
     "Priced",
     "Rate",
@@ -96,6 +108,7 @@ __all__ = [
     "Shared",
     "SlotLease",
     "TenantShares",
+    "Texts",
     "Use",
     "Waiting",
     "Window",

@@ -9,8 +9,11 @@ what an answer says of its cached tokens corrects what was believed.
 from __future__ import annotations
 
 import hashlib
+import math
+from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 BLOCK_TOKENS = 64
 """Tokens of a block, when the prompt is known as tokens."""
@@ -31,8 +34,46 @@ def chain(salt: bytes, prompt: bytes, block: int) -> list[bytes]:
     return keys
 
 
+class Answered(NamedTuple):
+    """What a replica has told of a prompt that it was sent."""
+
+    keys: Sequence[bytes]
+    """Of the prompt's whole blocks."""
+    found: Sequence[int]
+    """What `find` gave for them when it was sent."""
+    blocks: float
+    """The prompt's length."""
+    tokens: int
+    cached_tokens: int
+    names: array[int]
+    """Of the token blocks that the prompt became; empty where that is not told."""
+
+
+class Prefixes(Protocol):
+    """What one replica has cached, as far as is known; prompts are given as keys of `chain`."""
+
+    def __len__(self) -> int:
+        """Blocks that are believed to be there."""
+
+    def resize(self, blocks: int) -> None:
+        """Its KV cache holds so many blocks."""
+
+    def clear(self) -> None:
+        """It may have lost its cache: believe nothing."""
+
+    def find(self, keys: Sequence[bytes]) -> list[int]:
+        """For each block from the prompt's beginning that is held: which prompt had it last."""
+        ...
+
+    def sent(self, keys: Sequence[bytes]) -> None:
+        """A prompt with these blocks went there."""
+
+    def answered(self, told: Answered) -> None:
+        """The answer to it has begun."""
+
+
 class PrefixIndex:
-    """One replica's."""
+    """One replica's, from what was sent there; see `Prefixes`."""
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self._capacity = capacity
@@ -44,16 +85,16 @@ class PrefixIndex:
         return len(self._held)
 
     def resize(self, blocks: int) -> None:
-        """Its KV cache holds so many blocks."""
+        """See `Prefixes`."""
         self._capacity = min(max(1, blocks), MOST)
         self._trim()
 
     def clear(self) -> None:
-        """It has lost its cache."""
+        """See `Prefixes`."""
         self._held.clear()
 
     def find(self, keys: Sequence[bytes]) -> list[int]:
-        """For each block from the prompt's beginning that is held: which prompt had it last."""
+        """See `Prefixes`."""
         held, found = self._held, []
         for key in keys:
             prompt = held.get(key)
@@ -63,13 +104,24 @@ class PrefixIndex:
         return found
 
     def sent(self, keys: Sequence[bytes]) -> None:
-        """A prompt with these blocks went there."""
+        """See `Prefixes`."""
         held = self._held
         self._prompts += 1
         for key in reversed(keys):  # the beginning is the most recent: ends are evicted first
             held[key] = self._prompts
             held.move_to_end(key)
         self._trim()
+
+    def answered(self, told: Answered) -> None:
+        """See `Prefixes`: its cached tokens correct what was believed."""
+        # Rounded up, and one more: a template's tokens and the cache's own blocks make it inexact.
+        there = math.ceil(told.blocks * told.cached_tokens / max(1, told.tokens)) + 1
+        self.correct(told.found, there)
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """What was believed of these is known now."""
+        for key in keys:
+            self._held.pop(key, None)
 
     def correct(self, found: Sequence[int], blocks: int) -> None:
         """Of a prompt for which `found` was found, only the first `blocks` were there.

@@ -2,6 +2,7 @@
 
 from argosy.protocol.endpoint import Endpoint, parse_endpoint
 from argosy.protocol.errors import ApiError, invalid
+from argosy.protocol.kv import NAME_BYTES, KvEvent, KvReading, pack_names, unpack_names
 from argosy.protocol.openai import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -46,6 +47,7 @@ from argosy.protocol.sse import DONE as SSE_DONE
 from argosy.protocol.sse import EventParser, comment, event
 
 __all__ = [
+    "NAME_BYTES",
     "SSE_CONTENT_TYPE",
     "SSE_DONE",
     "ApiError",
@@ -69,6 +71,8 @@ __all__ = [
     "EventParser",
     "FinishReason",
     "GenerationRequest",
+    "KvEvent",
+    "KvReading",
     "Load",
     "Message",
     "ModelCard",
@@ -88,7 +92,9 @@ __all__ = [
     "comment",
     "event",
     "invalid",
+    "pack_names",
     "parse",
     "parse_endpoint",
     "parse_query",
+    "unpack_names",
 ]

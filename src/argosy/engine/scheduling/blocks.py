@@ -20,6 +20,8 @@ class BlockPool:
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
         """Least recently used first."""
+        self.touched: set[bytes] = set()
+        """Keys that were published or evicted; whoever tells of them empties it."""
 
     @property
     def available(self) -> int:
@@ -82,12 +84,14 @@ class BlockPool:
         if key not in self._published and self._hash[block] is None:
             self._published[key] = block
             self._hash[block] = key
+            self.touched.add(key)
 
     def _unpublish(self, block: int) -> None:
         key = self._hash[block]
         if key is not None:
             del self._published[key]
             self._hash[block] = None
+            self.touched.add(key)
 
     def check(self, held: list[list[int]]) -> None:
         """Assert the invariants, given the block lists of all sequences. Raises AssertionError."""
@@ -119,6 +123,8 @@ class HostIndex:
         self._free = list(range(slots - 1, -1, -1))
         self._by_key: OrderedDict[bytes, int] = OrderedDict()
         self._pinned: set[int] = set()
+        self.touched: set[bytes] = set()
+        """Keys that came or went; whoever tells of them empties it."""
 
     def put(self, key: bytes) -> int | None:
         """A slot to save `key`'s block in; None when it is there already or every slot is pinned."""
@@ -128,10 +134,12 @@ class HostIndex:
         if self._free:
             slot = self._free.pop()
         elif self._by_key:
-            _, slot = self._by_key.popitem(last=False)
+            lost, slot = self._by_key.popitem(last=False)
+            self.touched.add(lost)
         else:
             return None
         self._by_key[key] = slot
+        self.touched.add(key)
         return slot
 
     def __contains__(self, key: bytes) -> bool:
@@ -140,6 +148,7 @@ class HostIndex:
     def pin(self, key: bytes) -> int:
         """Take `key`'s slot for reading: the block moves back to the device."""
         slot = self._by_key.pop(key)
+        self.touched.add(key)
         self._pinned.add(slot)
         return slot
 

@@ -51,6 +51,23 @@ class Memory:
         """Blocks that can be taken now."""
         return self.pool.available
 
+    def holds(self, key: bytes) -> bool:
+        """Whether a sequence would find this block, on the device or the host."""
+        return self.pool.find(key) is not None or key in self.host
+
+    @property
+    def changed(self) -> bool:
+        """Whether `changes` has anything to tell."""
+        return bool(self.pool.touched or self.host.touched)
+
+    def changes(self) -> tuple[list[bytes], list[bytes]]:
+        """Of the blocks that came or went since the last call: those that are held now, and those that are not."""
+        touched = self.pool.touched | self.host.touched
+        self.pool.touched.clear()
+        self.host.touched.clear()
+        held = [key for key in touched if self.holds(key)]
+        return held, list(touched.difference(held))
+
     def cost(self, seq: Sequence) -> int:
         """How many available blocks `place` would use up for this waiting sequence."""
         source = self._fork_source(seq)
@@ -182,7 +199,7 @@ class Memory:
         most = (seq.length - 1) // self.block_size
         for index in range(most):
             key = seq.hash_of(index, self.block_size)
-            if self.pool.find(key) is None and key not in self.host:
+            if not self.holds(key):
                 return index
         return most
 

@@ -68,6 +68,8 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Prompt tokens found in the prefix cache; set on the first delta."""
     queue_s: float | None = None
     """Seconds from arrival at the core to the first step it was part of; set on the first delta."""
+    prompt_blocks: bytes = b""
+    """Names of the prompt's first full KV blocks (`protocol.kv`), where they are cached; set on the first delta."""
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -124,11 +126,20 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="rea
     """Which state of the model's files was loaded. Requests never go on with another one."""
 
 
+class KvChange(msgspec.Struct, frozen=True, array_like=True):
+    """KV blocks that requests find from now on, or no longer: names (`protocol.kv`), one after the other."""
+
+    stored: bytes
+    removed: bytes
+
+
 class Outputs(msgspec.Struct, frozen=True, array_like=True, tag="outputs"):
     """What one step gave, and the core's state after it."""
 
     deltas: list[Delta]
     stats: Stats
+    kv: KvChange | None = None
+    """What has changed since it was told last; it is told with each prompt that was computed, and now and then."""
 
 
 class Beat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):

@@ -19,6 +19,7 @@ import structlog
 from argosy.engine.config import EngineConfig
 from argosy.engine.serving.core.delta_stream import DeltaStream
 from argosy.engine.serving.core.in_flight import InFlight
+from argosy.engine.serving.core.kv_ledger import KvLedger
 from argosy.engine.serving.core.process import EXIT_REFUSED
 from argosy.engine.serving.core.spawn import CoreHandle
 from argosy.engine.serving.core.start import CORE, EarlyCore
@@ -81,6 +82,8 @@ class EngineClient:
         self._on_step: Callable[[Stats], None] | None = None
         self._policy = restarts
         self._beat_s = min(BEAT_S, config.stall_timeout_s / 4)
+        self.kv = KvLedger()
+        """What its requests would find in the prefix cache."""
         self._start_core = partial(
             CoreHandle,
             config,
@@ -247,6 +250,7 @@ class EngineClient:
     def _bury(self, reason: str) -> float | None:
         """A core died. How long to wait before the next one; None when there shall be none."""
         self._stats = Stats()
+        self.kv.reset()
         if self._info is None:  # `start` raises it
             return None
         log.error("core_died", reason=reason, in_flight=self.in_flight)
@@ -276,6 +280,8 @@ class EngineClient:
         match message:
             case Outputs():
                 self._stats = message.stats
+                if message.kv is not None:
+                    self.kv.change(message.kv)
                 if self._on_step is not None:
                     self._on_step(message.stats)
                 for delta in message.deltas:

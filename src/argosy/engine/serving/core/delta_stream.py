@@ -102,6 +102,7 @@ class DeltaStream(AsyncIterator[Delta]):
             error=delta.error,
             cached_tokens=delta.cached_tokens if first else before.cached_tokens,
             queue_s=delta.queue_s if first else before.queue_s,
+            prompt_blocks=delta.prompt_blocks if first else before.prompt_blocks,
         )
         self._wake()
 

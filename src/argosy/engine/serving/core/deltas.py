@@ -5,12 +5,19 @@ from __future__ import annotations
 from argosy.engine.scheduling import Plan, Progress, Sequence, StepResult
 from argosy.engine.scheduling.plan import Logprob
 from argosy.engine.serving.wire import Delta, FinishReason, TokenLogprob
+from argosy.protocol import NAME_BYTES
+
+MOST_NAMED = 1024
+"""Blocks of a prompt that are named: routers look at no more of it."""
 
 
 class Deltas:
     """Makes the deltas of all requests, and counts what they tell."""
 
-    def __init__(self) -> None:
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self.begun = 0
+        """Requests that have had their first delta."""
         self.prompt_tokens = 0
         """Prompt tokens computed."""
         self.generated_tokens = 0
@@ -50,6 +57,7 @@ class Deltas:
             prompt_logprobs=told,
             cached_tokens=seq.hit_tokens if fresh else None,
             queue_s=_queue_s(seq) if fresh else None,
+            prompt_blocks=self._names(seq) if fresh else b"",
         )
 
     def last(
@@ -76,14 +84,21 @@ class Deltas:
             error=error,
             cached_tokens=seq.hit_tokens if fresh else None,
             queue_s=_queue_s(seq) if fresh else None,
+            prompt_blocks=self._names(seq) if fresh else b"",
         )
 
     def _introduce(self, seq: Sequence) -> bool:
         """Whether this is the request's first delta."""
         if seq.id in self._fresh:
             self._fresh.remove(seq.id)
+            self.begun += 1
             return True
         return False
+
+    def _names(self, seq: Sequence) -> bytes:
+        """Of the prompt's full blocks, as far as they were hashed to be found or published."""
+        full = min(seq.prompt_len // self._block_size, MOST_NAMED)
+        return b"".join([key[:NAME_BYTES] for key in seq.hashes[:full]])
 
     def _prompt_news(
         self, plan: Plan, result: StepResult, seq: Sequence, chunk: int

@@ -25,16 +25,20 @@ from argosy.engine.serving.core.speed import Speed
 from argosy.engine.serving.wire import (
     Delta,
     EngineRequest,
+    KvChange,
     Outputs,
     Ready,
     Stats,
 )
+from argosy.protocol import NAME_BYTES
 
 log = structlog.get_logger(__name__)
 
 MAX_FAILED_STEPS = 64
 """So many failed steps in a row mean that the worker itself is broken."""
 QUEUE_REPORT_S = 0.1
+KV_REPORT_S = 0.05
+"""What decoding makes of blocks is told so often; what prompts make of them, with their first tokens."""
 PREPARE_EVERY = 32
 """While there is something to compute, what makes steps faster waits for so many of them."""
 
@@ -91,7 +95,7 @@ class EngineCore:
             fingerprint=built.fingerprint,
         )
         self._eos = frozenset(built.spec.eos_token_ids)
-        self._deltas = Deltas()
+        self._deltas = Deltas(limits.block_size)
         self._news: list[Delta] = []
         """Deltas that came up between steps."""
         self._inflight = built.inflight
@@ -102,6 +106,8 @@ class EngineCore:
         self._speed = Speed()
         self._queued_tokens = 0
         self._queued_at = float("-inf")
+        self._kv_told_at = float("-inf")
+        self._kv_told_begun = 0
 
     @property
     def has_work(self) -> bool:
@@ -158,7 +164,7 @@ class EngineCore:
         self._flights.append((plan, flight))
         while len(self._flights) > depth:
             deltas += self._land()
-        return Outputs(deltas, self._stats(plan, now, planned))
+        return Outputs(deltas, self._stats(plan, now, planned), self._kv_change(now))
 
     def _problem(self, request: EngineRequest) -> str | None:
         """Why a request cannot be run at all."""
@@ -203,6 +209,16 @@ class EngineCore:
         reason = "the engine failed on this request; the error is in the server's log"
         return [self._deltas.last(seq, "error", error=reason) for seq in ended]
 
+    def _kv_change(self, now: float) -> KvChange | None:
+        """What to tell of the prefix cache now, before the last step of all that there is to do at the latest."""
+        memory, begun = self.scheduler.memory, self._deltas.begun
+        early = begun == self._kv_told_begun and now - self._kv_told_at < KV_REPORT_S
+        if not memory.changed or (early and self.scheduler.has_work):
+            return None
+        self._kv_told_at, self._kv_told_begun = now, begun
+        stored, removed = memory.changes()
+        return KvChange(_names(stored), _names(removed))
+
     def _stats(self, plan: Plan, begin: float, launched: float) -> Stats:
         scheduler, memory = self.scheduler, self.scheduler.memory
         now = self._clock()
@@ -231,6 +247,10 @@ class EngineCore:
             prefill_tokens_per_s=self._speed.prefill_tokens_per_s,
             decode_s=self._speed.decode_s(len(scheduler.running) + 1),
         )
+
+
+def _names(keys: list[bytes]) -> bytes:
+    return b"".join([key[:NAME_BYTES] for key in keys])
 
 
 def _batching(config: EngineConfig) -> Batching:

@@ -75,6 +75,8 @@ class Door:
     def __init__(
         self, tokenizer: Tokenizer, template: ChatTemplate, ready: Ready, config: EngineConfig
     ) -> None:
+        self.digest = hashlib.sha256(f"{tokenizer.digest} {template.digest}".encode()).hexdigest()
+        """Doors that make the same tokens of the same text have the same."""
         self._tokenizer = tokenizer
         self._prompts = Prompts(tokenizer, template, ready)
         self._vocab_size = ready.vocab_size

@@ -4,12 +4,18 @@ Asked for with `x-argosy-journal`. After the events of each piece comes one bloc
 
     : argosy <choice> <ids, comma-separated>[ <finish reason>]
 
-and before the first `: argosy prompt <tokens> <cached tokens>`. Events count only together with the block that
+and before the first
+
+    : argosy prompt <tokens> <cached tokens>[ <names of its KV blocks, in base64>]
+
+Events count only together with the block that
 follows them: a stream that was cut goes on after the last whole block, with the ids in `resume`, and nothing
 is missing or told twice.
 """
 
 from __future__ import annotations
+
+from binascii import b2a_base64
 
 from argosy.engine.serving.http.frame import Frame
 from argosy.engine.serving.http.streams import EventWriter
@@ -47,4 +53,7 @@ class Journal:
         prompts = self._frame.prompts
         tokens = sum(len(prompt.token_ids) for prompt in prompts)
         cached = sum(prompt.cached_tokens for prompt in prompts)
-        return comment(b"argosy prompt %d %d" % (tokens, cached))
+        entry = b"argosy prompt %d %d" % (tokens, cached)
+        if len(prompts) == 1 and prompts[0].blocks:
+            entry += b" " + b2a_base64(prompts[0].blocks, newline=False)
+        return comment(entry)

@@ -16,6 +16,7 @@ from argosy.protocol import (
     DetokenizeRequest,
     DrainRequest,
     ErrorBody,
+    KvEvent,
     Load,
     ModelCard,
     ModelList,
@@ -46,7 +47,7 @@ def document() -> bytes:
     bodies = (
         *(ChatCompletionRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest),
         *(DrainRequest, ChatCompletion, Completion, Tokens, Text, ModelCard, ModelList, Status),
-        *(Version, Load, ErrorBody),
+        *(Version, Load, KvEvent, ErrorBody),
     )
     _, schemas = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
     return msgspec.json.encode(
@@ -93,6 +94,13 @@ def _paths() -> dict[str, Any]:
         "/health": {"get": look("health", Status)},
         "/ready": {"get": look("ready", Status)},
         "/load": {"get": look("load", Load)},
+        "/kv_events": {
+            "get": _answers(
+                "followKvEvents",
+                {"text/event-stream": {"schema": _ref(KvEvent)}},
+                {"503": _GENERATE_ERRORS["503"]},
+            )
+        },
         "/version": {"get": look("version", Version)},
         "/drain": {"post": read("drain", Status, body=DrainRequest, optional_body=True)},
         "/metrics": {

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from argosy.engine.serving.core.kv_ledger import KvLedger
 from argosy.engine.serving.door.validate import Door
 from argosy.engine.serving.http.generation import Generation, Generator
 from argosy.engine.serving.http.options import ServerConfig
@@ -34,6 +35,10 @@ class Engine(Generator, Protocol):
     @property
     def stats(self) -> Stats:
         """The core's state after its last step."""
+
+    @property
+    def kv(self) -> KvLedger:
+        """What requests would find in the prefix cache."""
 
     async def start(self, on_step: Callable[[Stats], None] | None = None) -> Ready:
         """Start and wait until it serves, telling of each step; raises when it cannot."""
@@ -122,6 +127,7 @@ class Replica:
     def drain(self, deadline_s: float | None) -> None:
         """Take nothing new; end what still runs after `deadline_s` (None: let it finish)."""
         self._draining = True
+        self.engine.kv.close()  # nobody routes by it any more, and whoever reads it would keep us from ending
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None

@@ -12,6 +12,7 @@ import structlog
 
 from argosy.engine.serving.http import openapi
 from argosy.engine.serving.http.answering import Answering
+from argosy.engine.serving.http.kv_events import KvEvents
 from argosy.engine.serving.http.replica import Replica, Service
 from argosy.protocol import (
     ApiError,
@@ -40,7 +41,7 @@ from argosy.web import (
 Handler = Callable[[Exchange], Awaitable[None]]
 
 MODELS = "/v1/models/"
-_QUIET = frozenset({"/health", "/ready", "/load", "/metrics"})
+_QUIET = frozenset({"/health", "/ready", "/load", "/kv_events", "/metrics"})
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.server")
 _encode = msgspec.json.Encoder().encode
@@ -74,6 +75,7 @@ class App:
             "/health": self._health,
             "/ready": self._ready,
             "/load": self._load,
+            "/kv_events": KvEvents(replica).follow,
             "/version": self._version,
             "/metrics": self._metrics,
             "/openapi.json": self._openapi,

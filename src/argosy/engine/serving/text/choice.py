@@ -20,6 +20,8 @@ class Prompt:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     """For positions 1.., as far as they are known."""
     cached_tokens: int = 0
+    blocks: bytes = b""
+    """Names of its first full KV blocks, where they are cached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,7 @@ class Choice:
         if self.request.lead is None:
             prompt.logprobs += delta.prompt_logprobs
             prompt.cached_tokens = delta.cached_tokens or prompt.cached_tokens
+            prompt.blocks = delta.prompt_blocks or prompt.blocks
         self._add(delta)
         if self._stream.stop is not None:
             self.finish = "stop"

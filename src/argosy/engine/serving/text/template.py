@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -40,6 +41,8 @@ class ChatTemplate:
         Raises jinja2.TemplateSyntaxError for a source that is no template.
         """
         self._variables = dict(variables)
+        self.digest = hashlib.sha256(repr((source, sorted(variables.items()))).encode()).hexdigest()
+        """Equal for templates that write alike."""
         self._knows_developer = source is not None and "developer" in source
         self._template = None if source is None else _environment(now).from_string(source)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -26,7 +27,10 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
-        decoder = msgspec.json.decode(backend.to_str()).get("decoder")
+        definition = backend.to_str()
+        self.digest = hashlib.sha256(definition.encode()).hexdigest()
+        """Equal for tokenizers that read alike."""
+        decoder = msgspec.json.decode(definition).get("decoder")
         to_bytes, self._lead_spaces = _decoding(decoder)
         vocabulary = backend.get_vocab(with_added_tokens=True)
         self._pieces = [b""] * (max(vocabulary.values(), default=-1) + 1)

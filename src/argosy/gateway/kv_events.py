@@ -1,0 +1,132 @@
+"""Follows what replicas of ours tell of their prefix caches, so that requests are routed by what is really there.
+
+A replica is followed by one stream each (`argosy.engine.serving.http.kv_events`). Where there is none, or while it is
+broken, what the replica has is believed from what was sent there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from weakref import WeakValueDictionary
+
+import msgspec
+import structlog
+
+from argosy.gateway.attempt import Attempt
+from argosy.gateway.probing import NOT_THERE
+from argosy.gateway.replicas import Pool, Replica
+from argosy.gateway.upstream import UpstreamError
+from argosy.policy import MOST_HELD, ExactIndex, PrefixIndex, Texts
+from argosy.protocol import EventParser, KvEvent, KvReading, unpack_names
+
+PATH = b"/kv_events"
+HEAD_S = 5.0
+SILENCE_S = 45.0
+"""A stream that is silent for longer than several of its keep-alive comments is broken."""
+AGAIN_S = 0.25
+LATER_S = 30.0
+"""When a server that does not tell, or too much, is asked again."""
+
+log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
+
+_decode = msgspec.json.Decoder(KvEvent).decode
+
+TextsOf = WeakValueDictionary[KvReading, Texts]
+"""The texts of a pool, by how its replicas read; forgotten when nobody reads so any more."""
+
+
+class TooMuchError(Exception):
+    """The replica holds more blocks than can be followed."""
+
+
+WRONG = (ValueError, msgspec.DecodeError, TooMuchError)
+"""What comes of a stream that cannot be followed."""
+
+
+class KvFollower:
+    """Follows one replica for as long as the gateway runs."""
+
+    def __init__(self, replica: Replica, texts: TextsOf) -> None:
+        self._replica = replica
+        self._texts = texts
+        self._events = EventParser()
+        self._index: ExactIndex | None = None
+        """The replica's, while it tells."""
+
+    async def run(self) -> None:
+        """Follow again and again."""
+        while True:
+            wait_s = AGAIN_S
+            if self._replica.kind == "argosy":
+                wait_s = await self.follow()
+            await asyncio.sleep(wait_s)
+
+    async def follow(self) -> float:
+        """Follow until the stream ends. In how many seconds to try again."""
+        self._events = EventParser()
+        attempt, upstream = Attempt(time.monotonic), self._replica.upstream
+        try:
+            async with asyncio.timeout(HEAD_S):
+                await attempt.send(upstream, upstream.request(b"GET", PATH, b"", []))
+                status = await attempt.head
+            if status == 200:
+                await self._read(attempt)
+        except (UpstreamError, TimeoutError) as error:
+            log.debug("kv_events_ended", replica=self._replica.name, reason=str(error))
+            return AGAIN_S
+        except WRONG as error:
+            log.warning("kv_events_not_followed", replica=self._replica.name, reason=str(error))
+            return LATER_S
+        else:
+            return LATER_S if status in NOT_THERE else AGAIN_S
+        finally:
+            attempt.abandon("it is not read any more")
+            if self._index is not None:
+                self._index = None
+                self._replica.prefixes = PrefixIndex()
+
+    async def _read(self, attempt: Attempt) -> None:
+        """Take in the stream until its end. Raises UpstreamError, or one of `WRONG`."""
+        wrong: list[Exception] = []
+
+        def take(body: bytes) -> None:
+            try:
+                self._take(body)
+            except WRONG as error:
+                wrong.append(error)
+                attempt.abandon(str(error))
+
+        attempt.deliver(take)
+        while not attempt.end.done():
+            await asyncio.wait({attempt.end}, timeout=SILENCE_S)
+            if not attempt.end.done() and time.monotonic() - attempt.last > SILENCE_S:
+                attempt.abandon(f"nothing came for {SILENCE_S:g} s")
+        if wrong:
+            raise wrong[0]
+        await attempt.end
+
+    def _take(self, body: bytes) -> None:
+        for data in self._events.feed(body):
+            told = _decode(data)
+            if told.start is not None:
+                self._begin(told.start)
+            if self._index is None:
+                raise ValueError("its first event does not start")
+            self._index.stored(unpack_names(told.stored))
+            self._index.removed(unpack_names(told.removed))
+            if len(self._index.blocks) > MOST_HELD:
+                raise TooMuchError(f"it has more than {MOST_HELD} blocks")
+
+    def _begin(self, reading: KvReading) -> None:
+        texts = self._texts.get(reading)
+        if texts is None:
+            texts = self._texts[reading] = Texts()
+        self._index = self._replica.prefixes = ExactIndex(texts, reading.block_size)
+        log.info("kv_events_followed", replica=self._replica.name, block_size=reading.block_size)
+
+
+def followers(pools: list[Pool]) -> list[KvFollower]:
+    """One for each replica; those of a pool share what is known of its texts."""
+    texts: list[tuple[Pool, TextsOf]] = [(pool, WeakValueDictionary()) for pool in pools]
+    return [KvFollower(one, shared) for pool, shared in texts for one in pool.replicas.values()]
