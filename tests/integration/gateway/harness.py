@@ -23,10 +23,12 @@ from argosy.gateway.explain import ExplainConfig, Traces
 from argosy.gateway.front import Front
 from argosy.gateway.identity import Identity
 from argosy.gateway.journey import Journey, Stage, Visit
+from argosy.gateway.kv_events import followers
 from argosy.gateway.operating import Operating
 from argosy.gateway.pools import build_models
 from argosy.gateway.probing import Prober
 from argosy.gateway.recorder import Recorder
+from argosy.gateway.replicas import Replica
 from argosy.gateway.serving import Serving
 from argosy.protocol import ApiError
 from argosy.store import Directory
@@ -82,6 +84,7 @@ class Running:
     metrics: GatewayMetrics
     serving: Serving
     probers: list[Prober]
+    replicas: list[Replica]
 
     async def probe(self) -> None:
         """Ask the replicas how they are."""
@@ -138,15 +141,18 @@ async def front(
     tasks = [
         asyncio.create_task(listener.serve(sockets=[bound])),
         asyncio.create_task(serving.tend()),
+        *(asyncio.create_task(follower.run()) for follower in followers(models.pools)),
     ]
     try:
         async with httpx2.AsyncClient(base_url=url_of(bound), timeout=30) as client:
-            yield Running(client, traces, metrics, serving, probers)
+            yield Running(client, traces, metrics, serving, probers, replicas)
         await app.idle.wait()
         assert all(replica.load.in_flight == 0 for replica in replicas)
     finally:
         listener.should_exit = True
         await tasks[0]
-        tasks[1].cancel()
+        for task in tasks[1:]:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         for replica in replicas:
             replica.upstream.close()

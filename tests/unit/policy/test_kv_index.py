@@ -1,0 +1,165 @@
+"""What is found of a text is what the replica's blocks cover, once an answer has told of it."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from argosy.policy import BLOCK_BYTES, Answered, ExactIndex, PrefixIndex, Texts, chain
+
+BLOCK_SIZE = 16
+PER_TEXT = 4
+"""Token blocks of a text block, where a token is four bytes."""
+
+
+def names_of(prompt: bytes, token_bytes: int = 4) -> array[int]:
+    """Of the blocks that an engine makes of it: each covers all before it."""
+    step = BLOCK_SIZE * token_bytes
+    ends = range(step, len(prompt) + 1, step)
+    digests = [hashlib.sha256(prompt[:end]).digest()[:8] for end in ends]
+    return array("Q", b"".join(digests))
+
+
+def keys_of(prompt: bytes) -> list[bytes]:
+    return chain(b"salt", prompt, BLOCK_BYTES)
+
+
+def answered(prompt: bytes, found: list[int], token_bytes: int = 4) -> Answered:
+    """The answer to it, of a replica that names blocks."""
+    return Answered(
+        keys_of(prompt),
+        found,
+        len(prompt) / BLOCK_BYTES,
+        len(prompt) // token_bytes,
+        0,
+        names_of(prompt, token_bytes),
+    )
+
+
+def texts_of(numbers: list[int]) -> bytes:
+    """A prompt of text blocks that are alike where the numbers are."""
+    return b"".join(bytes([number]) * BLOCK_BYTES for number in numbers)
+
+
+PROMPTS = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=6), min_size=1, max_size=8)
+
+
+@given(PROMPTS, PROMPTS, st.integers(0, 100), st.binary(max_size=BLOCK_BYTES - 1))
+def test_what_is_found_is_what_the_replica_would_find(
+    told: list[list[int]], held: list[list[int]], most: int, rest: bytes
+) -> None:
+    """`told` were answered by any replica, `held` were computed by this one, of which `most` blocks are left."""
+    texts = Texts()
+    index, other = ExactIndex(texts, BLOCK_SIZE), ExactIndex(texts, BLOCK_SIZE)
+    blocks = [name for numbers in held for name in names_of(texts_of(numbers))][:most]
+    index.stored(blocks)
+    for numbers in told:
+        other.answered(answered(texts_of(numbers) + rest, []))
+    for numbers in told + held:
+        known = max(_common(numbers, before) for before in told)
+        names = names_of(texts_of(numbers))[: known * PER_TEXT]
+        there = next((n for n, name in enumerate(names) if name not in blocks), len(names))
+        assert len(index.find(keys_of(texts_of(numbers)))) == there // PER_TEXT
+    index.removed(blocks)
+    assert all(index.find(keys_of(texts_of(numbers))) == [] for numbers in told)
+
+
+def _common(one: list[int], other: list[int]) -> int:
+    return next(
+        (n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+        min(len(one), len(other)),
+    )
+
+
+def test_what_is_on_its_way_is_believed_until_it_is_answered() -> None:
+    prompt = texts_of([1, 2, 3])
+    index, keys = ExactIndex(Texts(), BLOCK_SIZE), keys_of(prompt)
+    index.sent(keys)
+    assert len(index.find(keys)) == 3
+    index.stored(names_of(prompt)[:PER_TEXT])
+    index.answered(answered(prompt, []))
+    assert len(index.find(keys)) == 1
+    index.sent(keys)
+    assert len(index.find(keys)) == 3
+    index.clear()
+    assert len(index.find(keys)) == 1
+
+
+def test_text_that_continues_what_is_held_is_believed_on_top_of_it() -> None:
+    index, first = ExactIndex(Texts(), BLOCK_SIZE), texts_of([1, 2])
+    index.sent(keys_of(first))
+    index.sent(keys_of(first + texts_of([3])))
+    index.stored(names_of(first))
+    index.answered(answered(first, []))
+    assert len(index.find(keys_of(first + texts_of([3, 4])))) == 3
+
+
+def test_an_answer_without_names_corrects_what_was_believed() -> None:
+    index, plain, keys = ExactIndex(Texts(), BLOCK_SIZE), PrefixIndex(), keys_of(b"x" * 2560)
+    for one in (index, plain):
+        one.sent(keys_of(b"y" * 2560))
+        one.sent(keys)
+        found = one.find(keys)
+        one.answered(Answered(keys, found, 10.0, 640, 0, array("Q")))
+    assert len(index.find(keys)) == len(plain.find(keys))
+    assert len(index) == len(plain) == 10
+
+
+@given(st.integers(2, 12), st.integers(1, 12))
+def test_prompts_that_share_a_beginning_do_not_hide_each_other(one: int, two: int) -> None:
+    """Their densities differ, so that each reaches too far or too short into the shared part."""
+    shared, texts = texts_of([1, 2, 3, 4]), Texts()
+    first, second = ExactIndex(texts, BLOCK_SIZE), ExactIndex(texts, BLOCK_SIZE)
+    long, short = shared + texts_of([5] * one), shared + texts_of([6] * two)
+    for index, prompt in ((first, long), (second, short)):
+        index.stored(names_of(prompt))
+        index.answered(answered(prompt, []))
+    assert len(first.find(keys_of(long))) == 4 + one
+    assert len(second.find(keys_of(short))) == 4 + two
+    assert len(first.find(keys_of(short))) == len(second.find(keys_of(long))) == 4
+
+
+def test_the_latest_answer_says_what_a_text_is() -> None:
+    """A template with today's date gives other tokens tomorrow."""
+    prompt, index = texts_of([1, 2, 3]), ExactIndex(Texts(), BLOCK_SIZE)
+    index.answered(answered(prompt, []))
+    index.stored(names_of(b"!" * 64 + prompt))
+    assert index.find(keys_of(prompt)) == []
+    index.answered(answered(prompt, [])._replace(names=names_of(b"!" * 64 + prompt)))
+    assert len(index.find(keys_of(prompt))) == 3
+
+
+def test_texts_take_bounded_memory_and_the_oldest_go_first() -> None:
+    texts = Texts(most_weight=1000)
+    index = ExactIndex(texts, BLOCK_SIZE)
+    for number in range(2000):
+        prompt = texts_of([7, 7]) + b"%d" % number * BLOCK_BYTES
+        index.answered(answered(prompt, []))
+        index.stored(names_of(prompt))
+        assert len(texts) <= 250
+    assert len(index.find(keys_of(prompt))) == len(keys_of(prompt))
+    assert len(index.find(keys_of(texts_of([7, 7]) + b"0" * BLOCK_BYTES))) == 2
+
+
+def test_a_growing_conversation_is_kept_once() -> None:
+    texts = Texts(most_weight=800)
+    index = ExactIndex(texts, BLOCK_SIZE)
+    for turns in range(1, 101):
+        index.answered(answered(texts_of(list(range(turns))), []))
+    assert len(texts) == 100
+
+
+def test_a_prompt_of_which_the_beginning_is_named_is_known_so_far() -> None:
+    prompt, index = texts_of([1, 2, 3, 4]), ExactIndex(Texts(), BLOCK_SIZE)
+    index.stored(names_of(prompt))
+    index.answered(answered(prompt, [])._replace(names=names_of(prompt)[: 2 * PER_TEXT + 1]))
+    assert len(index.find(keys_of(prompt))) == 2
+
+
+def test_a_prompt_shorter_than_a_block_is_not_known() -> None:
+    index = ExactIndex(Texts(), BLOCK_SIZE)
+    index.answered(Answered([], [], 0.1, 6, 0, array("Q", [1])))
+    assert index.find([]) == []
