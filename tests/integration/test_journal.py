@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from binascii import a2b_base64
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,7 @@ from tests.integration.serving import Served, chat, completion, serve
 from argosy.engine import EngineConfig
 from argosy.engine.serving.core.client import EngineClient
 from argosy.models import BUNDLED
+from argosy.protocol import unpack_names
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -34,6 +36,7 @@ class Told:
     chunks: list[dict[str, Any]] = field(default_factory=list)
     tokens: dict[int, list[int]] = field(default_factory=dict)
     prompt: tuple[int, int] | None = None
+    blocks: set[int] = field(default_factory=set)
     done: bool = False
 
 
@@ -47,6 +50,7 @@ async def stream(real: Served, path: str, body: dict[str, Any]) -> list[Told]:
         if block.startswith(": argosy prompt "):
             words = block.split()
             now.prompt = (int(words[3]), int(words[4]))
+            now.blocks = set(unpack_names(a2b_base64("".join(words[5:]))))
         elif block.startswith(": argosy "):
             index, ids = int(block.split(" ")[2]), block.split(" ")[3]
             told = [int(i) for i in ids.split(",") if i]
@@ -125,6 +129,21 @@ async def test_the_journal_counts_what_the_usage_says(real: Served) -> None:
         usage["prompt_tokens_details"]["cached_tokens"],
     )
     assert len(whole.tokens[0]) == usage["completion_tokens"]
+
+
+async def test_the_journal_names_the_blocks_that_the_prompt_became(real: Served) -> None:
+    path, body = "/v1/completions", completion("A king had a daughter. " * 20, max_tokens=40)
+    *_, whole = await stream(real, path, body | {"ignore_eos": True})
+    assert whole.prompt is not None
+    assert len(whole.blocks) == whole.prompt[0] // 16 > 0
+    assert whole.blocks < real.replica.engine.kv.held  # the answer's own are held too
+    *_, again = await stream(real, path, body)
+    assert again.blocks == whole.blocks
+    *_, salted = await stream(real, path, body | {"cache_salt": "mine"})
+    assert len(salted.blocks) == len(whole.blocks)
+    assert salted.blocks.isdisjoint(whole.blocks)
+    *_, two = await stream(real, path, body | {"prompt": [body["prompt"], "Once"]})
+    assert not two.blocks  # whose would they be?
 
 
 async def test_without_the_header_there_is_no_journal(real: Served) -> None:

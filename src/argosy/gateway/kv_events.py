@@ -55,12 +55,10 @@ class KvFollower:
         """The replica's, while it tells."""
 
     async def run(self) -> None:
-        """Follow again and again."""
-        while True:
-            wait_s = AGAIN_S
-            if self._replica.kind == "argosy":
-                wait_s = await self.follow()
-            await asyncio.sleep(wait_s)
+        """Follow again and again, if it is one of ours."""
+        while self._replica.kind in {"auto", "argosy"}:
+            ours = self._replica.kind == "argosy"
+            await asyncio.sleep(await self.follow() if ours else AGAIN_S)
 
     async def follow(self) -> float:
         """Follow until the stream ends. In how many seconds to try again."""

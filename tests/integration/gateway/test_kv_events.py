@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 
 import msgspec
 import pytest
@@ -18,7 +20,7 @@ from argosy.engine.serving.wire import KvChange
 from argosy.gateway.kv_events import KvFollower, TextsOf
 from argosy.gateway.replicas import Replica
 from argosy.gateway.upstream import Upstream
-from argosy.policy import ExactIndex, PrefixIndex
+from argosy.policy import ExactIndex
 from argosy.protocol import EventParser, KvEvent, pack_names, parse_endpoint, unpack_names
 
 
@@ -91,16 +93,72 @@ async def test_a_stream_does_not_keep_its_replica_from_draining(fake: FakeEngine
 
 # --- the follower ----------------------------------------------------------------------------------
 
-Script = Callable[[asyncio.StreamWriter], Awaitable[None]]
+Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+START = b'data: {"start":{"text":"t","block_size":16}}\n\n'
+
+
+def names(field: str, *numbers: int) -> bytes:
+    """An event."""
+    return b"data: " + msgspec.json.encode({field: pack_names(numbers)}) + b"\n\n"
+
+
+def cut_after(*told: bytes) -> Script:
+    """A stream of these pieces, and its end."""
+
+    async def script(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+        for piece in told:
+            writer.write(piece)
+            await writer.drain()
+
+    return script
+
+
+def silent_after(*told: bytes) -> Script:
+    """A stream of these pieces, open until the reader leaves."""
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await cut_after(*told)(reader, writer)
+        await reader.read()
+
+    return script
+
+
+async def refuse(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """There is no such stream here."""
+    writer.write(b"HTTP/1.1 404 X\r\ncontent-length: 0\r\n\r\n")
+
+
+@dataclass
+class Followed:
+    """A scripted server's replica, followed."""
+
+    replica: Replica
+    left: asyncio.Semaphore
+    """Released when a connection is over."""
+    task: asyncio.Task[None]
+
+    async def done_with(self, connections: int) -> None:
+        """Wait until so many more are over."""
+        async with asyncio.timeout(30):
+            for _ in range(connections):
+                await self.left.acquire()
+
+    @property
+    def blocks(self) -> set[int] | None:
+        """Those that it tells of; None: it does not tell."""
+        index = self.replica.prefixes
+        return index.blocks if isinstance(index, ExactIndex) else None
 
 
 @contextlib.asynccontextmanager
-async def following(url: str) -> AsyncIterator[tuple[Replica, asyncio.Task[None]]]:
-    """A replica at this address, followed."""
+async def followed(url: str, left: asyncio.Semaphore) -> AsyncIterator[Followed]:
+    """The replica at this address."""
     replica = Replica("r", "argosy", MODEL, Upstream(parse_endpoint(url)))
     task = asyncio.create_task(KvFollower(replica, TextsOf()).run())
     try:
-        yield replica, task
+        yield Followed(replica, left, task)
+        assert not task.done()
     finally:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -109,77 +167,51 @@ async def following(url: str) -> AsyncIterator[tuple[Replica, asyncio.Task[None]
 
 
 @contextlib.asynccontextmanager
-async def scripted(*scripts: Script) -> AsyncIterator[tuple[str, list[int]]]:
-    """A server that answers its connections one after the other as scripted, the last one again and again."""
-    seen: list[int] = []
+async def scripted(*scripts: Script) -> AsyncIterator[Followed]:
+    """Of a server that answers its connections one after the other, all further ones as the last."""
+    left, turns = asyncio.Semaphore(0), itertools.count()
+    open_ones: set[asyncio.Task[None] | None] = set()
 
     async def one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        open_ones.add(asyncio.current_task())
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             await reader.readuntil(b"\r\n\r\n")
-            seen.append(len(seen))
-            await scripts[min(len(seen), len(scripts)) - 1](writer)
-        writer.close()
+            await scripts[min(next(turns), len(scripts) - 1)](reader, writer)
+            writer.close()
+            await writer.wait_closed()
+        left.release()
 
     server = await asyncio.start_server(one, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     try:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", seen
+        async with followed(url, left) as running:
+            yield running
     finally:
         server.close()
-
-
-def stream(*told: bytes, end: asyncio.Event | None = None) -> Script:
-    """These pieces, and then the cut, or nothing until `end`."""
-
-    async def script(writer: asyncio.StreamWriter) -> None:
-        writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
-        for piece in told:
-            writer.write(piece)
-            await writer.drain()
-        if end is not None:
-            await end.wait()
-
-    return script
-
-
-START = b'data: {"start":{"text":"t","block_size":16}}\n\n'
-
-
-def names(field: str, *numbers: int) -> bytes:
-    """An event."""
-    told = {field: pack_names(numbers)}
-    return b"data: " + msgspec.json.encode(told) + b"\n\n"
-
-
-def holds(replica: Replica) -> set[int] | None:
-    """The blocks that it tells of; None: it does not tell."""
-    index = replica.prefixes
-    return index.blocks if isinstance(index, ExactIndex) else None
+        await asyncio.gather(*filter(None, open_ones))
 
 
 async def test_after_a_cut_everything_is_learned_anew() -> None:
-    end = asyncio.Event()
-    first = stream(START, names("stored", 1, 2), names("removed", 1))
-    second = stream(START + names("stored", 3)[:20], names("stored", 3)[20:], end=end)
-    async with scripted(first, second) as (url, _), following(url) as (replica, _):
-        await until(lambda: holds(replica) == {3})
-        end.set()
+    first = cut_after(START, names("stored", 1, 2), names("removed", 1))
+    second = silent_after(START + names("stored", 3)[:20], names("stored", 3)[20:])
+    async with scripted(first, second) as running:
+        await until(lambda: running.blocks == {3})
+
+
+async def test_changes_add_up() -> None:
+    told = [START, names("stored", 1, 2), names("removed", 1), names("stored", 5)]
+    async with scripted(silent_after(*told)) as running:
+        await until(lambda: running.blocks == {2, 5})
+    async with scripted(silent_after(*told, START, names("stored", 7))) as running:
+        await until(lambda: running.blocks == {7})
 
 
 async def test_while_nothing_is_told_what_was_sent_is_believed() -> None:
-    gate = asyncio.Event()
-
-    async def refuse(writer: asyncio.StreamWriter) -> None:
-        gate.set()
-        writer.write(b"HTTP/1.1 404 X\r\ncontent-length: 0\r\n\r\n")
-
-    async with (
-        scripted(stream(START, names("stored", 1)), refuse) as (url, _),
-        following(url) as (replica, _),
-    ):
-        await gate.wait()
-        assert holds(replica) is None
-        replica.prefixes.sent([b"key"])
-        assert len(replica.prefixes.find([b"key"])) == 1
+    async with scripted(cut_after(START, names("stored", 1)), refuse) as running:
+        await running.done_with(2)
+        assert running.blocks is None
+        running.replica.prefixes.sent([b"key"])
+        assert len(running.replica.prefixes.find([b"key"])) == 1
 
 
 @pytest.mark.parametrize(
@@ -188,45 +220,30 @@ async def test_while_nothing_is_told_what_was_sent_is_believed() -> None:
         pytest.param(names("stored", 1), id="no start"),
         pytest.param(START + b'data: {"stored":"AAAA"}\n\n', id="half a name"),
         pytest.param(b"data: so it is\n\n", id="no JSON"),
+        pytest.param(START + names("stored", 1, 2, 3, 4), id="too much"),
     ],
 )
-async def test_nonsense_is_not_followed(nonsense: bytes) -> None:
-    never = asyncio.Event()
-    async with (
-        scripted(stream(nonsense, end=never)) as (url, seen),
-        following(url) as (replica, task),
-    ):
-        await until(lambda: bool(seen))
-        for _ in range(20):
-            await asyncio.sleep(0)
-        await until(lambda: holds(replica) is None)
-        assert not task.done()
-        never.set()
-
-
-async def test_more_than_can_be_followed_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_cannot_be_followed_is_left(
+    nonsense: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("argosy.gateway.kv_events.MOST_HELD", 3)
-    never, asked = asyncio.Event(), asyncio.Event()
-
-    async def much(writer: asyncio.StreamWriter) -> None:
-        asked.set()
-        await stream(START, names("stored", 1, 2, 3, 4), end=never)(writer)
-
-    async with scripted(much) as (url, _), following(url) as (replica, _):
-        await asked.wait()
-        await until(lambda: isinstance(replica.prefixes, PrefixIndex))
-        never.set()
+    async with scripted(silent_after(nonsense)) as running:
+        await running.done_with(1)
+        assert running.blocks is None
 
 
-async def test_an_unreachable_replica_is_tried_again(fake: FakeEngine) -> None:
+async def test_a_stream_that_falls_silent_is_left_for_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("argosy.gateway.kv_events.SILENCE_S", 0.2)
+    async with scripted(silent_after(START, names("stored", 1))) as running:
+        await running.done_with(2)
+
+
+async def test_a_core_that_was_lost_takes_its_blocks_with_it(fake: FakeEngine) -> None:
     async with serve(fake) as served:
         fake.kv.change(KvChange(pack_names([4]), b""))
-        async with following(served.url) as (replica, _):
-            await until(lambda: holds(replica) == {4})
+        async with followed(served.url, asyncio.Semaphore(0)) as running:
+            await until(lambda: running.blocks == {4})
             fake.kv.reset()
-            await until(lambda: holds(replica) == set())
-    async with following(served.url) as (replica, task):
-        for _ in range(5):
-            await asyncio.sleep(0)
-        assert holds(replica) is None
-        assert not task.done()
+            await until(lambda: running.blocks == set())

@@ -15,7 +15,7 @@ DONE = b"data: [DONE]\n\n"
 
 def written(pieces: list[tuple[int, int, bool]]) -> tuple[bytes, bytes, list[list[bytes]]]:
     """A stream of pieces (choice, ids, with a comment between), the events in it, and the ids of the choices."""
-    stream, events = b": argosy prompt 7 3\n\n", b""
+    stream, events = b": argosy prompt 7 3 AAAA\n\n", b""
     ids: list[list[bytes]] = [[], []]
     for number, (choice, count, commented) in enumerate(pieces):
         event = EVENT % (choice, number)
@@ -52,3 +52,4 @@ def test_any_pieces_give_the_same(
         assert delivered.ids(choice) == [int(one) for one in ids[choice]]
     assert delivered.output_tokens == sum(map(len, ids))
     assert (delivered.prompt_tokens, delivered.cached_tokens) == (7, 3)
+    assert delivered.prompt_blocks == b"AAAA"
