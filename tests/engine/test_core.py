@@ -14,7 +14,7 @@ from argosy.engine.scheduling import Plan, StepResult
 from argosy.engine.serving.core.loop import MAX_FAILED_STEPS, EngineCore
 from argosy.engine.serving.wire import EngineRequest
 from argosy.models import BUNDLED
-from argosy.protocol import SamplingParams
+from argosy.protocol import SamplingParams, unpack_names
 from tests.engine.driver import Answer, core_of, run
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -214,6 +214,29 @@ def test_steps_say_where_their_time_went(core: EngineCore) -> None:
         assert all(spent[phase] >= before[phase] for phase in before)
     assert set(spent) == {"plan", "launch", "compute", "sample", "commit"}
     assert all(seconds > 0 for seconds in spent.values())
+
+
+def test_blocks_are_told_with_the_first_token_and_all_in_the_end(core: EngineCore) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    for name in "ab":
+        core.add(request(name, prompt=list(range(10, 60)), params=params, domain=name))
+    told: set[int] = set()
+    first: dict[str, set[int]] = {}
+    while core.has_work:
+        outputs = core.step()
+        if outputs.kv is not None:
+            told |= set(unpack_names(outputs.kv.stored))
+            told -= set(unpack_names(outputs.kv.removed))
+        for delta in outputs.deltas:
+            if delta.cached_tokens is not None:
+                first[delta.id] = set(unpack_names(delta.prompt_blocks))
+                assert first[delta.id] <= told
+            else:
+                assert not delta.prompt_blocks
+    assert len(first["a"]) == len(first["b"]) == 50 // 16
+    assert first["a"].isdisjoint(first["b"])
+    assert len(told) == 2 * ((50 + 40 - 1) // 16)
+    assert not core.scheduler.memory.changed
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["launch", "result"])

@@ -1,11 +1,16 @@
-"""What the memory tells of its blocks is its prefix index, after each telling and in any world."""
+"""What the memory tells of its blocks is its prefix index, after each telling and in any world; an index agrees."""
 
 from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from argosy.engine.scheduling import Limits, Sequence
+from argosy.policy import Answered, ExactIndex, Texts, chain
+from argosy.protocol import NAME_BYTES, unpack_names
 from tests.unit.scheduling.test_scheduler import Rig, limits, worlds
 
 World = tuple[Limits, list[tuple[int, str, dict[str, object]]]]
@@ -17,6 +22,7 @@ class Listener:
     def __init__(self, sizes: Limits) -> None:
         self.rig = Rig(sizes)
         self.told: set[bytes] = set()
+        self.index = ExactIndex(Texts(), sizes.block_size)
         self._sequences: list[Sequence] = []
 
     def play(self, what: str, options: dict[str, object]) -> None:
@@ -35,8 +41,30 @@ class Listener:
         assert set(stored).isdisjoint(removed)
         self.told.update(stored)
         self.told.difference_update(removed)
+        self.index.stored(_names(stored))
+        self.index.removed(_names(removed))
+        assert self.index.blocks == set(_names(self.told))
         everything = {key for seq in self._sequences for key in seq.hashes}
         assert self.told == {key for key in everything if memory.holds(key)}
+        for seq in self._sequences:
+            self._compare(seq)
+
+    def _compare(self, seq: Sequence) -> None:
+        """The index finds of a prompt what the memory holds of it."""
+        size = self.rig.limits.block_size
+        text = array("i", seq.tokens[: seq.prompt_len]).tobytes()
+        keys = chain(seq.salt, text, 4 * size)
+        names = _names(seq.hashes[: len(keys)])
+        if len(names) == len(keys) > 0:
+            told = Answered(keys, [], seq.prompt_len / size, seq.prompt_len, 0, names)
+            self.index.answered(told)
+            held = self.rig.scheduler.memory.holds
+            there = next((n for n, key in enumerate(seq.hashes) if not held(key)), len(keys))
+            assert len(self.index.find(keys)) == min(there, len(keys))
+
+
+def _names(keys: Iterable[bytes]) -> array[int]:
+    return unpack_names(b"".join(key[:NAME_BYTES] for key in keys))
 
 
 @settings(max_examples=200)
