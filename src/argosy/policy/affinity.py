@@ -62,7 +62,7 @@ class Prefixes(Protocol):
         """It may have lost its cache: believe nothing."""
 
     def find(self, keys: Sequence[bytes]) -> list[int]:
-        """For each block from the prompt's beginning that is held: which prompt had it last."""
+        """For each block from the prompt's beginning that is held: which prompt had it last; 0: the replica says so."""
         ...
 
     def sent(self, keys: Sequence[bytes]) -> None:
