@@ -164,6 +164,8 @@ class Picked(NamedTuple):
 
     def answered(self, prompt_tokens: int, cached_tokens: int, prompt_blocks: bytes) -> None:
         """The replica has told how much of the prompt it had, and maybe what it named its blocks (in base64)."""
+        if not self.keys:
+            return
         names = unpack_names(a2b_base64(prompt_blocks))
         told = Answered(self.keys, self.found, self.blocks, prompt_tokens, cached_tokens, names)
         self.replica.prefixes.answered(told)

@@ -6,6 +6,7 @@ difference to what was told before. A router that loses the stream asks again an
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 
 import msgspec
@@ -43,6 +44,7 @@ class KvEvents:
                         continue
                     for told in _events(news, reading):
                         await exchange.write(event(_encode(told)))
+                        await asyncio.sleep(0)  # other streams go on between the pieces
                 await exchange.end_stream()
             finally:
                 watch.cancel()
