@@ -1,6 +1,6 @@
 """Follows what replicas of ours tell of their prefix caches, so that requests are routed by what is really there.
 
-A replica is followed by one stream each (`argosy.engine.serving.http.kv_events`). Where there is none, or while it is
+Each is followed by a stream of its own (`argosy.engine.serving.http.kv_events`). Where there is none, or while it is
 broken, what the replica has is believed from what was sent there.
 """
 

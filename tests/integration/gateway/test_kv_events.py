@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 
@@ -13,6 +12,7 @@ import msgspec
 import pytest
 from tests.integration.fake_engine import FakeEngine, always, says
 from tests.integration.serving import MODEL, Served, serve
+from tests.waiting import until
 
 from argosy.engine.serving.http.kv_events import MOST_NAMES
 from argosy.engine.serving.text.tokenizer import Tokenizer
@@ -22,15 +22,6 @@ from argosy.gateway.replicas import Replica
 from argosy.gateway.upstream import Upstream
 from argosy.policy import ExactIndex
 from argosy.protocol import EventParser, KvEvent, pack_names, parse_endpoint, unpack_names
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    """Wait for it."""
-    deadline = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.01)
-
 
 # --- the stream ------------------------------------------------------------------------------------
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import signal
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
 from tests.integration.gateway.harness import Running, Watching, front
 from tests.integration.serving import MODEL, Served, completion, serve
+from tests.waiting import until
 
 from argosy.engine import EngineConfig
 from argosy.engine.serving.core.client import EngineClient
@@ -24,14 +23,6 @@ from argosy.policy import BLOCK_BYTES, ExactIndex, PrefixIndex
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 BLOCKS = 96
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    """Wait for it."""
-    deadline = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.01)
 
 
 @pytest.fixture(name="story")
