@@ -36,7 +36,10 @@ class _Chain:
         """Keys that go by it."""
 
     def reach(self, count: int) -> int:
-        """How many token blocks the prompt's first `count` text blocks fill, its tokens being spread evenly."""
+        """How many token blocks the prompt's first `count` text blocks fill, its tokens being spread evenly.
+
+        Rounded down: a block that reaches into other text is not for all who have this one.
+        """
         return int(self._density * count)
 
     @property
