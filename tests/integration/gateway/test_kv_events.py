@@ -72,6 +72,11 @@ async def test_replicas_that_read_alike_say_so(tokenizer: Tokenizer) -> None:
     assert first.start == second.start
 
 
+async def test_who_asks_for_the_head_only_does_not_wait_for_a_body(fake: FakeEngine) -> None:
+    async with serve(fake) as served:
+        assert (await served.client.head("/kv_events")).status_code == 200
+
+
 async def test_a_stream_does_not_keep_its_replica_from_draining(fake: FakeEngine) -> None:
     async with serve(fake) as served, served.client.stream("GET", "/kv_events") as answer:
         pieces = answer.aiter_bytes()
