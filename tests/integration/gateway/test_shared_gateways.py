@@ -61,7 +61,7 @@ async def test_hammering_three_gateways(
     accounts.set_limit("key", key.id, "concurrency", 40, actor=actor)
     engine = FakeEngine(tokenizer, lambda _: Script(list(TOKENS), finish="length"))
     headers = {"authorization": f"Bearer {plain}"}
-    _, viewer = accounts.create_key(shop.id, "ops", role="viewer", actor=actor)
+    _, viewer = accounts.create_key(shop.id, "ops", role="viewer", scope="gateway", actor=actor)
     operator = {"authorization": f"Bearer {viewer}"}
     statuses: list[int] = []
     with running_redis() as redis:
@@ -87,9 +87,12 @@ async def test_hammering_three_gateways(
                 for _ in range(3):
                     await asyncio.gather(*(ask(base, n) for n in range(15) for base in urls))
                 up = f"argosy_shared_limits_up {0.0 if killed else 1.0}"
-                for base in urls:
-                    while up not in (await client.get(f"{base}/metrics", headers=operator)).text:
-                        pass
+                async with asyncio.timeout(30):
+                    for base in urls:
+                        while (
+                            up not in (await client.get(f"{base}/metrics", headers=operator)).text
+                        ):
+                            pass
     spent = store.usage.spent("project", shop.id, 0.0)
     store.close()
     assert statuses.count(429) > 0
