@@ -16,7 +16,16 @@ SIZES = (1, 16, 64, 256)
 def step_times_us(sequences: int) -> list[float]:
     """Time of `schedule` plus `commit` for each of `STEPS` decode steps, in microseconds."""
     scheduler = Scheduler(
-        Limits(max_seqs=sequences, max_step_tokens=8192, block_size=16, num_blocks=100_000)
+        Limits(
+            max_seqs=sequences,
+            max_step_tokens=8192,
+            block_size=16,
+            num_blocks=100_000,
+            prefill_share=0.25,
+            watermark=0.01,
+            prefix_cache=True,
+            ridge_tokens=16,
+        )
     )
     params = SamplingParams(max_tokens=STEPS + 100)
     for number in range(sequences):

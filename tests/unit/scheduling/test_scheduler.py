@@ -75,7 +75,16 @@ class Rig:
 
 
 def limits(**changes: object) -> Limits:
-    base = {"max_seqs": 4, "max_step_tokens": 16, "block_size": 4, "num_blocks": 32}
+    base = {
+        "max_seqs": 4,
+        "max_step_tokens": 16,
+        "block_size": 4,
+        "num_blocks": 32,
+        "prefill_share": 0.5,
+        "watermark": 0.01,
+        "prefix_cache": True,
+        "ridge_tokens": 2,
+    }
     return Limits(**(base | changes))  # type: ignore[arg-type]
 
 

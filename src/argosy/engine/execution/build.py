@@ -38,6 +38,8 @@ class Built:
     fingerprint: str
     inflight: int
     """Steps under way while the next one is planned."""
+    ridge_tokens: int
+    """See `Device`."""
 
 
 def build(config: EngineConfig, progress: Callable[[str, float], None]) -> Built:
@@ -75,6 +77,7 @@ def build(config: EngineConfig, progress: Callable[[str, float], None]) -> Built
         load_s=time.monotonic() - begin,
         fingerprint=f"{state} {held}",
         inflight=device.inflight if config.inflight is None else config.inflight,
+        ridge_tokens=device.ridge_tokens,
         backend=f"{device.name} {held} {executor.attention_name}",
     )
 

@@ -6,18 +6,18 @@
 
 from __future__ import annotations
 
-from bisect import insort
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from argosy.engine.scheduling.admission import Batching, Continuous, OutputEstimate
+from argosy.engine.scheduling.admission import Batching, Continuous
+from argosy.engine.scheduling.first_tokens import FirstTokens
 from argosy.engine.scheduling.memory import Memory
-from argosy.engine.scheduling.plan import Admission, Plan, StepResult
+from argosy.engine.scheduling.plan import Plan, StepResult
 from argosy.engine.scheduling.queue import FairQueue
 from argosy.engine.scheduling.register import Register
+from argosy.engine.scheduling.running import Running
 from argosy.engine.scheduling.sequence import NEVER, Sequence
 from argosy.policy import TenantShares
 
@@ -25,9 +25,10 @@ if TYPE_CHECKING:
     from argosy.protocol import SamplingParams
 
 Finish = Literal["stop", "length", "timeout", "cancelled", "error"]
-_BY_ORDER = attrgetter("order")
 AGEING_TOKENS_PER_S = 256.0
 """A waiting prefill counts as this much shorter for each second since it arrived, so none starves."""
+TIER_TOKENS = 4096.0
+"""And as this much longer for each tier below the highest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +39,14 @@ class Limits:
     max_step_tokens: int
     block_size: int
     num_blocks: int
+    prefill_share: float
+    """Most of the step's tokens that prefills may take while decodes run."""
+    watermark: float
+    """Part of the blocks kept free for running sequences to grow into."""
+    prefix_cache: bool
+    ridge_tokens: int
+    """In a step of more tokens, computing takes longer than reading the weights."""
     host_blocks: int = 0
-    prefill_share: float = 0.5
-    watermark: float = 0.01
-    prefix_cache: bool = True
 
 
 class Progress(NamedTuple):
@@ -67,21 +72,25 @@ class Scheduler:
             block_size=limits.block_size,
             prefix_cache=limits.prefix_cache,
         )
-        self.estimate = OutputEstimate()
-        self.running: list[Sequence] = []
-        """Most important first."""
         self.queue = FairQueue()
-        self.preemptions = 0
-        self.step_tokens = limits.max_step_tokens
-        """The token budget in force; `shrink` lowers it."""
-        self._batching = batching or Continuous()
         self.requests = Register()
         """All that have not ended: running, waiting, held."""
-        self._rows = list(range(limits.max_seqs - 1, -1, -1))
+        self._running = Running(
+            max_seqs=limits.max_seqs,
+            watermark=limits.watermark,
+            batching=batching or Continuous(),
+            memory=self.memory,
+            queue=self.queue,
+            requests=self.requests,
+        )
+        self.running = self._running.sequences
+        """Most important first."""
+        self.estimate = self._running.estimate
+        self.step_tokens = limits.max_step_tokens
+        """The token budget in force; `shrink` lowers it."""
+        self._partial_prefills = (batching or Continuous()).partial_prefills
+        self._first_tokens = FirstTokens(limits.ridge_tokens)
         self._in_flight: deque[tuple[Plan, list[Sequence]]] = deque()
-        self._step = 0
-        """The last step planned."""
-        self._admissions = 0
 
     # -- requests come and go ---------------------------------------------------------------
 
@@ -144,6 +153,11 @@ class Scheduler:
         return len(self.requests) - len(self.running)
 
     @property
+    def preemptions(self) -> int:
+        """How often a running sequence was put back."""
+        return self._running.preemptions
+
+    @property
     def queued_tokens(self) -> int:
         """Prompt tokens that are still to be computed: of those who queue, and of running prefills."""
         left = (seq.length - seq.computed for seq in self.running)
@@ -153,19 +167,22 @@ class Scheduler:
 
     def schedule(self, now: float) -> Plan:
         """Plan a step: running decodes first, then running prefills, then the queue."""
-        plan = Plan(self._step + 1)
+        running = self._running
+        plan = Plan(running.step + 1)
         rows, starts = plan.rows, plan.starts
         seqs: list[Sequence] = []
         prefills: list[Sequence] = []
-        self._displace(now)
-        for seq in tuple(self.running):
+        most = 1 + int(self.step_tokens * self.limits.prefill_share)
+        running.displace(plan, now)
+        lowest = self._first_tokens.lowest_tier(self.running, most)
+        for seq in running.down_to(lowest):
             start, length = seq.computed, seq.length
             if length - start != 1:
                 prefills.append(seq)
                 continue
             if length >= seq.limit and length > len(seq.tokens):
                 continue  # its last token is being sampled by a step in flight
-            if start == seq.capacity and not self._grow(seq, plan):
+            if start == seq.capacity and not running.grow(seq, plan):
                 continue
             rows.append(seq.row)
             starts.append(start)
@@ -177,12 +194,12 @@ class Scheduler:
         plan.counts.extend([1] * decodes)
         plan.samples.extend([True] * decodes)
         budget = self.step_tokens - decodes
-        if decodes:
-            budget = min(budget, 1 + int(self.step_tokens * self.limits.prefill_share))
+        if decodes or lowest != NEVER:
+            budget = min(budget, most)
         prefills = [seq for seq in prefills if seq.row >= 0 and seq.length > seq.computed]
         backlog = sum(seq.length - seq.computed for seq in prefills)
-        while backlog < budget or len(prefills) < self._batching.partial_prefills:
-            admitted = self._admit(plan, now)
+        while backlog < budget or len(prefills) < self._partial_prefills:
+            admitted = running.admit(plan, now, lowest)
             if admitted is None:
                 break
             prefills.append(admitted)
@@ -190,7 +207,7 @@ class Scheduler:
         for seq in sorted(prefills, key=partial(_urgency, now=now)):
             budget -= self._prefill(seq, budget, plan, seqs)
         self._in_flight.append((plan, seqs))
-        self._step = plan.step
+        running.step = plan.step
         return plan
 
     def commit(self, result: StepResult) -> list[Progress]:
@@ -199,7 +216,7 @@ class Scheduler:
         step, tokens, samples, starts = plan.step, result.tokens, plan.samples, plan.starts
         for seq in self.memory.settle(step, result.corrupt):
             if seq.void < step:
-                self._preempt(seq)
+                self._running.preempt(seq)
         progress: list[Progress] = []
         for chunk, seq in enumerate(seqs):
             if step <= seq.void:
@@ -228,7 +245,7 @@ class Scheduler:
                     self.estimate.ended(seq.output_len, seq.params.max_tokens)
                     self._end(seq)
             progress.append(Progress(seq, chunk, token, finish))
-        self._wake()
+        self._running.wake()
         return progress
 
     def fail(self) -> list[Sequence]:
@@ -244,7 +261,7 @@ class Scheduler:
         for seq in ended:
             self._end(seq)
         for seq in tuple(self.running):
-            self._preempt(seq)
+            self._running.preempt(seq)
         for plan, _ in self._in_flight:
             self.memory.settle(plan.step, [])
         self._in_flight.clear()
@@ -258,18 +275,12 @@ class Scheduler:
         """Assert the invariants between steps. Raises AssertionError."""
         holders = self.running
         self.memory.check(holders)
-        rows = [seq.row for seq in holders]
-        assert sorted(rows + self._rows) == list(range(self.limits.max_seqs)), "a row leaked"
+        self._running.check()
         at_rest = [*self.queue, *self.requests.held]
         everyone = [*holders, *at_rest]
         assert len(everyone) == len(self.requests), "a request is in two places or in none"
         assert set(everyone) == set(self.requests), "a request was lost"
-        assert holders == sorted(holders, key=_BY_ORDER), "running sequences are out of order"
-        for seq in holders:
-            assert 0 <= seq.computed <= seq.capacity, "computed tokens without a block"
         assert all(not seq.blocks and seq.row < 0 for seq in at_rest), "blocks at rest"
-
-    # -- joining and leaving the batch ------------------------------------------------------
 
     def _prefill(self, seq: Sequence, budget: int, plan: Plan, seqs: list[Sequence]) -> int:
         """Give `seq` up to `budget` of its remaining tokens; returns how many."""
@@ -287,81 +298,6 @@ class Scheduler:
         seq.account.served += count * seq.prefill_price
         return count
 
-    def _grow(self, seq: Sequence, plan: Plan) -> bool:
-        """Give a running sequence its next block, taken from the least important one if need be."""
-        if seq.row < 0:
-            return False  # preempted a moment ago, for a more important one
-        while not self.memory.available:
-            victim = self.running[-1]
-            self._preempt(victim)
-            self.estimate.shortage()
-            if victim is seq:
-                return False
-        block = self.memory.take(plan)
-        plan.placed.append((seq.row, len(seq.blocks), block))
-        seq.blocks.append(block)
-        seq.capacity += self.limits.block_size
-        return True
-
-    def _displace(self, now: float) -> None:
-        """Make room for the head of the queue at the cost of lower tiers, if that is what it takes."""
-        head = self.queue.head()
-        if head is None or not self.running or self.running[-1].tier <= head.tier:
-            return
-        if self.memory.awaited(head) is not None:
-            return
-        lower = [seq for seq in self.running if seq.tier > head.tier]
-        gain = sum(len(seq.blocks) for seq in lower)
-        if not self._may_join(head, now) or self.memory.cost(head) > self.memory.available + gain:
-            return
-        while lower and not (self._rows and self._fits(head)):
-            self._preempt(lower.pop())
-
-    def _may_join(self, seq: Sequence, now: float) -> bool:
-        """Whether the batching mode, and the isolation of suspects, let it join now."""
-        if seq.suspect or (self.running and self.running[0].suspect):
-            return not self.running
-        return self._batching.open(
-            running=len(self.running),
-            generating=sum(other.prefilled for other in self.running),
-            waiting=len(self.queue),
-            waited_s=now - seq.arrival,
-        )
-
-    def _fits(self, seq: Sequence) -> bool:
-        """Whether there are blocks for it and for what running sequences will probably still need."""
-        spare = self.memory.available - self.memory.cost(seq)
-        if not self.running:
-            return spare >= 0
-        promised = seq.limit - seq.length + sum(s.limit - s.length for s in self.running)
-        growth = self.estimate.share * promised / self.limits.block_size
-        return spare >= growth + self.limits.watermark * self.limits.num_blocks
-
-    def _admit(self, plan: Plan, now: float) -> Sequence | None:
-        """Let the head of the queue join the batch; None when it cannot."""
-        while (seq := self.queue.head()) is not None:
-            if not self._rows or not self._may_join(seq, now):
-                return None
-            block = self.memory.awaited(seq)
-            if block is None:
-                break
-            self.queue.remove(seq)
-            self.requests.hold(seq, block)
-        if seq is None or not self._fits(seq):
-            return None
-        self.queue.remove(seq)
-        seq.row = self._rows.pop()
-        if seq.scheduled_at is None:
-            seq.scheduled_at = now
-            self._admissions += 1
-            seq.order = (seq.tier, self._admissions)
-        self.memory.place(seq, plan)
-        plan.admitted.append(
-            Admission(seq.row, list(seq.tokens), seq.prompt_len, seq.params, list(seq.blocks))
-        )
-        insort(self.running, seq, key=_BY_ORDER)
-        return seq
-
     def _prefilled(self, seq: Sequence) -> None:
         """Its first token since it joined: siblings may fork, and it is no suspect any more."""
         seq.prefilled = True
@@ -369,33 +305,10 @@ class Scheduler:
         for sibling in self.requests.release(seq):
             self.queue.push(sibling)
 
-    def _wake(self) -> None:
-        """Those who waited for a block that is there now, or will not come, queue up again."""
-        for block in self.memory.underway.settled():
-            for seq in self.requests.release(block):
-                self.queue.push(seq)
-
-    def _preempt(self, seq: Sequence) -> None:
-        """Finish and resubmit: it keeps its tokens and its place, and gives back all else."""
-        self._leave(seq)
-        seq.length = len(seq.tokens)
-        seq.void = self._step
-        seq.preemptions += 1
-        self.preemptions += 1
-        self.queue.push(seq)
-
-    def _leave(self, seq: Sequence) -> None:
-        self.running.remove(seq)
-        self._rows.append(seq.row)
-        seq.row = -1
-        seq.prefilled = False
-        self.memory.release(seq)
-        self._wake()
-
     def _end(self, seq: Sequence) -> None:
         """The request is over, wherever it was."""
         if seq.row >= 0:
-            self._leave(seq)
+            self._running.leave(seq)
         elif seq.awaits is None:
             self.queue.remove(seq)
         seq.void = NEVER
@@ -406,5 +319,6 @@ class Scheduler:
 
 
 def _urgency(seq: Sequence, now: float) -> float:
-    """Shortest remaining prefill first, each second of waiting making one seem shorter."""
-    return seq.length - seq.computed - AGEING_TOKENS_PER_S * (now - seq.arrival)
+    """Higher tiers first, then the shortest remaining prefill, each second of waiting making one seem shorter."""
+    lacking = seq.length - seq.computed + TIER_TOKENS * seq.tier
+    return lacking - AGEING_TOKENS_PER_S * (now - seq.arrival)

@@ -30,6 +30,8 @@ MARGIN_BYTES = 512 << 20
 """Kept beside the largest step: recorded decode steps have a pool of their own."""
 WARM_SIZES = (1, 2, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 512, 1024)
 """Every tile of the kernels, with token counts that are and are not multiples of 16, which they are compiled for."""
+RIDGE_TOKENS = 256
+"""Hopper computes 206 (H200) to 295 (H100) multiplications in bfloat16 while it reads one weight."""
 LEAST_CAPABILITY = (8, 0)
 """Ampere: the first with bfloat16 in its matrix unit."""
 FLOAT8_CAPABILITY = (8, 9)
@@ -105,6 +107,11 @@ class GpuDevice:
     def inflight(self) -> int:
         """See `Device`."""
         return 1
+
+    @property
+    def ridge_tokens(self) -> int:
+        """See `Device`."""
+        return RIDGE_TOKENS
 
     @property
     def recorder(self) -> Recorder | None:

@@ -78,6 +78,7 @@ class EngineCore:
                 prefill_share=config.prefill_share,
                 watermark=config.watermark,
                 prefix_cache=config.prefix_cache,
+                ridge_tokens=built.ridge_tokens,
             ),
             _batching(config),
         )
