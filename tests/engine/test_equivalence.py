@@ -129,6 +129,26 @@ def test_preemption_in_a_tiny_pool(dtype: str, depth: int) -> None:
     assert core.scheduler.preemptions > 0
 
 
+def test_lower_tiers_that_stand_back(depth: int) -> None:
+    """A premium request comes while others decode: its first token has a step of its own."""
+    premium, *others = requests()
+    core = core_of(BUNDLED, inflight=depth, dtype="bfloat16")
+    answers = {request.id: Answer() for request in requests()}
+    stood_back = False
+    for request in others:
+        core.add(request)
+    for step in range(100):
+        if step == 3:
+            core.add(msgspec.structs.replace(premium, tier=0))
+        outputs = core.step()
+        for delta in outputs.deltas:
+            answers[delta.id].take(delta)
+        several = outputs.stats.running > 2
+        stood_back |= several and [delta.id for delta in outputs.deltas] == [premium.id]
+    assert stood_back
+    same(answers)
+
+
 def test_host_tier(depth: int) -> None:
     core = core_of(
         BUNDLED, inflight=depth, dtype="bfloat16", num_blocks=11, max_seqs=3, host_kv_bytes=1 << 24

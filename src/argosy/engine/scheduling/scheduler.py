@@ -45,7 +45,7 @@ class Limits:
     """Part of the blocks kept free for running sequences to grow into."""
     prefix_cache: bool
     ridge_tokens: int
-    """In a step of more tokens, computing takes longer than reading the weights."""
+    """Computing so many takes as long as reading the weights."""
     host_blocks: int = 0
 
 
@@ -64,6 +64,7 @@ class Scheduler:
     """Decides, step by step. Pure: the time is an argument, equal calls give equal plans."""
 
     def __init__(self, limits: Limits, batching: Batching | None = None) -> None:
+        batching = batching or Continuous()
         self.limits = limits
         self.shares = TenantShares()
         self.memory = Memory(
@@ -78,7 +79,7 @@ class Scheduler:
         self._running = Running(
             max_seqs=limits.max_seqs,
             watermark=limits.watermark,
-            batching=batching or Continuous(),
+            batching=batching,
             memory=self.memory,
             queue=self.queue,
             requests=self.requests,
@@ -88,7 +89,7 @@ class Scheduler:
         self.estimate = self._running.estimate
         self.step_tokens = limits.max_step_tokens
         """The token budget in force; `shrink` lowers it."""
-        self._partial_prefills = (batching or Continuous()).partial_prefills
+        self._partial_prefills = batching.partial_prefills
         self._first_tokens = FirstTokens(limits.ridge_tokens)
         self._in_flight: deque[tuple[Plan, list[Sequence]]] = deque()
 
