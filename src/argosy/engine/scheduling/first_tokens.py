@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from argosy.engine.scheduling.sequence import NEVER
 from argosy.policy import OUTPUT_PRICE
@@ -28,6 +28,14 @@ MUCH = 0.25
 _tier = attrgetter("tier")
 
 
+class Newcomer(NamedTuple):
+    """Of a sequence that can join in this step, while somebody of a lower tier runs."""
+
+    tier: int
+    tokens: int
+    """That have to be computed for its first one."""
+
+
 class FirstTokens:
     """Which tiers take part in each step. Pure: equal calls give equal answers."""
 
@@ -37,34 +45,39 @@ class FirstTokens:
         self._saved = BURST * EACH
         """Steps made, less `EACH` for each in which somebody stood back."""
 
-    def lowest_tier(self, running: list[Sequence], most: int) -> int:
+    def lowest_tier(self, running: list[Sequence], newcomer: Newcomer | None, most: int) -> int:
         """The lowest tier that takes part in the next step; NEVER: all do.
 
         `running` is sorted by tier; a step has at most `most` tokens of prefills.
         """
         self._saved = min(self._saved + 1, BURST * EACH)
-        if not running or running[0].tier == running[-1].tier or self._saved < EACH:
+        if self._saved < EACH:
             return NEVER
         tier = _due(running)
-        if tier is None:
+        tokens = 0
+        if newcomer is not None and newcomer.tier <= tier:
+            tier, tokens = newcomer
+        if tier == NEVER:
             return NEVER
         cut = bisect_right(running, tier, key=_tier)
-        due, added = _work(running[:cut], most), _work(running[cut:], most)
-        if added <= max(self._ridge_tokens, MUCH * due):
+        due = _work(running[:cut], most) + min(tokens, most)
+        if _work(running[cut:], most) <= max(self._ridge_tokens, MUCH * due):
             return NEVER
         self._saved -= EACH
         return tier
 
 
-def _due(running: list[Sequence]) -> int | None:
-    """The highest tier but the lowest that has a first token due: one that no step in flight computes."""
+def _due(running: list[Sequence]) -> int:
+    """The highest tier with a first token that no step computes yet; NEVER when nobody is of a lower one."""
+    if not running or running[0].tier == running[-1].tier:
+        return NEVER
     last = running[-1].tier
     for seq in running:
         if seq.tier == last:
             break
         if not seq.prefilled and seq.computed < len(seq.tokens):
             return seq.tier
-    return None
+    return NEVER
 
 
 def _work(seqs: list[Sequence], most: int) -> float:

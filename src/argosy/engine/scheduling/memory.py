@@ -80,6 +80,12 @@ class Memory:
             shared += block is not None and not self.pool.is_cached(block)
         return total - shared
 
+    def lacking(self, seq: Sequence) -> int:
+        """How many tokens `place` would leave to be computed for this waiting sequence."""
+        if self._fork_source(seq) is not None:
+            return seq.length - _forkable(seq)
+        return seq.length - self._hits(seq) * self.block_size
+
     def place(self, seq: Sequence, plan: Plan) -> None:
         """Give a waiting sequence blocks for all its tokens; `computed` is set to what was found."""
         size = self.block_size

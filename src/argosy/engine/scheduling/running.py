@@ -7,6 +7,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from argosy.engine.scheduling.admission import Batching, OutputEstimate
+from argosy.engine.scheduling.first_tokens import Newcomer
 from argosy.engine.scheduling.plan import Admission, Plan
 from argosy.engine.scheduling.sequence import NEVER, Sequence
 
@@ -53,20 +54,23 @@ class Running:
             return tuple(self.sequences)
         return tuple(self.sequences[: bisect_right(self.sequences, tier, key=_tier)])
 
-    def displace(self, plan: Plan, now: float) -> None:
-        """Let the head of the queue join at the cost of lower tiers, if that is what it takes."""
+    def displace(self, now: float) -> Newcomer | None:
+        """Make room for the head of the queue at the cost of lower tiers, if that is what it takes.
+
+        Returns it when there is room now, and somebody of a lower tier runs.
+        """
         head = self._queue.head()
         if head is None or not self.sequences or self.sequences[-1].tier <= head.tier:
-            return
+            return None
         if self._memory.awaited(head) is not None:
-            return
+            return None
         lower = [seq for seq in self.sequences if seq.tier > head.tier]
         gain = sum(len(seq.blocks) for seq in lower)
         if not self._may_join(head, now) or self._memory.cost(head) > self._memory.available + gain:
-            return
-        while lower and not (self._rows and self._fits(head)):
+            return None
+        while not (room := bool(self._rows) and self._fits(head)) and lower:
             self.preempt(lower.pop())
-        self.admit(plan, now, head.tier)
+        return Newcomer(head.tier, self._memory.lacking(head)) if room and lower else None
 
     def admit(self, plan: Plan, now: float, lowest: int) -> Sequence | None:
         """Let the head of the queue join, if it is of tier `lowest` or above; None when it cannot."""

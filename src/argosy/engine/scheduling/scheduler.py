@@ -174,8 +174,8 @@ class Scheduler:
         seqs: list[Sequence] = []
         prefills: list[Sequence] = []
         most = 1 + int(self.step_tokens * self.limits.prefill_share)
-        running.displace(plan, now)
-        lowest = self._first_tokens.lowest_tier(self.running, most)
+        newcomer = running.displace(now)
+        lowest = self._first_tokens.lowest_tier(self.running, newcomer, most)
         for seq in running.down_to(lowest):
             start, length = seq.computed, seq.length
             if length - start != 1:
