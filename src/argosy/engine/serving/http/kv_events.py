@@ -37,7 +37,9 @@ class KvEvents:
             watch = exchange.on_disconnect(reader.end)
             try:
                 await exchange.start_stream()
-                while not reader.over and exchange.method != "HEAD":  # which gets no body to wait for
+                while (
+                    not reader.over and exchange.method != "HEAD"
+                ):  # which gets no body to wait for
                     news = await reader.news(self._replica.config.keep_alive_s)
                     if news is None:
                         await exchange.write(KEEP_ALIVE)
