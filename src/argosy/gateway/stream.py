@@ -73,7 +73,10 @@ class ClientStream:
         self._attempt: Attempt | None = None
         self._replica: Replica | None = None
         self._reader: StreamReader | None = None
+        self._moved_at = 0.0
+        """When the answer last got on. A comment says that a server lives, not that it gets on."""
         self._shown_at = 0.0
+        """When the client was last given a comment."""
 
     def feed_from(self, attempt: Attempt, replica: Replica, reader: StreamReader) -> None:
         """Pass on what `reader` makes of what `attempt` gives; `out` must have begun."""
@@ -81,6 +84,7 @@ class ClientStream:
         self._replica = replica
         self._before = self._told
         self._first_at = None
+        self._moved_at = attempt.last
         self._reader = reader
         if self._full:
             attempt.pause()
@@ -137,6 +141,7 @@ class ClientStream:
     def tend(self, now: float, limits: StreamLimits) -> None:
         """Called each second: end what has stalled, and show the client that somebody is there."""
         if self._full:
+            self._moved_at = now  # it may not
             self._full_since = self._full_since or now
             if now - self._full_since > limits.slow_reader_s:
                 self._journey.exchange.cut()
@@ -144,11 +149,12 @@ class ClientStream:
         if attempt is None:
             return
         self.settle()
-        quiet = now - max(attempt.last, self._shown_at)
+        if self._full:
+            return
         patience = limits.first_token_s if self._first_at is None else limits.between_tokens_s
-        if not self._full and now - attempt.last > patience:
+        if now - self._moved_at > patience:
             attempt.abandon(f"nothing came for {patience:g} s")
-        elif quiet > limits.keep_alive_s and not self._full:
+        elif now - max(self._moved_at, self._shown_at) > limits.keep_alive_s:
             self._shown_at = now
             self._out.keep_alive()
 
@@ -158,6 +164,10 @@ class ClientStream:
             return
         data = reader.feed(body)
         if data and not self.gone:
+            if data.startswith(b":"):
+                self._shown_at = attempt.last
+            else:
+                self._moved_at = attempt.last
             self._out.push(data)
         told = self._delivered.output_tokens
         if told != self._told:

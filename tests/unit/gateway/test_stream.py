@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,11 +17,11 @@ from argosy.gateway.ask import read
 from argosy.gateway.attempt import Attempt
 from argosy.gateway.caller import ANYONE
 from argosy.gateway.dialects import Carrier
-from argosy.gateway.journal import JournalReader
+from argosy.gateway.journal import Delivered, JournalReader
 from argosy.gateway.journey import CHAT, Journey
 from argosy.gateway.replicas import Pool, Replica
 from argosy.gateway.stream import ClientStream
-from argosy.gateway.upstream import Upstream
+from argosy.gateway.upstream import Upstream, UpstreamError
 from argosy.policy import LeastCost
 from argosy.protocol import EventParser, parse_endpoint
 from argosy.web import Exchange
@@ -44,6 +46,9 @@ class Told:
     async def end(self) -> None: ...
 
 
+T = TypeVar("T", bound=Told)
+
+
 def written(lengths: list[int]) -> bytes:
     """A replica's stream of as many choices, by turns, each token an event that names it."""
     stream = b": argosy prompt 7 3\n\n"
@@ -59,45 +64,63 @@ def written(lengths: list[int]) -> bytes:
     return stream + b"data: [DONE]\n\n"
 
 
-def streamed(lengths: list[int], most: int, pieces: list[bytes]) -> tuple[Journey, Told, list[int]]:
-    """Feed the pieces to a stream that ends after `most` tokens; also what was counted."""
-    body = {"model": "m", "messages": [], "stream": True, "n": len(lengths)}
+class Limit:
+    """A visit that ends the answer after `most` tokens, and keeps what was counted."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.counts = [0]
+        self.delivered = Delivered()
+
+    def counted(self, now: float) -> str | None:
+        del now
+        self.counts.append(self.delivered.output_tokens)
+        return "limit" if self.counts[-1] >= self.most else None
+
+    def leave(self) -> None: ...
+
+
+def feeding(
+    told: T, clock: Callable[[], float], choices: int = 1, limit: Limit | None = None
+) -> tuple[T, Journey, ClientStream, Attempt]:
+    """A stream that an attempt feeds."""
+    body = {"model": "m", "messages": [], "stream": True, "n": choices}
     ask = read(json.dumps(body).encode(), "messages")
     replica = Replica("r", "argosy", "m", Upstream(parse_endpoint("http://r")))
     pool = Pool("m", [replica], LeastCost())
     exchange = cast("Exchange", None)  # nobody is cut off
     journey = Journey(exchange, ask, CHAT, pool, b"chatcmpl-1 5", ANYONE)
-    told, counts = Told(), [0]
+    if limit is not None:
+        limit.delivered = journey.delivered
+    stream = ClientStream(
+        journey,
+        told,
+        Carrier(ask, CHAT.path, journey.delivered),
+        visits=[] if limit is None else [limit],
+        charge=lambda _: None,
+        leave=lambda: None,
+    )
+    picked = pool.pick(ask, "", (), 0.0)
+    assert picked is not None
+    journey.goes_to(picked, 0.0)
+    attempt = Attempt(clock)
+    stream.feed_from(attempt, replica, JournalReader(journey.delivered))
+    return told, journey, stream, attempt
 
-    class Limit:
-        def counted(self, now: float) -> str | None:
-            del now
-            counts.append(journey.delivered.output_tokens)
-            return "limit" if counts[-1] >= most else None
 
-        def leave(self) -> None: ...
+def streamed(lengths: list[int], most: int, pieces: list[bytes]) -> tuple[Journey, Told, list[int]]:
+    """Feed the pieces to a stream that ends after `most` tokens; also what was counted."""
 
-    async def feed() -> None:
-        stream = ClientStream(
-            journey,
-            told,
-            Carrier(ask, CHAT.path, journey.delivered),
-            visits=[Limit()],
-            charge=lambda _: None,
-            leave=lambda: None,
-        )
-        picked = pool.pick(ask, "", (), 0.0)
-        assert picked is not None
-        journey.goes_to(picked, 0.0)
-        attempt = Attempt(lambda: 0.0)
-        stream.feed_from(attempt, replica, JournalReader(journey.delivered))
+    async def feed() -> tuple[Journey, Told, list[int]]:
+        limit = Limit(most)
+        told, journey, stream, attempt = feeding(Told(), lambda: 0.0, len(lengths), limit)
         for piece in pieces:
             attempt.on_body(piece)
         if stream.stopped is None:
             stream.finish()
+        return journey, told, limit.counts
 
-    asyncio.run(feed())
-    return journey, told, counts
+    return asyncio.run(feed())
 
 
 @given(
@@ -132,3 +155,42 @@ def test_what_is_told_is_what_is_counted_wherever_a_limit_ends_it(
     stopped = "limit" in finishes.values()
     assert stopped == (delivered.output_tokens < sum(lengths))
     assert all(count < most for count in counts[:-1])
+
+
+@dataclass(frozen=True)
+class Patience:
+    first_token_s: float = 60.0
+    between_tokens_s: float = 20.0
+    keep_alive_s: float = 15.0
+    slow_reader_s: float = 30.0
+
+
+@dataclass
+class Shown(Told):
+    """It counts how often the client was shown that somebody is there."""
+
+    shown: int = 0
+
+    def keep_alive(self) -> None:
+        self.shown += 1
+
+
+async def test_a_replica_that_only_says_that_it_is_there_stalls() -> None:
+    """And the client, who is not given its comments, is shown that somebody is there."""
+    now = 0.0
+    told, journey, stream, attempt = feeding(Shown(), lambda: now)
+    attempt.on_body(b": argosy prompt 7 3\n\n")
+    shown = []
+    for second in range(1, 61):
+        now = float(second)
+        if second % 10 == 0:
+            attempt.on_body(b": keep-alive\n\n")
+        stream.tend(now, Patience())
+        shown.append(told.shown)
+    assert [shown[second - 1] for second in (15, 16, 31, 32, 47, 48)] == [0, 1, 1, 2, 2, 3]
+    assert not attempt.end.done()
+    now = 61.0
+    stream.tend(now, Patience())
+    with pytest.raises(UpstreamError, match="nothing came for 60 s"):
+        await attempt.end
+    assert journey.delivered.output_tokens == 0
