@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from argosy.store import Role, RoleScope
 
@@ -10,8 +10,7 @@ TIERS = ("premium", "standard", "free")
 """By rank: 0 is served first."""
 
 
-@dataclass(frozen=True, slots=True)
-class Caller:
+class Caller(msgspec.Struct, frozen=True, array_like=True):
     """Ids as in the store; empty ones where nobody had to say who they are."""
 
     organisation: str = ""

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from argosy.gateway.caller import ANYONE, Caller
 from argosy.policy import Cost
 
 MOST_CANDIDATES = 16
@@ -28,7 +29,7 @@ class ExplainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     seconds: float = 3600.0
 
 
-class Try(msgspec.Struct, gc=False):
+class Try(msgspec.Struct, gc=False, array_like=True):
     """One attempt at one replica."""
 
     replica: str
@@ -48,7 +49,7 @@ class Try(msgspec.Struct, gc=False):
     """The replica before was asked still, and silent."""
 
 
-class Trace(msgspec.Struct, gc=False):
+class Trace(msgspec.Struct, gc=False, array_like=True):
     """One request. Every step writes its own part."""
 
     id: str = ""
@@ -57,11 +58,7 @@ class Trace(msgspec.Struct, gc=False):
     model: str = ""
     path: str = ""
     stream: bool = False
-    organisation: str = ""
-    project: str = ""
-    key: str = ""
-    user: str = ""
-    tier: int = 1
+    caller: Caller = ANYONE
     started_at: float = 0.0
     """Seconds since the epoch."""
     arrived: float = 0.0
@@ -113,11 +110,11 @@ class Trace(msgspec.Struct, gc=False):
             "path": self.path,
             "stream": self.stream,
             "caller": {
-                "organisation": self.organisation,
-                "project": self.project,
-                "key": self.key,
-                "user": self.user,
-                "tier": self.tier,
+                "organisation": self.caller.organisation,
+                "project": self.caller.project,
+                "key": self.caller.key,
+                "user": self.caller.user,
+                "tier": self.caller.tier,
             },
             "started_at": self.started_at,
             "ms": {

@@ -113,7 +113,8 @@ class Front:
 
     async def _answer(self, exchange: Exchange, route: Route | None) -> None:
         try:
-            await self._handle(exchange, route)
+            handler, caller = self._let_in(exchange, route)
+            await handler(exchange, caller)
         except ApiError as error:
             exchange.failure = error.code
             await self._refuse(exchange, error)
@@ -127,7 +128,8 @@ class Front:
             message = "An internal error. Report it with the request id."
             await self._refuse(exchange, ApiError(500, "internal_error", message))
 
-    async def _handle(self, exchange: Exchange, route: Route | None) -> None:
+    def _let_in(self, exchange: Exchange, route: Route | None) -> tuple[Handler, Caller]:
+        """Who answers, and for whom. Raises ApiError when nobody does, or not for them."""
         if route is None:
             raise ApiError(404, "not_found", f"There is nothing at {exchange.path[:200]!r}.")
         caller = ANYONE if route.open else self._identify(exchange)
@@ -135,7 +137,7 @@ class Front:
         if route.method not in {ANY, method}:
             message = f"{exchange.path[:200]} takes {route.method}, not {exchange.method[:20]}."
             raise ApiError(405, "method_not_allowed", f"{message} Use {route.method}.")
-        await route.handler(exchange, caller)
+        return route.handler, caller
 
     async def _refuse(self, exchange: Exchange, error: ApiError) -> None:
         """Answer with `error`; when the answer has begun already, cutting it off is all there is."""

@@ -23,21 +23,24 @@ def request_headers(
         headers.append((b"traceparent", trace))
     if replica.kind != "argosy":
         return headers
-    headers += [
-        (b"x-argosy-answer", journey.identity),
-        (b"x-argosy-tier", b"%d" % caller.tier),
-        (b"x-argosy-weight", b"%g" % caller.weight),
-    ]
-    if caller.project:
-        headers.append((b"x-argosy-tenant", _value(caller.project)))
-    if caller.domain:
-        headers.append((b"x-argosy-domain", _value(caller.domain)))
+    headers.append((b"x-argosy-answer", journey.identity))
+    headers += _of(caller.tier, caller.weight, caller.project, caller.domain)
     if journaled:
         headers.append((b"x-argosy-journal", b"1"))
     return headers
 
 
 @lru_cache(maxsize=4096)
+def _of(tier: int, weight: float, project: str, domain: str) -> tuple[tuple[bytes, bytes], ...]:
+    """What all requests of a caller are told."""
+    headers = [(b"x-argosy-tier", b"%d" % tier), (b"x-argosy-weight", b"%g" % weight)]
+    if project:
+        headers.append((b"x-argosy-tenant", _value(project)))
+    if domain:
+        headers.append((b"x-argosy-domain", _value(domain)))
+    return tuple(headers)
+
+
 def _value(text: str) -> bytes:
     """As a header can carry it, different texts staying different."""
     return quote(text, safe=_SAFE).encode()

@@ -22,17 +22,13 @@ class Recorder:
 
     async def enter(self, journey: Journey) -> Recording:
         """See `Stage`."""
-        trace, caller = journey.trace, journey.caller
+        trace = journey.trace
         trace.id = journey.id
         trace.request = journey.exchange.request_id
         trace.model = journey.pool.model
         trace.path = journey.exchange.path
         trace.stream = journey.ask.stream
-        trace.organisation = caller.organisation
-        trace.project = caller.project
-        trace.key = caller.key
-        trace.user = caller.user
-        trace.tier = caller.tier
+        trace.caller = journey.caller
         trace.started_at = journey.started_at
         trace.rule = journey.pool.rule
         journey.headers.append((b"x-argosy-request", trace.id.encode()))
@@ -91,7 +87,7 @@ class Recording:
     def _measure(self, now: float) -> None:
         metrics, trace, journey = self._stage.metrics, self._trace, self._journey
         delivered = journey.delivered
-        model, tenant = trace.model, journey.caller.project
+        model, tenant = trace.model, trace.caller.project
         metrics.ended(model, tenant, trace.status, now - trace.arrived)
         if trace.error:
             metrics.refused(model, trace.error)

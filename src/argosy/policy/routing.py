@@ -69,7 +69,7 @@ class RouteRequest(msgspec.Struct, frozen=True):
     """Replica -> prompt tokens that it probably has cached."""
 
 
-class Cost(msgspec.Struct, frozen=True, gc=False):
+class Cost(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """The terms of one candidate, in seconds, for the explanation."""
 
     replica: str

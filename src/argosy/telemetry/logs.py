@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import re
@@ -17,6 +18,8 @@ import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
 LogFormat = Literal["json", "console"]
+TOGETHER_S = 0.05
+"""Lines that tell of nothing wrong wait so long for others, at most."""
 
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}.*")
 _context: ContextVar[dict[str, str] | None] = ContextVar("argosy_request", default=None)
@@ -82,15 +85,33 @@ class _StandardError:
 
     def __init__(self, name: str = "") -> None:
         self.name = name
+        self._flushes_at = 0.0
+        """When lines that were not written at once are, on the monotonic clock."""
 
     def msg(self, line: bytes) -> None:
-        """Write one line."""
+        """Write one line at once."""
         with contextlib.suppress(OSError, ValueError, AttributeError):
-            stream = sys.stderr.buffer
-            stream.write(line + b"\n")
-            stream.flush()
+            sys.stderr.buffer.write(line + b"\n")
+        self._flush()
 
-    debug = info = warning = error = critical = exception = msg
+    def info(self, line: bytes) -> None:
+        """Write one line; under an event loop, together with others: each write of its own is a system call."""
+        now = time.monotonic()
+        if now >= self._flushes_at:
+            try:
+                asyncio.get_running_loop().call_later(TOGETHER_S, self._flush)
+            except RuntimeError:  # there is none
+                self.msg(line)
+                return
+            self._flushes_at = now + TOGETHER_S
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            sys.stderr.buffer.write(line + b"\n")
+
+    debug = warning = error = critical = exception = msg
+
+    def _flush(self) -> None:
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            sys.stderr.buffer.flush()
 
 
 def configure_logs(log_format: LogFormat, level: str = "info", replica: str = "") -> None:

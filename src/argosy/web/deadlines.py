@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
@@ -24,23 +25,21 @@ class Deadlines(Generic[T]):
 
     def add(self, thing: T) -> None:
         """It is due in `seconds` from now; earlier deadlines of it are void."""
-        loop = asyncio.get_running_loop()
         self._due.pop(thing, None)
-        self._due[thing] = loop.time() + self._seconds
+        self._due[thing] = time.monotonic() + self._seconds
         if self._timer is None:
-            self._timer = loop.call_later(self._seconds, self._ring)
+            self._timer = asyncio.get_running_loop().call_later(self._seconds, self._ring)
 
     def remove(self, thing: T) -> None:
         """It need not be waited for."""
         self._due.pop(thing, None)
 
     def _ring(self) -> None:
-        loop = asyncio.get_running_loop()
-        now, self._timer = loop.time(), None
+        now, self._timer = time.monotonic(), None
         while self._due:
             thing, due = next(iter(self._due.items()))
             if due > now:
-                self._timer = loop.call_at(due, self._ring)
+                self._timer = asyncio.get_running_loop().call_later(due - now, self._ring)
                 return
             del self._due[thing]
             self._expired(thing)

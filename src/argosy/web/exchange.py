@@ -116,8 +116,6 @@ class Exchange:
         self.query: bytes = scope.get("query_string", b"")
         """What came after the path's `?`."""
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
-        self.peer = _peer(scope)
-        """Address of the other end; "unix" over a Unix socket; empty when nobody can tell any more."""
         self.request_id = self._find_request_id()
         self.extra: list[tuple[bytes, bytes]] = []
         """Headers of the answer, whatever it will be."""
@@ -130,10 +128,19 @@ class Exchange:
         self.failure: str | None = None
         """Code of the error that it ended with."""
 
+    @property
+    def peer(self) -> str:
+        """Address of the other end; "unix" over a Unix socket; empty when nobody can tell any more."""
+        client, server = self._scope.get("client"), self._scope.get("server")
+        if client is not None:
+            return str(client[0])
+        return "unix" if server is not None and server[1] is None else ""
+
     def _find_request_id(self) -> str:
-        given = self.header(b"x-request-id")
-        if given and _REQUEST_ID.fullmatch(given):
-            return given
+        if b"x-request-id" in self.headers:
+            given = self.header(b"x-request-id")
+            if _REQUEST_ID.fullmatch(given):
+                return given
         return f"req_{random.getrandbits(128):032x}"
 
     def header(self, name: bytes) -> str:
@@ -189,7 +196,8 @@ class Exchange:
         """Send a whole answer."""
         length = b"%d" % len(body)
         headers = [(b"content-type", content_type), (b"content-length", length), *extra]
-        await self._room()
+        if self._wire.full:
+            await self._room()
         self._wire.answer(status, self._headed(status, headers), body)
         self.complete = True
 
@@ -212,12 +220,14 @@ class Exchange:
             (b"x-accel-buffering", b"no"),
             *extra,
         ]
-        await self._room()
+        if self._wire.full:
+            await self._room()
         self._wire.begin(200, self._headed(200, headers))
 
     async def write(self, data: bytes) -> None:
         """Send a part of a stream, waiting while the client is behind."""
-        await self._room()
+        if self._wire.full:
+            await self._room()
         self._wire.push(data)
 
     def watch(self, watcher: Watcher | None) -> None:
@@ -226,7 +236,8 @@ class Exchange:
 
     async def end_stream(self) -> None:
         """End it."""
-        await self._room()
+        if self._wire.full:
+            await self._room()
         self._wire.end()
         self.complete = True
 
@@ -261,8 +272,6 @@ class Exchange:
 
     async def _room(self) -> None:
         """Wait while the client is behind; when it takes nothing, cut it and raise SlowReaderError."""
-        if not self._wire.full:
-            return
         try:
             async with asyncio.timeout(self._limits.slow_reader_timeout_s):
                 await self._wire.room()
@@ -291,13 +300,6 @@ class Leaving:
     def on_gone(self) -> None:
         """See `Watcher`."""
         self._gone()
-
-
-def _peer(scope: Scope) -> str:
-    client, server = scope.get("client"), scope.get("server")
-    if client is not None:
-        return str(client[0])
-    return "unix" if server is not None and server[1] is None else ""
 
 
 def _too_large(limit: int) -> ApiError:

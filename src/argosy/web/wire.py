@@ -238,7 +238,7 @@ class RequestWire:
         every = [*self._connection.fixed_headers, *headers]
         if not self.keep_alive:
             every.append((b"connection", b"close"))
-        lines = b"\r\n".join([b"%b: %b" % header for header in every])
+        lines = b"\r\n".join(map(b": ".join, every))
         if lines.count(b"\n") >= len(every) or lines.count(b"\r") >= len(every):
             raise ValueError("a header holds a line break")
         return (_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status) + lines + b"\r\n\r\n"
