@@ -6,7 +6,6 @@ An answer that is gathered survives its replica as a stream does, and can be end
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, Protocol
 
@@ -20,6 +19,7 @@ from argosy.web import Exchange
 KEEP_ALIVE = comment(b"keep-alive")
 _DONE = b"[DONE]"
 _encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 def usage(delivered: Delivered) -> Usage:
@@ -82,11 +82,10 @@ class Streamed:
         await self._exchange.end_stream()
 
 
-@dataclass(slots=True)
-class _Choice:
+class _Choice(msgspec.Struct):
     """One choice, as far as its chunks have told it."""
 
-    text: list[str] = field(default_factory=list)
+    text: list[str] = []
     logprobs: dict[str, Any] | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
@@ -132,7 +131,7 @@ class Gathered:
             if told == _DONE:
                 continue
             try:
-                chunk = msgspec.json.decode(told, type=dict[str, Any])
+                chunk = _decode(told)
             except msgspec.DecodeError as error:
                 raise ValueError(str(error)) from error
             self._identity = chunk

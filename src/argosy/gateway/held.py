@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import msgspec
+
 from argosy.gateway.ask import DEFAULT_OUTPUT
 from argosy.gateway.journey import Journey
 from argosy.gateway.limit_words import Headers
@@ -43,8 +45,7 @@ class Unsure:
         return False
 
 
-@dataclass(slots=True, eq=False)
-class Held:
+class Held(msgspec.Struct, eq=False):
     """A `Visit`."""
 
     state: SharedState
