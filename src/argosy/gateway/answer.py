@@ -6,7 +6,6 @@ An answer that is gathered survives its replica as a stream does, and can be end
 from __future__ import annotations
 
 from collections import defaultdict
-from operator import itemgetter
 from typing import Any, Protocol
 
 import msgspec
@@ -157,7 +156,7 @@ class Gathered:
             "object": self._journey.api.whole,
             "created": identity["created"],
             "model": identity["model"],
-            "choices": [write(*told) for told in sorted(self._choices.items(), key=itemgetter(0))],
+            "choices": [write(index, self._choices[index]) for index in sorted(self._choices)],
             "usage": usage(self._journey.delivered),
         }
         if self._prompt_ids is not None:

@@ -87,7 +87,8 @@ class Held(msgspec.Struct, eq=False):
         """Hold more, for a while ahead if there is room; the finish reason where there is none."""
         told, now = self.journey.delivered, self.clock()
         prompt, output = told.prompt_tokens or self.prompt, told.output_tokens
-        for enough in (output + STEP, output):
+        ahead = self.output if output <= self.output else output + STEP
+        for enough in (ahead, output):
             use = use_of(self.rates, prompt, told.cached_tokens, enough)
             if self.reservation.extend(use, now) is None:
                 self.prompt, self.output = prompt, enough
