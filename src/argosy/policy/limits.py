@@ -161,21 +161,19 @@ def reserve(
     A limit smaller than what is likely, but not than what is needed at least, is asked for as a whole.
     """
     refusals: list[Refusal] = []
-    asked = []
+    holds = []
     for meter in meters:
-        units, limit = likely[meter.index], meter.counter.limit
-        if units > limit:
-            units = max(limit, least[meter.index])
-        asked.append(units)
-        if units > meter.counter.room(now):
+        units, counter = likely[meter.index], meter.counter
+        if units > counter.limit:
+            units = max(counter.limit, least[meter.index])
+        if units > counter.room(now):
             refusals.append(_refusal(meter, units, now))
+        holds.append(Hold(meter, counter.used, units, []))
     if refusals:
         return refusals
-    holds = []
-    for meter, units in zip(meters, asked, strict=True):
-        counter = meter.counter
-        before = counter.used
-        holds.append(Hold(meter, before, units, [(counter.add(units, now), units)]))
+    for hold in holds:
+        slot = hold.meter.counter.add(hold.units, now)
+        hold.parts.append((slot, hold.units))
     return Reservation(holds)
 
 
