@@ -6,8 +6,6 @@ An answer that is gathered survives its replica as a stream does, and can be end
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
-from operator import itemgetter
 from typing import Any, Protocol
 
 import msgspec
@@ -20,6 +18,7 @@ from argosy.web import Exchange
 KEEP_ALIVE = comment(b"keep-alive")
 _DONE = b"[DONE]"
 _encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 def usage(delivered: Delivered) -> Usage:
@@ -82,11 +81,10 @@ class Streamed:
         await self._exchange.end_stream()
 
 
-@dataclass(slots=True)
-class _Choice:
+class _Choice(msgspec.Struct):
     """One choice, as far as its chunks have told it."""
 
-    text: list[str] = field(default_factory=list)
+    text: list[str] = []
     logprobs: dict[str, Any] | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
@@ -132,7 +130,7 @@ class Gathered:
             if told == _DONE:
                 continue
             try:
-                chunk = msgspec.json.decode(told, type=dict[str, Any])
+                chunk = _decode(told)
             except msgspec.DecodeError as error:
                 raise ValueError(str(error)) from error
             self._identity = chunk
@@ -158,7 +156,7 @@ class Gathered:
             "object": self._journey.api.whole,
             "created": identity["created"],
             "model": identity["model"],
-            "choices": [write(*told) for told in sorted(self._choices.items(), key=itemgetter(0))],
+            "choices": [write(index, self._choices[index]) for index in sorted(self._choices)],
             "usage": usage(self._journey.delivered),
         }
         if self._prompt_ids is not None:

@@ -62,8 +62,6 @@ class Dispatcher:
     async def place(self, journey: Journey) -> Replica:
         """The replica for a new request, until `ended`. Raises ApiError 429 or 503 when it must not wait on."""
         now, caller, ask = self._clock(), journey.caller, journey.ask
-        if not self._pool.alive():
-            raise unavailable(self._pool)
         self._asked[caller.tier] = now
         if not self._queue and (
             nothing_kept(caller.tier, self._asked, now) or caller.tier <= self._lowest(now)
@@ -146,7 +144,9 @@ class Dispatcher:
             self._queue.charge(journey.caller.tier, journey.caller.project, float(tokens))
 
     def _admit(self, journey: Journey, now: float) -> None:
-        """Raises ApiError 429 when a request of its size, tier and tenant is not to join the queue."""
+        """Raises ApiError 503 when nothing serves it, 429 when its size, tier or tenant keeps it out of the queue."""
+        if not self._pool.alive():
+            raise unavailable(self._pool)
         limits, queue, tier = self._limits, self._queue, journey.caller.tier
         held = queue.held(tier, journey.caller.project)
         if queue.size + len(journey.ask.prompt) > limits.bytes:

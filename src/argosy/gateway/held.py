@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import msgspec
+
 from argosy.gateway.ask import DEFAULT_OUTPUT
 from argosy.gateway.journey import Journey
 from argosy.gateway.limit_words import Headers
@@ -43,8 +45,7 @@ class Unsure:
         return False
 
 
-@dataclass(slots=True, eq=False)
-class Held:
+class Held(msgspec.Struct, eq=False):
     """A `Visit`."""
 
     state: SharedState
@@ -86,7 +87,8 @@ class Held:
         """Hold more, for a while ahead if there is room; the finish reason where there is none."""
         told, now = self.journey.delivered, self.clock()
         prompt, output = told.prompt_tokens or self.prompt, told.output_tokens
-        for enough in (output + STEP, output):
+        ahead = self.output if output <= self.output else output + STEP
+        for enough in (ahead, output):
             use = use_of(self.rates, prompt, told.cached_tokens, enough)
             if self.reservation.extend(use, now) is None:
                 self.prompt, self.output = prompt, enough

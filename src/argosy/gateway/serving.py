@@ -216,11 +216,10 @@ class Serving:
         Raises UpstreamError when there was none, RefusedError when it is of no use.
         """
         hedging = journey.pool.hedging
-        flows = _flows(journey.ask, race.turn.replica)
-        ask = partial(self._ask, journey, carrier, stream)
-        if hedging is None or not flows or _has_begun(journey):
-            begun = await ask(race.turn)
+        if hedging is None or _has_begun(journey) or not _flows(journey.ask, race.turn.replica):
+            begun = await self._ask(journey, carrier, stream, race.turn)
         else:
+            ask = partial(self._ask, journey, carrier, stream)
             second = partial(self._second, journey)
             within_s = self._config.timeouts.first_token_s
             begun = await race.run(ask, hedging.after_s, within_s, second)

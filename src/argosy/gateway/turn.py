@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+
+import msgspec
 
 from argosy.gateway.attempt import Attempt
 from argosy.gateway.dialects import Leg, Opening
@@ -15,8 +16,7 @@ from argosy.gateway.upstream import UpstreamError
 from argosy.policy import Outcome, classify
 
 
-@dataclass(frozen=True, slots=True)
-class Whole:
+class Whole(msgspec.Struct, frozen=True):
     """An answer that came in one piece."""
 
     status: int
@@ -37,8 +37,7 @@ Begun = Whole | Leg
 """How an answer begins: it is whole at once, or its stream is there."""
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(msgspec.Struct, frozen=True):
     """One replica's."""
 
     picked: Picked
@@ -54,7 +53,8 @@ class Turn:
     def end(self, outcome: Outcome | None, reason: str) -> None:
         """It is over; None: for a reason that says nothing about the replica. Call it once."""
         attempt, tried = self.attempt, self.tried
-        attempt.abandon("nobody waits for it")
+        if outcome is not Outcome.SUCCESS:  # else its answer has come to its end
+            attempt.abandon("nobody waits for it")
         tried.ended, tried.reason = self.clock(), reason
         tried.outcome = "ended" if outcome is None else outcome.value
         self.replica.ended(outcome, tried.ended, _retry_after(attempt))

@@ -7,6 +7,7 @@ and they take turns with it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 KEPT = 8
@@ -17,7 +18,7 @@ LATELY_S = 60.0
 
 def nothing_kept(tier: int, asked: Sequence[float], now: float) -> bool:
     """Whether no higher tier has asked lately, so that any free seat is for this one."""
-    return all(now - at >= LATELY_S for at in asked[:tier])
+    return now - max(asked[:tier], default=-math.inf) >= LATELY_S
 
 
 def lowest_tier(

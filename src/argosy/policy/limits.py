@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
+
 from argosy.policy.windows import Counter
 
 PARTS = 8
@@ -69,8 +71,7 @@ class Refusal:
     """Until it may pass: infinite when it never will, 0 when that depends on others ending."""
 
 
-@dataclass(slots=True)
-class Hold:
+class Hold(msgspec.Struct):
     """What a request holds of one limit."""
 
     meter: Meter
@@ -110,30 +111,26 @@ class Reservation:
 
     def covers(self, use: Use) -> bool:
         """Whether nothing more has to be held for this."""
-        return all(use[hold.meter.index] <= hold.units for hold in self.holds)
+        return not self._lacking(use)
 
     def extend(self, use: Use, now: float) -> Refusal | None:
         """Hold as much as `use` says in all, or nothing more if one of the limits has no room for that."""
-        for meter, more in self.lacking(use):
-            if more > meter.counter.room(now):
-                return _refusal(meter, more, now)
-        self.count(use, now)
+        lacking = self._lacking(use)
+        for hold, more in lacking:
+            if more > hold.meter.counter.room(now):
+                return _refusal(hold.meter, more, now)
+        for hold, more in lacking:
+            hold.add(more, now)
         return None
 
     def count(self, use: Use, now: float) -> None:
         """Count what was used, whatever the room."""
-        for hold in self.holds:
-            more = use[hold.meter.index] - hold.units
-            if more > 0:
-                hold.add(more, now)
+        for hold, more in self._lacking(use):
+            hold.add(more, now)
 
     def lacking(self, use: Use) -> list[tuple[Meter, int]]:
         """The limits of which `use` needs more than is held, and how much more."""
-        return [
-            (hold.meter, use[hold.meter.index] - hold.units)
-            for hold in self.holds
-            if use[hold.meter.index] > hold.units
-        ]
+        return [(hold.meter, more) for hold, more in self._lacking(use)]
 
     def settle(self, use: Use, now: float) -> None:
         """Replace what is held by what was used; called again, nothing happens.
@@ -150,6 +147,11 @@ class Reservation:
             elif more < 0:
                 hold.give_back(-more, now)
 
+    def _lacking(self, use: Use) -> list[tuple[Hold, int]]:
+        return [
+            (hold, more) for hold in self.holds if (more := use[hold.meter.index] - hold.units) > 0
+        ]
+
 
 def reserve(
     meters: Sequence[Meter], likely: Use, least: Use, now: float
@@ -159,21 +161,19 @@ def reserve(
     A limit smaller than what is likely, but not than what is needed at least, is asked for as a whole.
     """
     refusals: list[Refusal] = []
-    asked = []
+    holds = []
     for meter in meters:
-        units, limit = likely[meter.index], meter.counter.limit
-        if units > limit:
-            units = max(limit, least[meter.index])
-        asked.append(units)
-        if units > meter.counter.room(now):
+        units, counter = likely[meter.index], meter.counter
+        if units > counter.limit:
+            units = max(counter.limit, least[meter.index])
+        if units > counter.room(now):
             refusals.append(_refusal(meter, units, now))
+        holds.append(Hold(meter, counter.used, units, []))
     if refusals:
         return refusals
-    holds = []
-    for meter, units in zip(meters, asked, strict=True):
-        counter = meter.counter
-        before = counter.used
-        holds.append(Hold(meter, before, units, [(counter.add(units, now), units)]))
+    for hold in holds:
+        slot = hold.meter.counter.add(hold.units, now)
+        hold.parts.append((slot, hold.units))
     return Reservation(holds)
 
 

@@ -166,15 +166,17 @@ class DispatchQueue(Generic[T]):
         self._tiers: tuple[_Tier[T], ...] = tuple(_Tier() for _ in promote_s)
         self._number = 0
         self._turns = 0
+        self._count = 0
         self.size = 0
         """Bytes held by those who wait."""
 
     def __len__(self) -> int:
-        return sum(tier.count for tier in self._tiers)
+        return self._count
 
     def push(self, waiting: Waiting[T]) -> None:
         """Line up a request."""
         self._number += 1
+        self._count += 1
         self.size += waiting.size
         self._tiers[waiting.tier].push(self._number, waiting)
 
@@ -182,6 +184,7 @@ class DispatchQueue(Generic[T]):
         """Take a request out (cancelled, expired); False when it has left already."""
         if waiting.left:
             return False
+        self._count -= 1
         self.size -= waiting.size
         self._tiers[waiting.tier].leave(waiting)
         return True
@@ -197,6 +200,7 @@ class DispatchQueue(Generic[T]):
             old = [n for n in busy[1:] if now - self._oldest(n) > self._promote_s[n]]
             chosen = min(old, key=self._oldest, default=chosen)
         waiting = self._tiers[chosen].pop()
+        self._count -= 1
         self.size -= waiting.size
         return waiting
 

@@ -17,7 +17,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -85,7 +85,7 @@ class Cost(msgspec.Struct, frozen=True, gc=False, array_like=True):
         return self.queue_s + self.prefill_s + self.decode_s + self.memory_s + self.stale_s
 
 
-class Candidate(NamedTuple):
+class Candidate(msgspec.Struct, frozen=True):
     """A replica that could get the request, and what that would cost."""
 
     load: ReplicaLoad

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Mapping
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -16,6 +17,8 @@ _UNKNOWN = re.compile(r"unknown field `([^`]*)`")
 _MISSING = re.compile(r"missing required field `([^`]*)`")
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 _LONGEST_NAME = 100
+_decoder: Callable[[Any], msgspec.json.Decoder[Any]] = functools.cache(msgspec.json.Decoder)
+"""A type's, made once."""
 
 
 def parse(body_type: type[T], body: bytes) -> T:
@@ -23,8 +26,9 @@ def parse(body_type: type[T], body: bytes) -> T:
 
     An unknown or missing field is named in `param`, a wrong type with its path (`messages[0].role`).
     """
+    decoder: msgspec.json.Decoder[T] = _decoder(body_type)
     try:
-        return msgspec.json.decode(body, type=body_type)
+        return decoder.decode(body)
     except msgspec.ValidationError as error:
         raise _refusal(str(error)) from error
     except msgspec.DecodeError as error:

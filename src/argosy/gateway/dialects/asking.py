@@ -11,7 +11,7 @@ from msgspec import Raw
 from argosy.gateway.ask import Ask
 from argosy.gateway.dialects.dialect import CHAT_PATH, COMPLETION_PATH, Dialect
 
-_encode = msgspec.json.encode
+_encode = msgspec.json.Encoder().encode
 
 _ONLY_CHAT = frozenset(
     {
@@ -243,4 +243,4 @@ def _is_set(fields: dict[str, Raw], name: str) -> bool:
 
 
 def _changed(fields: dict[str, Raw], changes: dict[str, Any]) -> bytes:
-    return _encode(fields | {name: Raw(_encode(value)) for name, value in changes.items()})
+    return _encode(fields | changes)

@@ -8,8 +8,6 @@ there is no `Leg`, and the client is told.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import msgspec
 
 from argosy.gateway.ask import Ask
@@ -36,16 +34,14 @@ from argosy.gateway.journal import Delivered, JournalReader
 from argosy.protocol import SSE_DONE
 
 
-@dataclass(frozen=True, slots=True)
-class Outgoing:
+class Outgoing(msgspec.Struct, frozen=True):
     """A request as one server gets it."""
 
     path: bytes
     body: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Leg:
+class Leg(msgspec.Struct, frozen=True):
     """One server's part of a streamed answer."""
 
     outgoing: Outgoing
