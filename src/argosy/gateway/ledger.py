@@ -68,21 +68,23 @@ class Ledger:
 class Entry:
     """A `Visit`: the row of one request."""
 
-    __slots__ = ("_clock", "_delivered", "_journey", "_rates", "_slot")
+    __slots__ = ("_clock", "_delivered", "_journey", "_rates", "_slot", "_streams")
 
     def __init__(
         self, journey: Journey, slot: Slot, rates: Rates, clock: Callable[[], float]
     ) -> None:
         self._journey = journey
+        self._streams = journey.ask.stream
         self._delivered = journey.delivered
         self._slot = slot
         self._rates = rates
         self._clock = clock
 
     def counted(self, now: float) -> None:  # noqa: ARG002 - see `Visit`
-        """Count what was delivered so far."""
-        told = self._delivered
-        self._slot.count(told.prompt_tokens, told.cached_tokens, told.output_tokens)
+        """Count what was delivered so far: nothing of an answer that is sent whole, should this gateway die before."""
+        if self._streams:
+            told = self._delivered
+            self._slot.count(told.prompt_tokens, told.cached_tokens, told.output_tokens)
 
     def leave(self) -> None:
         """End the row."""

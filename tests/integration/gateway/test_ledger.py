@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -34,8 +35,9 @@ PRICES = (
 )
 
 
-def journey(tier: int = 1, number: int = 1) -> Journey:
-    ask = read(b'{"model": "m", "messages": []}', "messages")
+def journey(tier: int = 1, number: int = 1, *, stream: bool = True) -> Journey:
+    body = {"model": "m", "messages": [], "stream": stream}
+    ask = read(json.dumps(body).encode(), "messages")
     caller = Caller(organisation="acme", project="web", key="k", user="ann", tier=tier)
     identity = b"chatcmpl-%d 5000" % number
     return Journey(Mock(spec=Exchange), ask, CHAT, Pool("m", [], LeastCost()), identity, caller)
@@ -89,6 +91,24 @@ async def test_a_request_becomes_one_row_at_the_price_of_its_tier_when_it_began(
         nano_dollars=cost,
     )
     assert one.card["ledger"].nano_dollars == cost
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_of_an_answer_that_was_to_be_sent_whole_a_dead_gateway_delivered_nothing(
+    tmp_path: Path, stream: bool
+) -> None:
+    dying, rows = Spool(tmp_path), list[UsageRow]()
+    one = journey(stream=stream)
+    entry = await Ledger(dying).enter(one)
+    one.delivered.prompt_tokens, one.delivered.output_tokens = 10, 3
+    entry.counted(0.0)
+    dying.close()
+    heir = Spool(tmp_path)
+    heir.recover()
+    heir.drain(rows.extend)
+    heir.close()
+    told = (10, 3) if stream else (0, 0)
+    assert [(row.input_tokens, row.output_tokens) for row in rows] == [told]
 
 
 async def test_nothing_is_answered_that_cannot_be_recorded(
