@@ -199,6 +199,17 @@ async def test_what_a_prompt_really_was_and_what_was_cached_is_what_counts(clock
     }
 
 
+async def test_a_prompt_that_is_longer_than_estimated_holds_no_more_of_the_answer(
+    clock: Clock,
+) -> None:
+    limits = in_force(clock, limit("tokens", 100))
+    await limits.enter(journey := request(prompt=10, most=5))
+    assert deliver(limits, journey, 1, prompt=20) is None
+    refused = await refusal(limits, request(prompt=85))
+    assert refused is not None
+    assert "25 tokens are used" in refused.message
+
+
 async def test_a_request_that_got_nothing_because_of_us_costs_nothing(clock: Clock) -> None:
     limits = in_force(clock, limit("requests", 1), limit("concurrency", 1), limit("tokens", 100))
     for route in ("", "replica", ""):
