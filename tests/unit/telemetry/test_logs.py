@@ -80,3 +80,32 @@ def test_what_cannot_be_logged_is_lost_and_nothing_else(log_format: str) -> None
     )
     assert done.stdout == "went on\n"
     assert "before" in done.stderr
+
+
+UNDER_A_LOOP = """
+import asyncio, os, signal, structlog, sys
+from argosy.telemetry import configure_logs
+configure_logs("json")
+log = structlog.get_logger("argosy.test")
+async def main():
+    log.info("first")
+    log.info("second")
+    await asyncio.to_thread(sys.stdin.read)
+    log.info("third")
+    log.warning("last")
+    os.kill(os.getpid(), signal.SIGKILL)
+asyncio.run(main())
+"""
+
+
+def test_lines_under_a_loop_come_soon_and_warnings_bring_all_before_them_at_once() -> None:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, "-c", UNDER_A_LOOP], stdin=pipe, stderr=pipe, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stderr is not None
+        told = [json.loads(process.stderr.readline())["event"] for _ in range(2)]
+        process.stdin.close()
+        told += [json.loads(line)["event"] for line in process.stderr]
+    assert told == ["first", "second", "third", "last"]
