@@ -179,6 +179,7 @@ class Connection(asyncio.Protocol):
         self.answers += 1
         if self.closed and self.transport is not None:
             self.transport.abort()
+        self.resume()  # whoever paused it has the whole answer; the next one is to be read
         self._release(self)
         if sink is not None:
             sink.on_end()

@@ -147,6 +147,34 @@ async def test_a_paused_sink_holds_the_server_back_and_memory_stays_bounded() ->
         assert len(sink.body) == 4000 * len(piece)
 
 
+async def test_a_sink_that_paused_at_an_answers_end_leaves_a_connection_that_works() -> None:
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            await read_request(reader)
+            writer.write(OK)
+
+    class Behind(Kept):
+        """A client that is behind when the answer's last bytes come."""
+
+        connection: Connection
+
+        def on_body(self, body: bytes) -> None:
+            super().on_body(body)
+            self.connection.pause()
+
+    async with serving(handler) as upstream:
+        sink = Behind()
+        sink.connection = await ask(upstream, sink)
+        await sink.ended.wait()
+        kept = upstream.kept()
+        assert kept is sink.connection
+        then = Kept()
+        kept.ask(upstream.request(b"POST", b"/x", b"", []), then)
+        async with asyncio.timeout(5.0):
+            await then.ended.wait()
+        assert (then.body, then.error) == (b"ok", None)
+
+
 async def test_aborting_tells_the_server_at_once() -> None:
     gone = asyncio.Event()
 
