@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -64,6 +65,20 @@ async def test_a_reader_that_is_far_behind_is_told_everything_anew() -> None:
         assert news.whole
         assert news.stored == {999}
         assert not news.removed
+
+
+async def test_a_reader_that_reads_nothing_takes_no_more_memory_than_what_is_held() -> None:
+    ledger = KvLedger()
+    with ledger.read():
+        tracemalloc.start()
+        try:
+            for number in range(20_000):
+                gone = pack_names([number - 1] if number else [])
+                ledger.change(KvChange(pack_names([number]), gone))
+            kept_bytes, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert kept_bytes < 100_000
 
 
 async def test_who_waits_is_woken_by_a_change_and_by_the_end() -> None:

@@ -66,25 +66,26 @@ class KvReader:
         self.over = False
         """Nothing more is to be told."""
         self._ledger = ledger
+        self._whole = False
         self._stored: set[int] = set()
         self._removed: set[int] = set()
-        self._whole = False
         self._wake = asyncio.Event()
         self.start_over()
 
     def note(self, stored: set[int], removed: set[int]) -> None:
         """These came and went."""
-        self._stored |= stored
-        self._stored -= removed
-        self._removed |= removed
-        self._removed -= stored
-        if len(self._removed) > len(self._ledger.held):  # all that there is takes less
-            self.start_over()
+        if not self._whole:
+            self._stored |= stored
+            self._stored -= removed
+            self._removed |= removed
+            self._removed -= stored
+            if len(self._removed) > len(self._ledger.held):  # all that there is takes less
+                self.start_over()
         self._wake.set()
 
     def start_over(self) -> None:
         """What was told before no longer counts."""
-        self._whole = True
+        self._whole, self._stored, self._removed = True, set(), set()
         self._wake.set()
 
     def end(self) -> None:
@@ -101,6 +102,6 @@ class KvReader:
             return None
         self._wake.clear()
         stored = set(self._ledger.held) if self._whole else self._stored
-        news = KvNews(self._whole, stored, set() if self._whole else self._removed)
+        news = KvNews(self._whole, stored, self._removed)
         self._whole, self._stored, self._removed = False, set(), set()
         return news
