@@ -218,7 +218,7 @@ class ClientStream:
         name, _, created = journey.identity.decode().partition(" ")
         ours = Identity(name, int(created), replica.model)
         identity = self._carrier.identity or ours
-        self._push(closing(journey, identity, reason))
+        self._push(self._carrier.held_back() + closing(journey, identity, reason))
         attempt.abandon("a limit has ended the answer")
 
     def _push(self, data: bytes) -> None:

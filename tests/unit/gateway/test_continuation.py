@@ -316,3 +316,37 @@ def test_cached_tokens_are_told_as_they_are_counted() -> None:
     (seen,) = seen_in(second.reader.feed(told({}, usage=usage | details))).usage
     assert seen["prompt_tokens_details"]["cached_tokens"] == delivered.cached_tokens == 0
     assert (seen["prompt_tokens"], seen["completion_tokens"], seen["total_tokens"]) == (3, 2, 5)
+
+
+def test_an_end_that_a_server_could_not_tell_repeats_no_token_ids() -> None:
+    carrier = Carrier(
+        ask_for(COMPLETION, return_token_ids=True, max_tokens=1), COMPLETION.encode(), Delivered()
+    )
+    leg = carrier.leg(dialect_of("vllm"), "cat")
+    assert leg is not None
+    leg.reader.feed(told({"text": "Once", "token_ids": [100], "prompt_token_ids": [1, 2, 3]}))
+    ending = carrier.ending()
+    assert ending is not None
+    (choice,) = json.loads(EventParser().feed(ending)[0])["choices"]
+    assert (choice["token_ids"], choice["prompt_token_ids"]) == (None, None)
+    assert choice["finish_reason"] == "length"
+
+
+def test_what_is_held_back_for_a_stop_string_can_be_told_at_last() -> None:
+    carrier = Carrier(ask_for(COMPLETION, stop=["never"]), COMPLETION.encode(), Delivered())
+    leg = carrier.leg(dialect_of("vllm"), "cat")
+    assert leg is not None
+    passed = leg.reader.feed(told({"text": "Once up", "token_ids": [100, 101]}))
+    assert seen_in(passed).text == "Onc"
+    passed += carrier.held_back()
+    assert seen_in(passed).text == "Once up"
+    assert not carrier.held_back()
+
+
+@pytest.mark.parametrize("more", [{"stop_token_ids": [7]}, {"skip_special_tokens": False}])
+def test_stop_strings_are_the_servers_where_stop_tokens_have_text(more: dict[str, object]) -> None:
+    """With `include_stop_str_in_output` vLLM leaves their text in, too."""
+    carrier = Carrier(ask_for(COMPLETION, stop=["\n"], **more), COMPLETION.encode(), Delivered())
+    leg = carrier.leg(dialect_of("vllm"), "cat")
+    assert leg is not None
+    assert "include_stop_str_in_output" not in json.loads(leg.outgoing.body)

@@ -84,8 +84,16 @@ def has_stop_strings(ask: Ask) -> bool:
 
 
 def kept_stops(ask: Ask, dialect: Dialect) -> tuple[str, ...]:
-    """The stop strings that this kind of server is asked to leave in its text, for the gateway to take out."""
-    if not dialect.keeps_stops or _is_set(ask.fields, dialect.keeps_stops):
+    """The stop strings that this kind of server is asked to leave in its text, for the gateway to take out.
+
+    None where it would leave the text of stop tokens there, too: nobody here could tell that from the answer's.
+    """
+    shows_tokens = bytes(ask.fields.get("skip_special_tokens", Raw(b"true"))) == b"false"
+    if (
+        not dialect.keeps_stops
+        or shows_tokens
+        or any(_is_set(ask.fields, name) for name in (dialect.keeps_stops, "stop_token_ids"))
+    ):
         return ()
     stops = msgspec.json.decode(ask.fields.get("stop", Raw(b"null")))
     listed = [stops] if isinstance(stops, str) else stops

@@ -93,6 +93,10 @@ class Carrier:
         """Whether there could be a server that goes on."""
         return not self._passed and self._told.only_text
 
+    def held_back(self) -> bytes:
+        """What a server has given and the client has not, when the answer ends here."""
+        return self._told.held_event()
+
     def ending(self) -> bytes | None:
         """What still has to be told of an answer that had come to its end when its server failed."""
         told, limit = self._told, self._limit

@@ -12,6 +12,7 @@ from argosy.gateway.dialects.stops import StopGate
 from argosy.protocol import event
 
 _HEAD = ("id", "object", "created", "model", "system_fingerprint")
+_IDS = ("token_ids", "prompt_token_ids")
 CARRIED_ON = "carried-on"
 """The `system_fingerprint` of events after a seam: with it the API says that a seed need not give the same again."""
 
@@ -71,10 +72,16 @@ class Told:
     def choice(self, text: str, finish: str | None) -> dict[str, Any]:
         """A choice that tells more, in the shape of the first event's."""
         shape = dict(self.first["choices"][0]) if self.first is not None else {"index": 0}
+        shape |= {name: None for name in _IDS if name in shape}
         shape["finish_reason"] = finish
         if self.path == CHAT_PATH:
             return shape | {"delta": {"content": text} if text else {}}
         return shape | {"text": text}
+
+    def held_event(self) -> bytes:
+        """The event that tells what is held back of the choice, nothing where that is nothing."""
+        text = self.gate.end("", None) if self.gate is not None else ""
+        return encode(self.head() | {"choices": [self.choice(text, None)]}) if text else b""
 
     def finish_event(self, reason: str) -> bytes:
         """The event that ends the choice, with what was held back of it."""
