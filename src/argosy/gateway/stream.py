@@ -171,6 +171,7 @@ class ClientStream:
             self._out.push(data)
         told = self._delivered.output_tokens
         if told != self._told:
+            self._moved_at = attempt.last  # also where their text is held back
             if self._first_at is None:
                 self._begin()
             self._told = told

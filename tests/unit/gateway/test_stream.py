@@ -194,3 +194,15 @@ async def test_a_replica_that_only_says_that_it_is_there_stalls() -> None:
     with pytest.raises(UpstreamError, match="nothing came for 60 s"):
         await attempt.end
     assert journey.delivered.output_tokens == 0
+
+
+async def test_a_replica_whose_tokens_have_no_text_yet_gets_on() -> None:
+    now = 0.0
+    _, journey, stream, attempt = feeding(Shown(), lambda: now)
+    for second in range(1, 90):
+        now = float(second)
+        if second % 10 == 0:
+            attempt.on_body(b": argosy 0 %d\n\n" % second)
+        stream.tend(now, Patience())
+    assert not attempt.end.done()
+    assert journey.delivered.output_tokens == 8
