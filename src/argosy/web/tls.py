@@ -27,21 +27,45 @@ class TlsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Clients must show a certificate of this authority."""
 
 
+class _Latest(ssl.SSLContext):
+    """Gives each connection to the latest context.
+
+    A context keeps sessions, which are resumed without a look at the client's certificate: they must not outlast it.
+    """
+
+    latest: ssl.SSLContext
+
+    def wrap_bio(
+        self,
+        incoming: ssl.MemoryBIO,
+        outgoing: ssl.MemoryBIO,
+        server_side: bool = False,  # noqa: FBT001, FBT002 - as the library has it
+        server_hostname: str | bytes | None = None,
+        session: ssl.SSLSession | None = None,
+    ) -> ssl.SSLObject:
+        """What asyncio and uvloop call for each connection."""
+        return self.latest.wrap_bio(incoming, outgoing, server_side, server_hostname, session)
+
+
 class Certificates:
     """What a server shows and asks for. Raises ValueError, naming the file to change, when it cannot be used."""
 
     def __init__(self, config: TlsConfig) -> None:
         self._config = config
-        self.context = self._latest = _context(config)
-        """For every connection from now on, whatever is taken in later."""
-        self.context.sni_callback = self._take_latest
+        self._context = _Latest(ssl.PROTOCOL_TLS_SERVER)
+        self._context.latest = _context(config)
         self._seen = self._times()
+
+    @property
+    def context(self) -> ssl.SSLContext:
+        """For asyncio's servers: for every connection from now on, whatever is taken in later."""
+        return self._context
 
     def reload(self) -> bool:
         """Take in what the files hold now; whether it can be used: else what was taken before stays."""
         self._seen = self._times()
         try:
-            self._latest = _context(self._config)
+            self._context.latest = _context(self._config)
         except ValueError as error:
             log.warning("certificate_not_taken", reason=str(error))
             return False
@@ -64,10 +88,6 @@ class Certificates:
         finally:
             with contextlib.suppress(ValueError, RuntimeError):
                 loop.remove_signal_handler(signal.SIGHUP)
-
-    def _take_latest(self, connection: ssl.SSLObject, _name: str | None, _: ssl.SSLContext) -> None:
-        """Called in each handshake, before anything is shown or asked for."""
-        connection.context = self._latest
 
     def _times(self) -> list[int]:
         config = self._config

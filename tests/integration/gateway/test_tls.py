@@ -92,7 +92,12 @@ async def terminated(double: Vllm, context: ssl.SSLContext) -> AsyncIterator[int
 
 
 def server_context(pair: Pair, client_ca: str | None = None) -> ssl.SSLContext:
-    return Certificates(config(pair, client_ca)).context
+    """A server's that is none of ours."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=client_ca)
+    context.load_cert_chain(pair.certificate, pair.key)
+    if client_ca is not None:
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
 
 
 # --- listening -----------------------------------------------------------------------------------
@@ -260,6 +265,37 @@ async def test_an_authority_that_is_withdrawn_opens_nothing(
         assert certificates.reload()
         assert not await opens(of_old)
         assert await opens(of_new)
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+async def test_a_session_does_not_outlast_the_authority_that_vouched_for_it(
+    authority: Authority, server_pair: Pair, tmp_path: Path, version: ssl.TLSVersion
+) -> None:
+    old, new = Authority(tmp_path, "old"), Authority(tmp_path, "new")
+    trusted = tmp_path / "trusted.pem"
+    shutil.copy(old.ca, trusted)
+    certificates = Certificates(config(server_pair, str(trusted)))
+    context = trust(authority, old.pair("of-old"))
+    context.minimum_version = context.maximum_version = version
+
+    def visit(port: int, session: ssl.SSLSession | None) -> ssl.SSLSession | None:
+        """The session of a connection that was answered."""
+        with (
+            socket.create_connection(("127.0.0.1", port), timeout=30) as plain,
+            context.wrap_socket(plain, server_hostname="127.0.0.1", session=session) as sealed,
+        ):
+            sealed.sendall(b"GET /in HTTP/1.1\r\nhost: x\r\n\r\n")
+            if not sealed.recv(1000).startswith(b"HTTP/1.1 200"):
+                raise ConnectionError
+            return sealed.session
+
+    async with listening(hello, certificates) as (_, port):
+        session = await asyncio.to_thread(visit, port, None)
+        assert await asyncio.to_thread(visit, port, session)
+        shutil.copy(new.ca, trusted)
+        assert certificates.reload()
+        with pytest.raises(OSError):  # noqa: PT011 - TLS's alert, or the end of the connection
+            await asyncio.to_thread(visit, port, session)
 
 
 async def shown(port: int) -> bytes:
