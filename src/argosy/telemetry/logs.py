@@ -110,6 +110,8 @@ class _StandardError:
     debug = warning = error = critical = exception = msg
 
     def _flush(self) -> None:
+        # A loop's timer may be early: whatever comes after this asks for another.
+        self._flushes_at = 0.0
         with contextlib.suppress(OSError, ValueError, AttributeError):
             sys.stderr.buffer.flush()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -109,3 +110,36 @@ def test_lines_under_a_loop_come_soon_and_warnings_bring_all_before_them_at_once
         process.stdin.close()
         told += [json.loads(line)["event"] for line in process.stderr]
     assert told == ["first", "second", "third", "last"]
+
+
+ONE_AFTER_ANOTHER = """
+import asyncio, os, time, structlog, uvloop
+from argosy.telemetry import configure_logs
+reading, writing = os.pipe()
+os.set_blocking(reading, False)
+os.dup2(writing, 2)
+configure_logs("json")
+log = structlog.get_logger("argosy.test")
+async def written():
+    async with asyncio.timeout(10):
+        while True:
+            try:
+                return os.read(reading, 1 << 16)
+            except BlockingIOError:
+                await asyncio.sleep(0)
+async def main():
+    for _ in range(20):
+        while time.monotonic() % 0.001 < 0.0007:  # the loop's clock has whole milliseconds
+            pass
+        log.info("first")
+        await written()
+        log.info("the next, at once")
+        await written()
+uvloop.run(main())
+"""
+
+
+def test_a_line_waits_for_others_only_so_long() -> None:
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run([sys.executable, "-c", ONE_AFTER_ANOTHER], env=buffered, check=False)
+    assert done.returncode == 0
