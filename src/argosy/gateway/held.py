@@ -38,11 +38,15 @@ class Unsure:
 
     def decide(self, party: Party, wants: Wants, now: float) -> bool:
         """Whether a request, or a stream, goes on: as its project has it, within this gateway's share."""
-        if party.trusted and self._state.trust(wants, now):
-            self.allowed += 1
-            return True
-        self.refused += 1
-        return False
+        on = self.decide_again(party, wants, now)
+        self.allowed += on
+        return on
+
+    def decide_again(self, party: Party, wants: Wants, now: float) -> bool:
+        """The same for a stream that has gone on before: it is counted only when it does so no longer."""
+        on = party.trusted and self._state.trust(wants, now)
+        self.refused += not on
+        return on
 
 
 class Held(msgspec.Struct, eq=False):
@@ -60,6 +64,8 @@ class Held(msgspec.Struct, eq=False):
     """It is enough for so many tokens of the prompt,"""
     output: int
     """and for so many of the answer."""
+    went_on: bool = False
+    """While nobody could say how much is used."""
 
     def counted(self, now: float) -> str | None:  # noqa: ARG002 - limits go by the wall clock
         """Hold more when what was delivered passes what is held."""
@@ -95,7 +101,8 @@ class Held(msgspec.Struct, eq=False):
                 return None
         wants = wants_of(self.reservation.lacking(use))
         if not self.state.lend(wants, now) and self.state.up is False:
-            self.unsure.decide(self.party, wants, now)
+            decide = self.unsure.decide_again if self.went_on else self.unsure.decide
+            self.went_on = decide(self.party, wants, now)
         refusal = self.reservation.extend(use, now)
         if refusal is None:
             self.prompt, self.output = prompt, output
