@@ -47,6 +47,12 @@ async def test_nobody_gives_or_takes_over_more_than_they_have(world: World) -> N
         answer = await client.request(method, path, json=body)
         assert refusal(answer) == "insufficient_role", path
     assert world.store.version() == before
+    # A key that works no longer stands in nobody's way.
+    later, _ = accounts.rotate_key(above.id, 0, actor="test")
+    accounts.revoke_key(later.id, actor="test")
+    fence = {"networks": ["127.0.0.0/8"]}
+    answer = await client.patch(f"/admin/projects/{customer.project}", json=fence)
+    assert answer.status_code == 200, answer.text
     # What the gateway's own admin may: and the way there in two steps is none.
     parked = await world.made("/admin/users", user_body(customer) | {"scope": "gateway"})
     answer = await client.patch(f"/admin/users/{parked['id']}", json={"role": "admin"})

@@ -27,6 +27,7 @@ from argosy.store.records import (
     Weight,
     Window,
 )
+from argosy.store.rules import working
 from argosy.store.shared import MemoryState, SharedState, open_shared
 from argosy.store.slots import Slot
 from argosy.store.spool import Spool, SpoolError, SpoolFullError
@@ -80,4 +81,5 @@ __all__ = [
     "open_shared",
     "open_store",
     "steady",
+    "working",
 ]

@@ -6,6 +6,8 @@ matched by it. Tiers and weights are given by them too, since they weigh against
 
 from __future__ import annotations
 
+import time
+
 import msgspec
 from msgspec import UNSET
 
@@ -28,6 +30,7 @@ from argosy.gateway.admin.shapes import (
 )
 from argosy.gateway.caller import Caller
 from argosy.gateway.identity import check_grant, check_role
+from argosy.store import working
 
 api = Operations()
 
@@ -148,6 +151,7 @@ def _check_share(caller: Caller, body: NewProject | ProjectChange) -> None:
 
 def _check_keys(desk: Desk, call: Call) -> None:
     """Raise ApiError 403 when a key of the project may do more than the caller, who could end it or fence it in."""
+    now = time.time()
     for key in desk.accounts.list_keys(call.id):
-        if key.revoked_at is None:
+        if working(key, now):
             check_role(call.caller, key.role, key.scope)
