@@ -22,6 +22,7 @@ OLD = Project(id="proj_old", organisation="org_acme", name="old", created_at=0, 
 OFFICE = Project(
     id="proj_office", organisation="org_zeta", name="office", networks=("10.0.0.0/8",), created_at=0
 )
+OTHER_SHARED = Project(id="proj_shared2", organisation="org_zeta", name="shared", created_at=1.0)
 ANN = User(
     id="user_ann",
     organisation="org_acme",
@@ -68,7 +69,7 @@ def directory(*keys: Key) -> Directory:
     """Everybody, with these keys."""
     return Directory(
         organisations=(ACME, ZETA, GONE),
-        projects=(CHAT, SHARED, OLD, OFFICE),
+        projects=(CHAT, SHARED, OLD, OFFICE, OTHER_SHARED),
         users=(ANN, BOB, EVE, OTHER_ANN),
         keys=keys,
     )

@@ -121,6 +121,13 @@ def test_of_users_with_one_email_the_token_says_which_or_it_is_the_first(issuing
     assert identify(who, bearer(issuing.token(email="ann@acme.test"))).user == "user_ann"
 
 
+def test_nobody_takes_a_project_from_tokens_by_giving_another_its_name(issuing: Issuer) -> None:
+    who = trusting(issuing)
+    assert identify(who, bearer(issuing.token(project="shared"))).project == "proj_shared"
+    other = issuing.token(project="shared", organisation="zeta")
+    assert identify(who, bearer(other)).project == "proj_shared2"
+
+
 def test_roles_are_not_believed_unless_a_claim_is_named(issuing: Issuer) -> None:
     token = issuing.token(project="chat", role="admin", roles=["admin"])
     assert identify(trusting(issuing), bearer(token)).role == "caller"

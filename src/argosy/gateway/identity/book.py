@@ -128,9 +128,9 @@ class Book:
         one = self._projects.get(wanted)
         named = self._named.get(wanted, []) if one is None else [one]
         found = [project for project in named if not home or project.organisation == home]
-        if len(found) > 1:  # a new project may have the name of an archived one
-            found = [project for project in found if project.archived_at is None]
-        if len(found) != 1:
+        # The oldest, but those that are archived last: nobody takes a project from others by giving theirs its name.
+        found.sort(key=lambda project: project.archived_at is not None)
+        if not found:
             message = f"The token's project {wanted[:100]!r} is not known here."
             raise ApiError(403, "unknown_project", message)
         return _checked(found[0])

@@ -31,8 +31,8 @@ class JwtConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     email_claim: str = "email"
     """Finds the user; `sub` does too, when it is the id of one."""
     organisation_claim: str = "organisation"
-    """Id or name; a token that names an unknown one is refused. Of several users with one email it says which is meant;
-    without it, it is the one who was first."""
+    """Id or name; a token that names an unknown one is refused. Of several users with one email, or projects with one
+    name, it says which is meant; without it, it is the one that was first."""
     project_claim: str = "project"
     """Id or name of the project that the request counts for; by default the user's own."""
     role_claim: str | None = None
