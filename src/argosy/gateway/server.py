@@ -230,21 +230,23 @@ def _nothing() -> None:
     """Nobody has accounts that could change."""
 
 
-def calm_collector() -> None:
-    """Leave what has been made so far to itself, and look for cycles less often: requests leave hardly any."""
+def calm_interpreter() -> None:
+    """Keep the interpreter from pausing the event loop, once all that is needed for long has been made.
+
+    That is left to itself, and cycles are looked for less often: requests leave hardly any. Other threads give way soon.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG, 10, 10)
+    sys.setswitchinterval(TURN_S)
 
 
 def serve_gateway(config: GatewayConfig, on_ready: Callable[[str], None]) -> None:
     """Serve until SIGTERM or SIGINT. Raises ValueError or OSError, saying what to change."""
     configure_logs(config.log_format, config.log_level)
 
-    sys.setswitchinterval(TURN_S)
-
     def ready(url: str) -> None:
-        calm_collector()
+        calm_interpreter()
         on_ready(url)
 
     async def run() -> None:
