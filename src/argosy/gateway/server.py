@@ -233,7 +233,7 @@ def _nothing() -> None:
 def calm_interpreter() -> None:
     """Keep the interpreter from pausing the event loop, once all that is needed for long has been made.
 
-    That is left to itself, cycles are looked for less often (requests leave hardly any), and other threads give way soon.
+    That is left to itself, cycles (which requests hardly leave) are looked for less often, other threads give way soon.
     """
     gc.collect()
     gc.freeze()
