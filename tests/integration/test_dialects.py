@@ -325,6 +325,37 @@ async def test_the_configuration_says_how_far_it_may_go(carry: Carry, text: str)
         assert not any("return_token_ids" in asked.body for asked in (*one.asked, *two.asked))
 
 
+async def test_who_cannot_go_on_is_passed_over_for_who_can() -> None:
+    one, two, three = Vllm(), Vllm(), Vllm()
+    async with (
+        running(one, two, three),
+        gateway(behind(one), behind(two, carry="none"), behind(three)) as (server, client),
+    ):
+        for _ in range(6):  # whoever is asked first dies
+            one.faults.append(Fault("die", 4))
+            alone = len(two.asked)
+            seen = await stream(client, CHAT)
+            if len(two.asked) == alone:
+                assert (seen.text, seen.errors, seen.done) == (WHOLE, [], 1)
+            await stream(client, CHAT)  # now it is another's turn
+        assert [asked for asked in (*one.asked, *three.asked) if asked.path == COMPLETION]
+        assert all(replica.load.in_flight == 0 for replica in server.replicas)
+
+
+async def test_where_nobody_who_is_left_can_go_on_the_client_is_told_at_once() -> None:
+    one, two = Vllm(), Vllm()
+    async with (
+        running(one, two),
+        gateway(behind(one), behind(two, carry="none")) as (_, client),
+    ):
+        for _ in range(3):
+            one.faults.append(Fault("die", 4))
+            seen = await stream(client, CHAT)
+            assert [error["code"] for error in seen.errors] in (["upstream_failed"], [])
+            assert seen.errors or seen.text == WHOLE
+            assert bool(seen.done) != bool(seen.errors)
+
+
 # --- breakers, and hosted APIs -------------------------------------------------------------------
 
 

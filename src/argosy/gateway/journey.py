@@ -53,6 +53,8 @@ class Journey(msgspec.Struct, eq=False):
     caller: Caller
     tried: set[str] = msgspec.field(default_factory=set)
     """Replicas that failed it since it last got on."""
+    unfit: set[str] = msgspec.field(default_factory=set)
+    """Replicas that cannot go on where the answer was when they were asked."""
     failures: int = 0
     refusals: int = 0
     """Failures that were answers: of a replica that lives."""

@@ -187,6 +187,8 @@ class Serving:
         try:
             whole = await self._attempt(journey, race, stream, carrier, out)
             outcome = Outcome.SUCCESS
+        except UnfitError:
+            return self._passed_over(journey, race.turn.replica)
         except RefusedError as error:
             outcome = answered = error.outcome
             reason = str(error)
@@ -213,7 +215,7 @@ class Serving:
     ) -> Whole | None:
         """Ask one replica, or two. The whole answer; None when it was a stream, which has been passed on.
 
-        Raises UpstreamError when there was none, RefusedError when it is of no use.
+        Raises UpstreamError when there was none, RefusedError when it is of no use, UnfitError when it cannot go on.
         """
         hedging = journey.pool.hedging
         if hedging is None or _has_begun(journey) or not _flows(journey.ask, race.turn.replica):
@@ -238,14 +240,17 @@ class Serving:
     async def _ask(
         self, journey: Journey, carrier: Carrier, stream: ClientStream, turn: Turn
     ) -> Begun:
-        """Ask one replica, until it answers. Raises UpstreamError, or RefusedError when that is of no use."""
+        """Ask one replica, until it answers.
+
+        Raises UpstreamError, RefusedError when that is of no use, UnfitError when it cannot go on.
+        """
         ask, replica, attempt, path = journey.ask, turn.replica, turn.attempt, journey.api.path
         dialect, flows = replica.dialect, _flows(ask, replica)
         leg = _leg(carrier, replica) if flows else None
+        if flows and leg is None:
+            raise UnfitError
         if journey.delivered.output_tokens and leg is None:
             _start_over(stream)
-        if flows and leg is None:
-            raise _cut_off()
         outgoing = leg.outgoing if leg else whole_request(ask, path, dialect, replica.model)
         headers = request_headers(journey, replica, journaled=flows)
         request = replica.upstream.request(b"POST", outgoing.path, outgoing.body, headers)
@@ -284,7 +289,8 @@ class Serving:
             return
         while True:  # what was placed once goes before all that wait
             now = self._clock()
-            picked = pool.pick(journey.ask, journey.caller.domain, journey.tried, now)
+            left_out = journey.tried | journey.unfit
+            picked = pool.pick(journey.ask, journey.caller.domain, left_out, now)
             if picked is not None:
                 journey.goes_to(picked, now)
                 return
@@ -292,6 +298,13 @@ class Serving:
                 raise _upstream_failed(journey)
             journey.tried.clear()
             await asyncio.sleep(backoff_s(journey.failures, random.random()))  # noqa: S311 - jitter
+
+    def _passed_over(self, journey: Journey, replica: Replica) -> bool:
+        """It cannot go on: perhaps another can. Raises ApiError 502 when none is left."""
+        journey.unfit.add(replica.name)
+        if all(one.name in journey.unfit for one in journey.pool.alive()):
+            raise _cut_off()
+        return False
 
     def _second(self, journey: Journey) -> Picked | None:
         """Another replica, beside the one that is silent, if there is room to spare."""
@@ -323,6 +336,10 @@ class Serving:
             begun or journey.pool.retries.take(now)
         ):
             raise _upstream_failed(journey)
+
+
+class UnfitError(Exception):
+    """A replica cannot go on where the answer stopped."""
 
 
 def _too_late(attempt: Attempt) -> None:
