@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 from hypothesis import settings
 
 pytest_plugins = ("tests.services",)
@@ -22,3 +23,10 @@ def _own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         folder = tmp_path_factory.mktemp("state")
         patch.setenv("XDG_STATE_HOME", str(folder))
         yield folder
+
+
+@pytest.fixture(autouse=True)
+def _own_logs() -> Iterator[None]:
+    """What a test changes of how logs are written, as `argosy.LLM` does, is over with it."""
+    yield
+    structlog.reset_defaults()
