@@ -126,9 +126,9 @@ class Whole:
             await draining
 
     def _ready(self, url: str) -> None:
-        from argosy.gateway import calm_interpreter
+        from argosy.gateway import calm_collector
 
-        calm_interpreter()
+        calm_collector()
         self.served = True
         self._shown.ready(url, self._names[0], self._key, keyed=self._door.keyed)
 

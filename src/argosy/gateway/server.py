@@ -7,7 +7,6 @@ import contextlib
 import gc
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -37,9 +36,6 @@ from argosy.web import Certificates, Listener, bind, bind_unix, url_of
 
 YOUNG = 20_000
 """Objects that are made before the collector looks through them; Python's own default is 700."""
-TURN_S = 0.0005
-"""How long another thread, as the one that writes the ledger, may keep the event loop waiting; Python's own default
-is ten times that, more than most tokens have."""
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
@@ -230,15 +226,11 @@ def _nothing() -> None:
     """Nobody has accounts that could change."""
 
 
-def calm_interpreter() -> None:
-    """Keep the interpreter from pausing the event loop, once all that is needed for long has been made.
-
-    That is left to itself, cycles (which requests hardly leave) are looked for less often, other threads give way soon.
-    """
+def calm_collector() -> None:
+    """Leave what has been made so far to itself, and look for cycles less often: requests leave hardly any."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG, 10, 10)
-    sys.setswitchinterval(TURN_S)
 
 
 def serve_gateway(config: GatewayConfig, on_ready: Callable[[str], None]) -> None:
@@ -246,7 +238,7 @@ def serve_gateway(config: GatewayConfig, on_ready: Callable[[str], None]) -> Non
     configure_logs(config.log_format, config.log_level)
 
     def ready(url: str) -> None:
-        calm_interpreter()
+        calm_collector()
         on_ready(url)
 
     async def run() -> None:
