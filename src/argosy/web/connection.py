@@ -12,12 +12,11 @@ from urllib.parse import unquote
 
 import httptools
 import msgspec
-from uvicorn.config import Config
 from uvicorn.protocols.utils import get_local_addr, get_remote_addr, is_ssl
 from uvicorn.server import ServerState
 
 from argosy.web.deadlines import Deadlines
-from argosy.web.exchange import WIRE, Scope
+from argosy.web.exchange import WIRE, App, Scope
 from argosy.web.wire import RequestWire
 
 HEADER_LIMIT_BYTES = 64 * 1024
@@ -26,7 +25,7 @@ TOO_LARGE = "the request's headers are too large"
 
 
 class Connection(asyncio.Protocol):
-    """A client's connection, as uvicorn's server makes and ends it.
+    """A client's connection, as uvicorn's server counts and ends it.
 
     Each request runs `app` in a task of its own, one at a time; the scope's `state` has its `RequestWire`.
     `heads` and `idle` end connections whose headers take too long, and those that nobody uses.
@@ -38,16 +37,12 @@ class Connection(asyncio.Protocol):
         self,
         heads: Deadlines[Connection],
         idle: Deadlines[Connection],
-        *,
-        config: Config,
-        server_state: ServerState,
-        app_state: dict[str, Any],
-        _loop: asyncio.AbstractEventLoop | None = None,
+        app: App,
+        server: ServerState,
     ) -> None:
-        del app_state  # there is no lifespan that could have made one
-        self._app = config.loaded_app
-        self._loop = _loop or asyncio.get_running_loop()
-        self._server = server_state
+        self._app = app
+        self._loop = asyncio.get_running_loop()
+        self._server = server
         self._heads, self._idle = heads, idle
         self._parser = httptools.HttpRequestParser(self)
         self.full = False

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import uvicorn
 
+from argosy.web.accepting import Acceptor
 from argosy.web.connection import Connection
 from argosy.web.deadlines import Deadlines
 from argosy.web.exchange import App
@@ -29,13 +30,11 @@ class Listener(uvicorn.Server):
     """uvicorn on our connections, without its signal handlers: what a signal means its owner decides."""
 
     def __init__(self, app: App, certificates: Certificates | None = None) -> None:
-        heads = Deadlines(HEADER_TIMEOUT_S, Connection.late)
-        idle = Deadlines(KEEP_ALIVE_S, Connection.leave)
         shown = None if certificates is None else certificates.context
         super().__init__(
             uvicorn.Config(
                 app,
-                http=partial(Connection, heads, idle),  # type: ignore[arg-type] # it makes one
+                http="httptools",  # what our connections parse with
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -46,6 +45,14 @@ class Listener(uvicorn.Server):
                 ssl_context_factory=None if shown is None else lambda *_: shown,
             )
         )
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept on `sockets`, as many at a time as wait."""
+        heads = Deadlines(HEADER_TIMEOUT_S, Connection.late)
+        idle = Deadlines(KEEP_ALIVE_S, Connection.leave)
+        make = partial(Connection, heads, idle, self.config.loaded_app, self.server_state)
+        self.servers = [Acceptor(each, make, self.config.ssl) for each in sockets or ()]  # type: ignore[misc] # they do as asyncio's
+        self.started = True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
