@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 import msgspec
 from msgspec import Raw
@@ -17,8 +18,13 @@ LONGEST_TOKEN_BYTES = 128
 """No token of a tokenizer in use is longer, runs of spaces included."""
 MOST = 1 << 24
 """Choices, and tokens of each, as far as estimates go; who asks for more is refused by the replica."""
+MEDIA_TOKENS = 1024
+"""For estimates: about what models that see make of one picture."""
 WHOLE_ONLY = frozenset({"prompt_logprobs", "resume", "stream_options"})
 """Fields that streams do not take, or take differently."""
+
+_MEDIA = re.compile(rb'"(?:data:[^",]{0,100},)?[A-Za-z0-9+/\\]{512,}={0,2}"')
+"""A picture or sound in base64."""
 
 
 class _StreamOptions(msgspec.Struct, gc=False):
@@ -52,6 +58,10 @@ class Ask(msgspec.Struct, frozen=True, eq=False):
     prompt: bytes
     """The prompt or the messages, as they came."""
     session: str
+    media: int = 0
+    """Pictures and sounds in the prompt,"""
+    media_bytes: int = 0
+    """and what they take of it."""
     include_usage: bool = False
     """Its stream is to end with the usage."""
     drew_seed: bool = False
@@ -64,12 +74,13 @@ class Ask(msgspec.Struct, frozen=True, eq=False):
         """The prompt has at least so many tokens, whatever the tokenizer."""
         if self.prompt.startswith(b"[") and self.prompt[1:].lstrip()[:1].isdigit():
             return self.prompt.count(b",") + 1
-        return len(self.prompt) // LONGEST_TOKEN_BYTES
+        return (len(self.prompt) - self.media_bytes) // LONGEST_TOKEN_BYTES
 
     @property
     def prompt_tokens(self) -> int:
         """Estimated."""
-        return max(1, len(self.prompt) // BYTES_PER_TOKEN)
+        text = (len(self.prompt) - self.media_bytes) // BYTES_PER_TOKEN
+        return max(1, text + MEDIA_TOKENS * self.media)
 
     @property
     def gathers(self) -> bool:
@@ -94,6 +105,7 @@ def read(raw: bytes, prompt_field: str, domain: str = "") -> Ask:
     limit = known.max_completion_tokens
     limit = known.max_tokens if limit is None else limit
     options = known.stream_options
+    media = _media(prompt)
     return Ask(
         fields=fields,
         model=known.model,
@@ -102,10 +114,20 @@ def read(raw: bytes, prompt_field: str, domain: str = "") -> Ask:
         max_output=None if limit is None else max(0, min(limit, MOST)),
         prompt=bytes(prompt),
         session=known.session_id or "",
+        media=len(media),
+        media_bytes=sum(map(len, media)),
         include_usage=options is not None and bool(options.include_usage),
         drew_seed=drew_seed,
         domain=domain,
     )
+
+
+def _media(prompt: Raw) -> list[bytes]:
+    """What of a chat's messages is no text."""
+    text = bytes(prompt)
+    if b";base64," not in text and b'"input_audio"' not in text:
+        return []
+    return _MEDIA.findall(text)
 
 
 def _prompts(prompt: Raw) -> int:
