@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from argosy.gateway.dialects import Carry, Kind
+from argosy.gateway.dialects import Carry, Kind, KvAddress
 from argosy.gateway.explain import ExplainConfig
 from argosy.gateway.identity import AuthConfig
 from argosy.gateway.limits import LimitsConfig
@@ -47,6 +47,8 @@ class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """How a stream that broke may be carried on, at most."""
     stream_usage: bool = True
     """Ask for the usage of streams; off for servers that refuse `stream_options`."""
+    kv_events: KvAddress | None = None
+    """Where vLLM or SGLang publishes its KV cache events; None: it is asked, and those that know say so."""
     tls: UpstreamTls = UpstreamTls()
 
 

@@ -5,6 +5,8 @@ The replica's side, with the format, is `argosy.engine.serving.http.journal`.
 
 from __future__ import annotations
 
+from array import array
+
 import msgspec
 
 _END = b"\n\n"
@@ -23,6 +25,8 @@ class Delivered(msgspec.Struct, eq=False):
     cached_tokens: int = 0
     prompt_blocks: bytes = b""
     """Names of the prompt's KV blocks, in base64; empty where they are not told."""
+    prompt_ids: array[int] | None = None
+    """The prompt's tokens, where another server than ours tells them."""
     tokens: dict[int, list[bytes]] = msgspec.field(default_factory=dict)
     """Choice -> ids, as comma-separated pieces."""
     finished: dict[int, str] = msgspec.field(default_factory=dict)

@@ -8,37 +8,27 @@ from __future__ import annotations
 
 import asyncio
 import time
-from weakref import WeakValueDictionary
 
 import msgspec
 import structlog
 
 from argosy.gateway.attempt import Attempt
+from argosy.gateway.kv_engines import EngineFollower
+from argosy.gateway.kv_texts import AGAIN_S, LATER_S, TextsOf, TooMuchError, texts_of
 from argosy.gateway.probing import NOT_THERE
 from argosy.gateway.replicas import Pool, Replica
 from argosy.gateway.upstream import UpstreamError
-from argosy.policy import MOST_HELD, ExactIndex, PrefixIndex, Texts
+from argosy.policy import MOST_HELD, ExactIndex, PrefixIndex
 from argosy.protocol import EventParser, KvEvent, KvReading, unpack_names
 
 PATH = b"/kv_events"
 HEAD_S = 5.0
 SILENCE_S = 45.0
 """A stream that is silent for longer than several of its keep-alive comments is broken."""
-AGAIN_S = 0.25
-LATER_S = 30.0
-"""When a server that does not tell, or too much, is asked again."""
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
 _decode = msgspec.json.Decoder(KvEvent).decode
-
-TextsOf = WeakValueDictionary[KvReading, Texts]
-"""The texts of a pool, by how its replicas read; forgotten when nobody reads so any more."""
-
-
-class TooMuchError(Exception):
-    """The replica holds more blocks than can be followed."""
-
 
 WRONG = (ValueError, msgspec.DecodeError, TooMuchError)
 """What comes of a stream that cannot be followed."""
@@ -117,14 +107,13 @@ class KvFollower:
                 raise TooMuchError(f"it has more than {MOST_HELD} blocks")
 
     def _begin(self, reading: KvReading) -> None:
-        texts = self._texts.get(reading)
-        if texts is None:
-            texts = self._texts[reading] = Texts()
+        texts = texts_of(reading, self._texts)
         self._index = self._replica.prefixes = ExactIndex(texts, reading.block_size)
         log.info("kv_events_followed", replica=self._replica.name, block_size=reading.block_size)
 
 
-def followers(pools: list[Pool]) -> list[KvFollower]:
-    """One for each replica; those of a pool share what is known of its texts."""
-    texts: list[tuple[Pool, TextsOf]] = [(pool, WeakValueDictionary()) for pool in pools]
-    return [KvFollower(one, shared) for pool, shared in texts for one in pool.replicas.values()]
+def followers(pools: list[Pool]) -> list[KvFollower | EngineFollower]:
+    """Two for each replica, of which one ends when it is known what it is; those of a pool share its texts."""
+    texts = [(pool, TextsOf()) for pool in pools]
+    replicas = [(one, shared) for pool, shared in texts for one in pool.replicas.values()]
+    return [follower(*each) for each in replicas for follower in (KvFollower, EngineFollower)]

@@ -42,6 +42,7 @@ def _pool(model: ModelConfig, timeouts: Timeouts) -> Pool:
             most=wanted.max_requests,
             carry=wanted.carry,
             stream_usage=wanted.stream_usage,
+            kv_events=wanted.kv_events,
         )
         replicas.append(replica)
     hedging = None if model.hedge_after_s is None else Hedging(model.hedge_after_s)

@@ -11,7 +11,7 @@ import structlog
 from argosy.gateway.attempt import Attempt
 from argosy.gateway.dialects import LoadSource, find
 from argosy.gateway.replicas import Replica
-from argosy.gateway.upstream import UpstreamError
+from argosy.gateway.upstream import Upstream, UpstreamError
 from argosy.policy import BLOCK_TOKENS, Outcome
 from argosy.protocol import Load
 
@@ -25,6 +25,17 @@ WAITING_TOKENS = 512
 """A request that waits somewhere else counts as so many prompt tokens: others do not say how long theirs are."""
 NOT_THERE = frozenset({401, 403, 404, 405, 501})
 """A server that answers this when asked for its load does not tell it that way."""
+
+
+async def get(upstream: Upstream, path: bytes) -> tuple[int, bytes]:
+    """Status and body of what a server has there. Raises UpstreamError."""
+    attempt = Attempt(time.monotonic)
+    try:
+        await attempt.send(upstream, upstream.request(b"GET", path, b"", []))
+        return await attempt.head, await attempt.whole()
+    except BaseException:
+        attempt.abandon("the probe took too long")
+        raise
 
 
 class Prober:
@@ -107,14 +118,7 @@ class Prober:
         return status < 500
 
     async def _ask(self, path: bytes) -> tuple[int, bytes]:
-        attempt = Attempt(time.monotonic)
-        upstream = self._replica.upstream
-        try:
-            await attempt.send(upstream, upstream.request(b"GET", path, b"", []))
-            return await attempt.head, await attempt.whole()
-        except BaseException:
-            attempt.abandon("the probe took too long")
-            raise
+        return await get(self._replica.upstream, path)
 
     def _learn(self, told: Load) -> None:
         replica, load = self._replica, self._replica.load

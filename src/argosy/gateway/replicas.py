@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from binascii import a2b_base64
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from typing import NamedTuple
 from msgspec import Raw
 
 from argosy.gateway.ask import BYTES_PER_TOKEN, DEFAULT_OUTPUT, Ask
-from argosy.gateway.dialects import Carry, Dialect, Kind, dialect_of
+from argosy.gateway.dialects import Carry, Dialect, Kind, KvAddress, dialect_of, sent_salt
 from argosy.gateway.upstream import Upstream
 from argosy.policy import (
     BLOCK_BYTES,
@@ -26,6 +27,7 @@ from argosy.policy import (
     Prefixes,
     PrefixIndex,
     Rate,
+    Read,
     ReplicaLoad,
     RetryBudget,
     RouteRequest,
@@ -77,6 +79,8 @@ class Replica:
     carry: Carry = "exact"
     stream_usage: bool = True
     """It may be asked for the usage of streams."""
+    kv_events: KvAddress | None = None
+    """Where it publishes what it caches; None: it may say so itself."""
     taking: bool = field(init=False)
     """It says that it takes new requests; one that drains does not, nor one whose kind is not known yet."""
     on_change: Callable[[], None] = _nothing
@@ -169,6 +173,11 @@ class Picked(NamedTuple):
         names = unpack_names(a2b_base64(prompt_blocks))
         told = Answered(self.keys, self.found, self.blocks, prompt_tokens, cached_tokens, names)
         self.replica.prefixes.answered(told)
+
+    def read(self, ids: array[int], ask: Ask) -> None:
+        """The replica has told the prompt's tokens instead."""
+        salt = sent_salt(ask, self.replica.dialect)
+        self.replica.prefixes.read(Read(self.keys, self.blocks, salt, ids))
 
 
 class Pool:

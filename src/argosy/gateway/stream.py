@@ -199,6 +199,8 @@ class ClientStream:
         if replica.kind == "argosy":  # others tell at the end, if at all
             uncached = told.prompt_tokens - told.cached_tokens
             picked.answered(told.prompt_tokens, told.cached_tokens, told.prompt_blocks)
+        elif told.prompt_ids is not None:
+            picked.read(told.prompt_ids, self._journey.ask)
         replica.first_token(attempt.last - tried.sent, uncached, attempt.last)
 
     def _measure(self) -> None:

@@ -6,6 +6,7 @@ from argosy.policy.affinity import (
     Answered,
     Prefixes,
     PrefixIndex,
+    Read,
     chain,
 )
 from argosy.policy.breaker import Breaker, BreakerLimits, Outcome, classify, usable
@@ -13,6 +14,7 @@ from argosy.policy.estimates import OutputEstimates
 from argosy.policy.fairness import INPUT_PRICE, OUTPUT_PRICE, Account, TenantShares
 from argosy.policy.headroom import lowest_tier, nothing_kept
 from argosy.policy.hedging import Hedging
+from argosy.policy.kv_blocks import MOST_TOLD, EngineBlocks, Hash, block_names
 from argosy.policy.kv_index import MOST_HELD, ExactIndex, Texts
 from argosy.policy.leases import Lease
 from argosy.policy.limits import (
@@ -57,6 +59,7 @@ __all__ = [
     "CHOOSERS",
     "INPUT_PRICE",
     "MOST_HELD",
+    "MOST_TOLD",
     "NO_CHARGE",
     "OUTPUT_PRICE",
     "PROMOTED_EACH",
@@ -76,8 +79,10 @@ __all__ = [
     "Custody",
     "CustodyLimits",
     "DispatchQueue",
+    "EngineBlocks",
     "ExactIndex",
     "Grant",
+    "Hash",
     "Hedging",
     "Held",
     "Hold",
@@ -99,6 +104,7 @@ __all__ = [
     "Priced",
     "Rate",
     "Rates",
+    "Read",
     "Refusal",
     "ReplicaLoad",
     "Reservation",
@@ -114,6 +120,7 @@ __all__ = [
     "Window",
     "admits",
     "backoff_s",
+    "block_names",
     "chain",
     "classify",
     "cost",

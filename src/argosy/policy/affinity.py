@@ -49,6 +49,19 @@ class Answered(NamedTuple):
     """Of the token blocks that the prompt became; empty where that is not told."""
 
 
+class Read(NamedTuple):
+    """A prompt that a replica was sent, and the tokens that it says it became."""
+
+    keys: Sequence[bytes]
+    """Of the prompt's whole blocks."""
+    blocks: float
+    """The prompt's length."""
+    salt: str
+    """The cache salt that the replica was sent with it; empty: none."""
+    ids: array[int]
+    """The tokens, as an `array("I")`."""
+
+
 class Prefixes(Protocol):
     """What one replica has cached, as far as is known; prompts are given as keys of `chain`."""
 
@@ -70,6 +83,9 @@ class Prefixes(Protocol):
 
     def answered(self, told: Answered) -> None:
         """The answer to it has begun."""
+
+    def read(self, prompt: Read) -> None:
+        """The answer has begun, of a replica that tells the prompt's tokens instead."""
 
 
 class PrefixIndex:
@@ -117,6 +133,9 @@ class PrefixIndex:
         # Rounded up, and one more: a template's tokens and the cache's own blocks make it inexact.
         there = math.ceil(told.blocks * told.cached_tokens / max(1, told.tokens)) + 1
         self.correct(told.found, there)
+
+    def read(self, prompt: Read) -> None:
+        """See `Prefixes`: tokens say nothing of what is cached."""
 
     def forget(self, keys: Sequence[bytes]) -> None:
         """What was believed of these is known now."""

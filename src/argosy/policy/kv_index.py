@@ -1,17 +1,19 @@
 """What a replica has cached of a prompt, from what it tells of its KV blocks itself.
 
 A gateway knows prompts as text, a replica its cache as blocks of tokens. What joins them is the first answer to a
-text, by any replica of the pool: it names the blocks that its prompt became (`Texts`). Each replica tells which
-blocks it holds (`ExactIndex`). So what is evicted, lost in a restart, or came there by way of another gateway is known.
+text, by any replica of the pool: it names the blocks that its prompt became, or its tokens (`Texts`). Each replica
+tells which blocks it holds (`ExactIndex`). So what is evicted, lost in a restart, or came there by way of another
+gateway is known.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Sequence
 
-from argosy.policy.affinity import CAPACITY, Answered, PrefixIndex
+from argosy.policy.affinity import CAPACITY, Answered, PrefixIndex, Read
+from argosy.policy.kv_blocks import block_names
 
 MOST_WEIGHT = 1 << 20
 """Of all texts of a pool: the prompts of some 8 million tokens, in 30 MB."""
@@ -19,6 +21,10 @@ KEY_WEIGHT = 4
 """A key takes as much memory as so many names, at least."""
 MOST_HELD = 1 << 22
 """Blocks of a replica that can be followed: 67 million tokens in blocks of 16, some 300 MB."""
+
+
+AWAITED = 64
+"""Answered prompts that may still be told of; an answer overtakes that by some milliseconds at most."""
 
 
 class _Chain:
@@ -120,8 +126,8 @@ def _leading(names: array[int], blocks: Collection[int]) -> int:
 class ExactIndex:
     """One replica's, while it tells; see `Prefixes`.
 
-    A prompt that is on its way is believed to be there until it is answered: by then the replica has told of its
-    blocks. So is text of which no answer tells the blocks (several prompts in one request).
+    A prompt that is on its way is believed to be there until its blocks are known to be: by its answer, a replica that
+    names them has told of them all. So is text of which no answer tells the blocks (several prompts in one request).
     """
 
     def __init__(self, texts: Texts, block_size: int, capacity: int = CAPACITY) -> None:
@@ -130,6 +136,8 @@ class ExactIndex:
         self._believed = PrefixIndex(capacity)
         self.blocks: set[int] = set()
         """Names of those that it holds."""
+        self._awaited: deque[Sequence[bytes]] = deque(maxlen=AWAITED)
+        """Prompts whose answer came before what is told of their blocks."""
 
     def __len__(self) -> int:
         return len(self._believed)
@@ -137,6 +145,9 @@ class ExactIndex:
     def stored(self, names: Iterable[int]) -> None:
         """The replica holds these now."""
         self.blocks.update(names)
+        if self._awaited:
+            late = [keys for keys in self._awaited if not self._is_told(keys)]
+            self._awaited = deque(late, AWAITED)
 
     def removed(self, names: Iterable[int]) -> None:
         """It no longer does."""
@@ -167,3 +178,22 @@ class ExactIndex:
         density = told.tokens / self._block_size / told.blocks
         self._texts.learn(told.keys, told.names, density)
         self._believed.forget(told.keys)
+
+    def read(self, prompt: Read) -> None:
+        """See `Prefixes`.
+
+        What the replica has not told of stays believed: it may have been there before, or is told in a moment.
+        """
+        if not prompt.keys:
+            return
+        density = len(prompt.ids) / self._block_size / prompt.blocks
+        ids = prompt.ids[: int(density * len(prompt.keys)) * self._block_size]
+        self._texts.learn(prompt.keys, block_names(prompt.salt, ids, self._block_size), density)
+        if not self._is_told(prompt.keys):
+            self._awaited.append(prompt.keys)
+
+    def _is_told(self, keys: Sequence[bytes]) -> bool:
+        """Whether the replica has told of all of a prompt; what it has told of is no longer believed."""
+        known = self._texts.held(keys, self.blocks)
+        self._believed.forget(keys[:known])
+        return known == len(keys)

@@ -17,7 +17,8 @@ from tests.waiting import until
 from argosy.engine.serving.http.kv_events import MOST_NAMES
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.engine.serving.wire import KvChange
-from argosy.gateway.kv_events import KvFollower, TextsOf
+from argosy.gateway.kv_events import KvFollower
+from argosy.gateway.kv_texts import TextsOf
 from argosy.gateway.replicas import Replica
 from argosy.gateway.upstream import Upstream
 from argosy.policy import ExactIndex

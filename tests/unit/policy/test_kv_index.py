@@ -8,7 +8,16 @@ from array import array
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from argosy.policy import BLOCK_BYTES, Answered, ExactIndex, PrefixIndex, Texts, chain
+from argosy.policy import (
+    BLOCK_BYTES,
+    Answered,
+    ExactIndex,
+    PrefixIndex,
+    Read,
+    Texts,
+    block_names,
+    chain,
+)
 
 BLOCK_SIZE = 16
 PER_TEXT = 4
@@ -168,3 +177,51 @@ def test_a_prompt_shorter_than_a_block_is_not_known() -> None:
     index = ExactIndex(Texts(), BLOCK_SIZE)
     index.answered(Answered([], [], 0.1, 6, 0, array("Q", [1])))
     assert index.find([]) == []
+
+
+def ids_of(prompt: bytes) -> array[int]:
+    """Tokens of four bytes."""
+    return array("I", prompt[: len(prompt) // 4 * 4])
+
+
+def read(prompt: bytes, salt: str = "") -> Read:
+    """The answer to it, of a replica that tells its tokens."""
+    return Read(keys_of(prompt), len(prompt) / BLOCK_BYTES, salt, ids_of(prompt))
+
+
+@given(st.lists(st.integers(0, 1), min_size=1, max_size=6), st.integers(0, 24), st.booleans())
+def test_a_prompt_is_found_by_its_tokens(numbers: list[int], most: int, salted: bool) -> None:
+    prompt, index = texts_of(numbers), ExactIndex(Texts(), BLOCK_SIZE)
+    index.read(read(prompt, "mine" if salted else ""))
+    names = block_names("", ids_of(prompt), BLOCK_SIZE)[:most]
+    index.stored(names)
+    assert len(index.find(keys_of(prompt))) == (0 if salted else len(names) // PER_TEXT)
+
+
+@given(st.booleans())
+def test_what_is_told_of_is_no_longer_believed(late: bool) -> None:
+    """Whether the answer comes before what is told of its blocks, or after."""
+    prompt, index = texts_of([1, 2, 3]), ExactIndex(Texts(), BLOCK_SIZE)
+    keys, names = keys_of(prompt), block_names("", ids_of(prompt), BLOCK_SIZE)
+    index.sent(keys)
+    if late:
+        index.read(read(prompt))
+        index.stored(names)
+    else:
+        index.stored(names)
+        index.read(read(prompt))
+    assert index.find(keys) == [0, 0, 0]
+    index.removed(names[2 * PER_TEXT :])
+    assert index.find(keys) == [0, 0]
+    index.removed(names)
+    assert index.find(keys) == []
+
+
+def test_what_was_there_before_it_was_told_of_stays_believed() -> None:
+    prompt, index = texts_of([1, 2, 3]), ExactIndex(Texts(), BLOCK_SIZE)
+    index.sent(keys_of(prompt))
+    index.read(read(prompt))
+    index.stored(block_names("", ids_of(prompt), BLOCK_SIZE)[:PER_TEXT])
+    assert index.find(keys_of(prompt)) == [0, 1, 1]
+    index.clear()
+    assert index.find(keys_of(prompt)) == [0]

@@ -1,5 +1,6 @@
 """How the servers behind the gateway differ: health, load, fields, and how their answers are carried on."""
 
+from argosy.gateway.dialects.asking import sent_salt
 from argosy.gateway.dialects.catalog import dialect_of
 from argosy.gateway.dialects.continuation import Carrier, Leg, whole_request
 from argosy.gateway.dialects.dialect import (
@@ -12,6 +13,8 @@ from argosy.gateway.dialects.dialect import (
     Reading,
 )
 from argosy.gateway.dialects.finding import Found, find
+from argosy.gateway.dialects.kv_batches import Cleared, KvBatches, Removed, Stored
+from argosy.gateway.dialects.kv_sources import KvAddress
 from argosy.gateway.dialects.opening import Opening
 from argosy.gateway.dialects.passing import Identity, StreamReader, Usage, usage_of
 
@@ -20,18 +23,24 @@ __all__ = [
     "COMPLETION_PATH",
     "Carrier",
     "Carry",
+    "Cleared",
     "Dialect",
     "Found",
     "Identity",
     "Kind",
+    "KvAddress",
+    "KvBatches",
     "Leg",
     "LoadSource",
     "Opening",
     "Reading",
+    "Removed",
+    "Stored",
     "StreamReader",
     "Usage",
     "dialect_of",
     "find",
+    "sent_salt",
     "usage_of",
     "whole_request",
 ]

@@ -193,6 +193,17 @@ def with_ids(
     return _changed(fields, changes | {"prompt": ids})
 
 
+def sent_salt(ask: Ask, dialect: Dialect) -> str:
+    """What keeps cached prompts of different tenants apart, with what the client wants apart itself; empty: nothing."""
+    if "cache_salt" in dialect.unknown:
+        return ""
+    own = ask.fields.get("cache_salt", Raw(b"null"))
+    if ask.domain:
+        return hashlib.sha256(ask.domain.encode() + b"\0" + bytes(own)).hexdigest()
+    salt = msgspec.json.decode(own)
+    return salt if isinstance(salt, str) else ""
+
+
 def output_limit(ask: Ask, path: bytes, dialect: Dialect) -> int | None:
     """Most tokens that the answer may have; None: as many as the model's context has."""
     if ask.max_output is not None:
@@ -207,8 +218,9 @@ def _fields(
     if ask.drew_seed:
         del fields["seed"]  # it is for our own replicas; others are slower with one
     fields["model"] = Raw(_encode(model))
-    if ask.domain and "cache_salt" not in dialect.unknown:
-        fields["cache_salt"] = Raw(_encode(_salt(ask)))
+    salt = sent_salt(ask, dialect)
+    if salt:
+        fields["cache_salt"] = Raw(_encode(salt))
     if carriable and path in dialect.ids:
         fields["return_token_ids"] = Raw(b"true")
     if carriable and kept_stops(ask, dialect):
@@ -219,12 +231,6 @@ def _fields(
             options["continuous_usage_stats"] = True
         fields["stream_options"] = Raw(_encode(options))
     return fields
-
-
-def _salt(ask: Ask) -> str:
-    """What keeps cached prompts of different tenants apart, with what the client wants apart itself."""
-    own = bytes(ask.fields.get("cache_salt", Raw(b"null")))
-    return hashlib.sha256(ask.domain.encode() + b"\0" + own).hexdigest()
 
 
 def _limits(ask: Ask, path: bytes, dialect: Dialect, told: int) -> dict[str, int]:

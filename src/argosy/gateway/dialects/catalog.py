@@ -18,6 +18,7 @@ from argosy.gateway.dialects.dialect import (
     Kind,
     LoadSource,
 )
+from argosy.gateway.dialects.kv_sources import KvSource, sglang_info, vllm_sources
 
 BOTH = frozenset({CHAT_PATH, COMPLETION_PATH})
 CHAT = frozenset({CHAT_PATH})
@@ -33,6 +34,7 @@ _DIALECTS = (
     Dialect(
         "vllm",
         loads=(LoadSource(b"/metrics", loads.vllm_metrics),),
+        kv_source=KvSource(b"/kv_event_sources", vllm_sources),
         ids=BOTH,
         prefill=BOTH,
         prefill_flags=CONTINUE,
@@ -47,6 +49,7 @@ _DIALECTS = (
             LoadSource(b"/v1/loads", loads.sglang_loads),
             LoadSource(b"/metrics", loads.SGLANG),
         ),
+        kv_source=KvSource(b"/server_info", sglang_info),
         ids=COMPLETION,
         prefill=BOTH,
         prefill_flags=CONTINUE,

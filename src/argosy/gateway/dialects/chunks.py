@@ -6,6 +6,7 @@ them. What was asked for only for that is taken out again, so the client gets wh
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,14 @@ from argosy.protocol import SSE_DONE
 
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
 _SAID = frozenset({"role", "content"})
-_UNREADABLE = (AttributeError, LookupError, TypeError, ValueError, msgspec.DecodeError)
+_UNREADABLE = (
+    AttributeError,
+    LookupError,
+    OverflowError,
+    TypeError,
+    ValueError,
+    msgspec.DecodeError,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +189,7 @@ class ChunkReader:
         told = self._told
         prompt = chunk.get("prompt_token_ids") or choice.get("prompt_token_ids")
         if prompt and told.prompt_ids is None:
-            told.prompt_ids = list(prompt)
+            told.prompt_ids = self._delivered.prompt_ids = array("I", prompt)
             told.prompt_tokens = len(prompt)
         ids = choice.get("token_ids")
         if ids is not None:

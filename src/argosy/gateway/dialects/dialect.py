@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from argosy.gateway.dialects.kv_sources import KvSource
+
 Kind = Literal[
     "auto",
     "argosy",
@@ -61,6 +63,8 @@ class Dialect:
     health: bytes = b"/health"
     loads: tuple[LoadSource, ...] = ()
     """Best first; a server may have been started without some of them."""
+    kv_source: KvSource | None = None
+    """Where it says that it publishes its KV cache events; None: it publishes none that are read here."""
     journal: bool = False
     """Its streams carry our journal and `resume` carries them on: our own replica."""
     ids: frozenset[bytes] = frozenset()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +27,7 @@ class Told:
     """The first event: all that follow must be of one answer with it."""
     text: list[str] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
-    prompt_ids: list[int] | None = None
+    prompt_ids: array[int] | None = None
     has_ids: bool = True
     """All of the text came with its ids."""
     gate: StopGate | None = None

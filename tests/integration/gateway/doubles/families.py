@@ -9,7 +9,6 @@ from dataclasses import replace
 
 from tests.integration.gateway.doubles.server import (
     FIRST_ID,
-    PROMPT_IDS,
     Asked,
     Double,
     Json,
@@ -39,6 +38,7 @@ class Vllm(Double):
             },
             "/version": {"version": "0.32.0"},
             "/load": {"server_load": self.running},
+            "/kv_event_sources": self.kv_sources,
             "/metrics": "\n".join(
                 [
                     "# HELP vllm:num_requests_running Number of requests in model execution batches.",
@@ -62,7 +62,7 @@ class Vllm(Double):
 
     def events(self, asked: Asked, part: Part) -> Iterator[bytes]:
         ids = bool(asked.body.get("return_token_ids"))
-        prompt = [*PROMPT_IDS] if ids else None
+        prompt = [*self.prompt_ids] if ids else None
         kind = "chat.completion.chunk" if asked.chat else "text_completion"
         head: Json = {"id": f"cmpl-{id(asked)}", "object": kind, "created": 7, "model": "cat"}
         if asked.chat:
@@ -157,7 +157,7 @@ class Sglang(Double):
                 "finish_reason": part.finish if last else None,
                 "matched_stop": 2 if last else None,
                 **({"token_ids": [FIRST_ID + part.start + at]} if ids else {}),
-                **({"prompt_token_ids": [*PROMPT_IDS]} if ids and at == 0 else {}),
+                **({"prompt_token_ids": [*self.prompt_ids]} if ids and at == 0 else {}),
             }
             yield sse(head | {"choices": [choice], "usage": None} | usage)
         if asked.chat:

@@ -84,6 +84,8 @@ class Double:
     default_tokens: ClassVar[int] = 1000
 
     name: str = ""
+    prompt_ids: tuple[int, ...] = PROMPT_IDS
+    """What every prompt becomes."""
     faults: deque[Fault] = field(default_factory=deque)
     """Of the next requests, whichever of the servers that share it gets them."""
     url: str = ""
@@ -92,6 +94,8 @@ class Double:
     running: int = 0
     waiting: int = 0
     healthy: bool = True
+    kv_sources: Json = field(default_factory=dict)
+    """Where it says that it publishes KV cache events, in its own words."""
 
     # --- what families override ------------------------------------------------------------------
 
@@ -142,7 +146,7 @@ class Double:
 
     def part(self, asked: Asked) -> Part:
         """What the model gives for this request."""
-        start, prompt_tokens = self._start(asked), len(PROMPT_IDS)
+        start, prompt_tokens = self._start(asked), len(self.prompt_ids)
         tokens = WRONG if start is None else ANSWER[start:]
         if start and tokens and not isinstance(asked.body.get("prompt"), list):
             before = "".join(ANSWER[:start])
@@ -156,8 +160,8 @@ class Double:
     def _start(self, asked: Asked) -> int | None:
         prompt = asked.body.get("prompt")
         if isinstance(prompt, list):
-            told = prompt[len(PROMPT_IDS) :]
-            good = prompt[: len(PROMPT_IDS)] == list(PROMPT_IDS)
+            told = prompt[len(self.prompt_ids) :]
+            good = prompt[: len(self.prompt_ids)] == list(self.prompt_ids)
             return len(told) if good and told == [*range(FIRST_ID, FIRST_ID + len(told))] else None
         text = self.goes_on_from(asked)
         ends = ["".join(ANSWER[:count]).rstrip() for count in range(len(ANSWER) + 1)]

@@ -1,0 +1,50 @@
+"""Where servers say that they publish KV cache events."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+
+from argosy.gateway.dialects.kv_sources import KvPorts, sglang_info, vllm_sources
+from argosy.protocol import parse_endpoint
+
+
+def vllm(*publishers: dict[str, object]) -> bytes:
+    return json.dumps(dict(enumerate(publishers))).encode()
+
+
+def test_vllm_names_its_addresses() -> None:
+    one: dict[str, object] = {"endpoint": "tcp://*:5557", "publisher": "zmq", "topic": ""}
+    assert vllm_sources(vllm(one)) == KvPorts(5557)
+    assert vllm_sources(vllm(one | {"replay_endpoint": "tcp://*:5558"})) == KvPorts(5557, 5558)
+    for others in ([], [one, one], [one | {"endpoint": "ipc:///tmp/kv"}]):
+        assert vllm_sources(vllm(*others)) is None
+
+
+def test_sglang_names_its_port() -> None:
+    told = {"publisher": "zmq", "endpoint_host": "*", "endpoint_port_base": 5557, "dp_size": 1}
+    assert sglang_info(json.dumps({"page_size": 64, "kv_events": told}).encode()) == KvPorts(5557)
+    for others in (None, told | {"dp_size": 2}):
+        assert sglang_info(json.dumps({"kv_events": others}).encode()) is None
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b'{"0": 1}', b'{"0": {"endpoint": "tcp://x:y"}}'])
+def test_what_is_none_is_refused(body: bytes) -> None:
+    with pytest.raises((ValueError, msgspec.DecodeError)):
+        vllm_sources(body)
+
+
+@pytest.mark.parametrize(
+    ("url", "host"),
+    [
+        ("http://10.0.0.5:8000", "10.0.0.5"),
+        ("http://[::1]:8000", "[::1]"),
+        ("unix:/run/vllm.sock", "127.0.0.1"),
+    ],
+)
+def test_the_host_is_the_servers_own(url: str, host: str) -> None:
+    address = KvPorts(5557, 5558).at(parse_endpoint(url))
+    assert (address.endpoint, address.replay) == (f"tcp://{host}:5557", f"tcp://{host}:5558")
+    assert KvPorts(5557).at(parse_endpoint(url)).replay is None
