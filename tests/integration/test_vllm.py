@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal
-import socket
-import subprocess
-import time
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,26 +14,16 @@ import httpx2
 import pytest
 from tests.integration.gateway.doubles.behind import CHAT, COMPLETION, Seen, gateway, said
 from tests.integration.gateway.doubles.cutting import Knife, proxied
+from tests.integration.vllm_server import CONTEXT, PEER, PYTHON, VllmServer, started
 from tests.waiting import until
 
 from argosy.gateway import GatewayServer, ReplicaConfig, Timeouts
-from argosy.models import BUNDLED
 
-ROOT = Path(__file__).parents[2]
-PEER = Path(os.environ.get("ARGOSY_VLLM", ROOT / ".venv-peers" / "vllm"))
-PYTHON = PEER / "bin" / "python"
-CONTEXT = 1024
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": [{"role": "user", "content": "Tell me a story about a cat."}]},
     COMPLETION: {"prompt": "Once upon a time"},
 }
 GREEDY = {"temperature": 0, "max_tokens": 40, "stream_options": {"include_usage": True}}
-SETTINGS = {
-    "LD_PRELOAD": str(PEER / "lib" / "libiomp5.so"),
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-}
 
 pytestmark = [
     pytest.mark.skipif(not PYTHON.exists(), reason=f"there is no vLLM at {PEER}: set ARGOSY_VLLM"),
@@ -47,66 +32,12 @@ pytestmark = [
 paths = pytest.mark.parametrize("path", [CHAT, COMPLETION])
 
 
-@dataclass
-class VllmServer:
-    """One server and its engine's process, on a Unix socket."""
-
-    socket: Path
-    process: subprocess.Popen[bytes] = field(init=False)
-
-    def start(self) -> None:
-        self.socket.unlink(missing_ok=True)
-        self.process = subprocess.Popen(
-            [
-                *(PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", BUNDLED),
-                *("--served-model-name", "mini", "--uds", self.socket, "--dtype", "bfloat16"),
-                *("--max-model-len", str(CONTEXT), "--max-num-seqs", "4", "--enforce-eager"),
-                *("--uvicorn-log-level", "warning"),
-            ],
-            cwd=self.socket.parent,
-            env={**os.environ, **SETTINGS},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-
-    def wait(self) -> None:
-        while not self._is_ready():
-            assert self.process.poll() is None
-            time.sleep(0.2)
-
-    def _is_ready(self) -> bool:
-        with socket.socket(socket.AF_UNIX) as connection:
-            try:
-                connection.connect(str(self.socket))
-                connection.sendall(b"GET /health HTTP/1.1\r\nhost: vllm\r\n\r\n")
-                return connection.recv(64).startswith(b"HTTP/1.1 200")
-            except OSError:
-                return False
-
-    def signal(self, number: signal.Signals) -> None:
-        """To all of its processes."""
-        os.killpg(self.process.pid, number)
-
-    def end(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self.signal(signal.SIGKILL)
-        self.process.wait()
-
-
 @pytest.fixture(scope="module")
 def servers() -> Iterator[list[VllmServer]]:
     with TemporaryDirectory() as folder:  # pytest's own may be too long for a socket
         both = [VllmServer(Path(folder) / f"{number}.sock") for number in range(2)]
-        try:
-            for server in both:
-                server.start()
-            for server in both:
-                server.wait()
+        with started(*both):
             yield both
-        finally:
-            for server in both:
-                server.end()
 
 
 @contextlib.asynccontextmanager

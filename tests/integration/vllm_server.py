@@ -1,0 +1,89 @@
+"""vLLM's own server with the bundled model, where its CPU build is installed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from argosy.models import BUNDLED
+
+ROOT = Path(__file__).parents[2]
+PEER = Path(os.environ.get("ARGOSY_VLLM", ROOT / ".venv-peers" / "vllm"))
+PYTHON = PEER / "bin" / "python"
+CONTEXT = 1024
+SETTINGS = {
+    "LD_PRELOAD": str(PEER / "lib" / "libiomp5.so"),
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_SERVER_DEV_MODE": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+@dataclass
+class VllmServer:
+    """One server and its engine's process, on a Unix socket."""
+
+    socket: Path
+    options: tuple[str, ...] = ()
+    process: subprocess.Popen[bytes] = field(init=False)
+
+    def start(self) -> None:
+        self.socket.unlink(missing_ok=True)
+        self.process = subprocess.Popen(
+            [
+                *(PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", BUNDLED),
+                *("--served-model-name", "mini", "--uds", self.socket, "--dtype", "bfloat16"),
+                *("--max-model-len", str(CONTEXT), "--max-num-seqs", "4", "--enforce-eager"),
+                *("--uvicorn-log-level", "warning", *self.options),
+            ],
+            cwd=self.socket.parent,
+            env={**os.environ, **SETTINGS},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def wait(self) -> None:
+        while not self._is_ready():
+            assert self.process.poll() is None
+            time.sleep(0.2)
+
+    def _is_ready(self) -> bool:
+        with socket.socket(socket.AF_UNIX) as connection:
+            try:
+                connection.connect(str(self.socket))
+                connection.sendall(b"GET /health HTTP/1.1\r\nhost: vllm\r\n\r\n")
+                return connection.recv(64).startswith(b"HTTP/1.1 200")
+            except OSError:
+                return False
+
+    def signal(self, number: signal.Signals) -> None:
+        """To all of its processes."""
+        os.killpg(self.process.pid, number)
+
+    def end(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.signal(signal.SIGKILL)
+        self.process.wait()
+
+
+@contextlib.contextmanager
+def started(*servers: VllmServer) -> Iterator[None]:
+    """All of them, side by side."""
+    try:
+        for server in servers:
+            server.start()
+        for server in servers:
+            server.wait()
+        yield
+    finally:
+        for server in servers:
+            server.end()
