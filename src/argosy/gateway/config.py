@@ -128,6 +128,9 @@ def load_config(path: Path) -> GatewayConfig:
     twice = {name for name in names if names.count(name) > 1}
     if twice:
         raise ValueError(f"{path}: the model name {min(twice)!r} is there twice; keep one")
+    for replica in (replica for model in config.models for replica in model.replicas):
+        if replica.kv_events is not None and replica.kind not in {"auto", "vllm", "sglang"}:
+            raise ValueError(f"{path}: {replica.url}: kv_events is of vllm and sglang; remove it")
     if config.store is None and config.limits.redis is not None:
         raise ValueError(f"{path}: limits.redis shares the limits of accounts; add a store")
     if config.store is None and config.auth.mode == "keys" and config.auth.jwt is None:

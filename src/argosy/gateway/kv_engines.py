@@ -135,6 +135,6 @@ class EngineFollower:
     def _forget(self) -> None:
         """What it held is gone, or may be."""
         if self._index is not None and self._blocks is not None:
-            self._index.removed(tuple(self._index.blocks))
+            self._index.blocks.clear()
             self._blocks = EngineBlocks(self._blocks.block_size)
         self._replica.prefixes.clear()

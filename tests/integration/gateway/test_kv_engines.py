@@ -27,7 +27,7 @@ from tests.integration.gateway.doubles.server import running
 from tests.integration.gateway.harness import Running, Watching, front
 from tests.waiting import until
 
-from argosy.gateway import ReplicaConfig
+from argosy.gateway import ReplicaConfig, load_config
 from argosy.gateway.dialects import Kind, KvAddress
 from argosy.gateway.kv_engines import EngineFollower
 from argosy.gateway.kv_texts import TextsOf
@@ -284,6 +284,19 @@ async def test_who_publishes_nothing_is_asked_again() -> None:
     async with running(server), followed("sglang", None, server.url) as replica:
         await until(lambda: server.got.count("/server_info") > 1)
         assert isinstance(replica.prefixes, PrefixIndex)
+
+
+@pytest.mark.parametrize("kind", ["vllm", "auto", "openai"])
+def test_only_who_publishes_is_followed(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "gateway.yaml"
+    replica = f"{{url: 'http://a:1', kind: {kind}, kv_events: {{endpoint: 'tcp://a:5557'}}}}"
+    path.write_text(f"models: [{{name: m, replicas: [{replica}]}}]")
+    if kind == "openai":
+        with pytest.raises(ValueError, match="kv_events is of vllm and sglang; remove it"):
+            load_config(path)
+    else:
+        (told,) = load_config(path).models[0].replicas
+        assert told.kv_events == KvAddress(endpoint="tcp://a:5557")
 
 
 # --- routing ---------------------------------------------------------------------------------------
