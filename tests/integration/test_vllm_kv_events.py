@@ -24,7 +24,7 @@ from tests.waiting import until
 from argosy.gateway import ReplicaConfig
 from argosy.gateway.dialects import KvAddress
 from argosy.gateway.replicas import Picked
-from argosy.policy import BLOCK_BYTES, ExactIndex, block_names
+from argosy.policy import BLOCK_BYTES, ExactIndex, PrefixIndex, block_names
 
 pytestmark = [
     pytest.mark.skipif(not PYTHON.exists(), reason=f"there is no vLLM at {PEER}: set ARGOSY_VLLM"),
@@ -240,3 +240,22 @@ async def test_what_is_known_is_what_the_server_then_finds(pair: Pair) -> None:
         await until(lambda: set(names) <= pair.index(0).blocks)  # noqa: B023
     assert len(hits) > 4
     assert 0 in hits
+
+
+async def test_a_server_that_was_started_anew_is_known_to_be_cold(
+    pair: Pair, servers: tuple[list[VllmServer], KvAddress], story: str
+) -> None:
+    told = await pair.elsewhere(0, COMPLETION, story, return_token_ids=True)
+    names = set(block_names("", array("I", told["choices"][0]["prompt_token_ids"]), SIZE))
+    await until(lambda: names <= pair.index(0).blocks)
+    replica, server = pair.running.replicas[0], servers[0][0]
+    server.end()
+    try:
+        await until(lambda: isinstance(replica.prefixes, PrefixIndex))
+    finally:
+        server.start()
+        await asyncio.to_thread(server.wait)
+    await pair.elsewhere(0, COMPLETION, "Another story. " * 30)
+    await until(lambda: isinstance(replica.prefixes, ExactIndex))
+    await until(lambda: pair.index(0).blocks)
+    assert not names & pair.index(0).blocks

@@ -12,7 +12,7 @@ import msgspec
 import structlog
 
 from argosy.gateway.dialects import Cleared, KvAddress, KvBatches, Removed, Stored
-from argosy.gateway.kv_feed import KvFeed, LostError
+from argosy.gateway.kv_feed import KvFeed, LostError, UnmetError
 from argosy.gateway.kv_texts import AGAIN_S, LATER_S, TextsOf, TooMuchError, texts_of
 from argosy.gateway.probing import TIMEOUT_S, get
 from argosy.gateway.replicas import Replica
@@ -25,7 +25,7 @@ SMALLEST_BLOCK = 8
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
-WRONG = (ValueError, OverflowError, msgspec.DecodeError, TooMuchError)
+WRONG = (ValueError, OverflowError, msgspec.DecodeError, TooMuchError, UnmetError)
 """What comes of events that cannot be followed."""
 
 

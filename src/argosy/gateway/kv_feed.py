@@ -7,6 +7,7 @@ number on, what they still have. A connection that is lost is not made again ben
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Self
 
@@ -26,6 +27,8 @@ SILENCE_MS = 15_000
 MOST_WAITING = 10_000
 """Batches that wait here; then the publisher drops some, and their numbers are missed."""
 LARGEST_BATCH = 64 * 1024 * 1024
+MOST_SOCKETS = 1 << 14
+"""Three for each replica, one more while it replays."""
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
@@ -45,8 +48,12 @@ Take = Callable[[int, bytes], Awaitable[None]]
 """Gets a batch and its number."""
 
 
+class UnmetError(Exception):
+    """Nobody publishes there."""
+
+
 class LostError(Exception):
-    """There is no connection, or there is none any more."""
+    """There is no connection any more."""
 
 
 class KvFeed:
@@ -60,7 +67,7 @@ class KvFeed:
         self._lost: asyncio.Future[None] | None = None
 
     async def __aenter__(self) -> Self:
-        """Connect. Raises LostError."""
+        """Connect. Raises UnmetError."""
         connected = False
         try:
             connected = await self._connect()
@@ -68,7 +75,7 @@ class KvFeed:
             if not connected:
                 self._close()
         if not connected:
-            raise LostError(f"{self._address.endpoint} cannot be connected to")
+            raise UnmetError(f"{self._address.endpoint} cannot be connected to")
         self._lost = asyncio.ensure_future(self._end())
         return self
 
@@ -151,8 +158,15 @@ class KvFeed:
         self._socket.close(linger=0)
 
 
+@functools.cache
+def _context() -> zmq.asyncio.Context:
+    context = zmq.asyncio.Context()
+    context.set(zmq.MAX_SOCKETS, MOST_SOCKETS)
+    return context
+
+
 def _socket(kind: int) -> zmq.asyncio.Socket:
-    socket = zmq.asyncio.Context.instance().socket(kind)
+    socket = _context().socket(kind)
     for option, value in (
         (zmq.LINGER, 0),
         (zmq.RECONNECT_IVL, -1),

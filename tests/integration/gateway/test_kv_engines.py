@@ -219,6 +219,15 @@ async def test_what_cannot_be_followed_is_left_and_tried_again(
         await until(lambda: blocks(replica) == 1)
 
 
+async def test_where_nobody_publishes_is_said() -> None:
+    with capture_logs() as logs:
+        async with followed("vllm", KvAddress(endpoint="tcp://127.0.0.1:9")):
+            await until(lambda: len(logs) > 1)
+    assert {(each["event"], each["reason"]) for each in logs} == {
+        ("kv_events_not_followed", "tcp://127.0.0.1:9 cannot be connected to")
+    }
+
+
 async def test_who_does_not_speak_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("argosy.gateway.kv_feed.HANDSHAKE_S", 0.05)
     met = asyncio.Semaphore(0)

@@ -64,6 +64,7 @@ class Publisher:
     def __init__(self, endpoint: str = "tcp://127.0.0.1:*", *, topics: bool = True) -> None:
         context = zmq.asyncio.Context.instance()
         self._publishing = context.socket(zmq.XPUB)
+        self._publishing.setsockopt(zmq.XPUB_VERBOSE, 1)  # of a second subscriber it tells, too
         self._replaying = context.socket(zmq.ROUTER)
         for socket, address in (
             (self._publishing, endpoint),
