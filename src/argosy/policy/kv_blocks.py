@@ -44,7 +44,7 @@ class EngineBlocks:
         self.block_size = block_size
         self._names: dict[Hash, int] = {}
         self._copies: dict[Hash, int] = {}
-        """How many more than one there are: prompts that were computed side by side are kept twice."""
+        """How many more than one there are: what was computed twice is kept twice."""
 
     def __len__(self) -> int:
         return len(self._names)
