@@ -49,7 +49,7 @@ Take = Callable[[int, bytes], Awaitable[None]]
 
 
 class UnmetError(Exception):
-    """Nobody publishes there."""
+    """Nobody publishes there, or there is no socket left to ask with."""
 
 
 class LostError(Exception):
@@ -57,7 +57,7 @@ class LostError(Exception):
 
 
 class KvFeed:
-    """Use it as a context, from one event loop."""
+    """Use it as a context, from one event loop. Raises UnmetError."""
 
     def __init__(self, address: KvAddress) -> None:
         self._address = address
@@ -97,13 +97,18 @@ class KvFeed:
             await asyncio.wait({reading, self._lost}, return_when=asyncio.FIRST_COMPLETED)
             if reading.done():
                 await reading
+        except zmq.ZMQError as error:
+            raise LostError(str(error)) from error
         finally:
             reading.cancel()
             await asyncio.wait({reading})
         raise LostError("the connection was lost")
 
     async def replay(self, start: int) -> AsyncIterator[tuple[int, bytes]]:
-        """Batches from this number on, as far as they are given again. Raises ValueError for what is no batch."""
+        """Batches from this number on, as far as they are given again.
+
+        Raises UnmetError, or ValueError for what is no batch.
+        """
         if self._address.replay is None:
             return
         socket = _socket(zmq.DEALER)
@@ -114,14 +119,14 @@ class KvFeed:
             while True:
                 async with asyncio.timeout(REPLAY_S):
                     frames = await socket.recv_multipart()
-                # A topic may come before the number, of older servers it does not.
+                # Some put the topic before the number, some do not.
                 if len(frames) < 3 or len(frames[-2]) != 8:
                     raise ValueError("its replay is no batch")
                 if frames[-2] == _NO_MORE:
                     return
                 yield int.from_bytes(frames[-2], "big"), frames[-1]
         except (TimeoutError, zmq.ZMQError) as error:
-            log.info("kv_events_not_replayed", address=self._address.replay, reason=str(error))
+            log.info("kv_events_not_replayed", address=self._address.replay, reason=repr(error))
         finally:
             socket.close(linger=0)
 
@@ -166,7 +171,11 @@ def _context() -> zmq.asyncio.Context:
 
 
 def _socket(kind: int) -> zmq.asyncio.Socket:
-    socket = _context().socket(kind)
+    """Raises UnmetError when there are too many."""
+    try:
+        socket = _context().socket(kind)
+    except zmq.ZMQError as error:
+        raise UnmetError(str(error)) from error
     for option, value in (
         (zmq.LINGER, 0),
         (zmq.RECONNECT_IVL, -1),
