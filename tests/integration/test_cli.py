@@ -1,6 +1,7 @@
 """The command line without a server: what it says when something is missing, and `argosy models`."""
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +29,22 @@ def test_importing_argosy_and_its_command_stays_cheap() -> None:
     ).stdout
     for heavy in ("torch", "typer", "rich", "msgspec", "zmq", "numpy", "huggingface_hub"):
         assert f"'{heavy}'" not in loaded
+
+
+@pytest.mark.parametrize("loaded", ["typer", "msgspec"])
+def test_ctrl_c_while_the_command_is_being_loaded_ends_it_without_a_word(loaded: str) -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "argosy.cli", "serve"]
+    with subprocess.Popen(
+        command, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.rpartition("|")[2].strip() == loaded:
+                break
+        process.send_signal(signal.SIGINT)
+        said = process.stderr.read().splitlines()
+    assert process.returncode == -signal.SIGINT
+    assert all(line.startswith("import time:") for line in said)
 
 
 @pytest.mark.parametrize("command", ["serve", "replica"])

@@ -1,11 +1,21 @@
 """The `argosy` command."""
 
+import signal
+
 
 def main() -> None:
-    """Run the command line; exits with its status."""
+    """Run the command line; exits with its status. Ctrl-C ends it at once while it is being loaded."""
+    heeds = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if heeds:  # there is nothing to clean up yet, and a traceback of imports helps nobody
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from typer.main import get_command
+
     from argosy.cli.app import app
 
-    app()
+    command = get_command(app)
+    if heeds:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    command()
 
 
 __all__ = ["main"]

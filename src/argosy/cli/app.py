@@ -23,7 +23,6 @@ app = typer.Typer(
     help="Serve large language models: one command on a laptop, a fleet when you need one.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
-    pretty_exceptions_show_locals=False,  # they would show people's prompts
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("serve")(serve.serve)
