@@ -342,18 +342,47 @@ async def test_who_cannot_go_on_is_passed_over_for_who_can() -> None:
         assert all(replica.load.in_flight == 0 for replica in server.replicas)
 
 
-async def test_where_nobody_who_is_left_can_go_on_the_client_is_told_at_once() -> None:
+@pytest.mark.parametrize("begins", ["able", "unable"])
+async def test_where_nobody_else_can_go_on_who_began_is_asked_again_or_that_is_told(
+    begins: str,
+) -> None:
+    able, unable = Vllm(), Vllm()
+    async with running(able, unable):
+        replicas = [
+            behind(able, name="2-able"),
+            behind(unable, carry="none", name=f"{1 if begins == 'unable' else 3}-unable"),
+        ]
+        async with gateway(*replicas) as (_, client):  # takes them by their names
+            able.faults.append(Fault("die", 4))
+            seen = await stream(client, CHAT)
+            asked = len(able.asked), len(unable.asked)
+            if begins == "able":
+                assert (seen.text, seen.finish, seen.errors, seen.done) == (WHOLE, ["stop"], [], 1)
+                assert asked == (2, 0)
+            else:
+                assert (seen.text, seen.finish, seen.done) == ("Once upon a", [], 0)
+                assert [error["code"] for error in seen.errors] == ["upstream_failed"]
+                assert asked == (0, 1)
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETION])
+async def test_a_stop_string_over_two_servers_ends_the_answer_at_once(path: str) -> None:
     one, two = Vllm(), Vllm()
+    patient = Timeouts(first_token_s=600, between_tokens_s=600)
     async with (
         running(one, two),
-        gateway(behind(one), behind(two, carry="none")) as (_, client),
+        gateway(behind(one), behind(two), timeouts=patient) as (server, client),
     ):
-        for _ in range(3):
-            one.faults.append(Fault("die", 4))
-            seen = await stream(client, CHAT)
-            assert [error["code"] for error in seen.errors] in (["upstream_failed"], [])
-            assert seen.errors or seen.text == WHOLE
-            assert bool(seen.done) != bool(seen.errors)
+        one.faults += [Fault("die", 4), Fault("stall", 1)]  # the second does not see the string
+        stop = "a time" if path == CHAT else "time,"
+        seen = await stream(client, path, stop=[stop], stream_options=USAGE)
+        assert (seen.text, seen.finish) == (WHOLE.partition(stop)[0], ["stop"])
+        tokens = 4 if path == CHAT else 5
+        assert (seen.counts, seen.errors, seen.done) == ([(len(PROMPT_IDS), tokens)], [], 1)
+        assert all(replica.load.in_flight == 0 for replica in server.replicas)
+        assert all(replica.breaker.closed for replica in server.replicas)
+        one.faults.clear()
+        assert (await stream(client, path)).text == WHOLE
 
 
 # --- breakers, and hosted APIs -------------------------------------------------------------------

@@ -89,6 +89,12 @@ class Attempt:
             self._connection.abort()
         self.on_failure(UpstreamError(reason, untouched=not self.head.done()))
 
+    def leave(self) -> None:
+        """Its answer is whole although the replica would go on: close the connection, and end well."""
+        if self._connection is not None:
+            self._connection.abort()
+        self.on_end()
+
     # --- what the connection calls ---------------------------------------------------------------
 
     def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:

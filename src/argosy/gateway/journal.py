@@ -53,6 +53,7 @@ class JournalReader:
         self._held: list[bytes] = []
         self.done = False
         """`[DONE]` came: what is still held may be passed on."""
+        self.over = False
         self.failure = ""
 
     def feed(self, body: bytes) -> bytes:

@@ -178,6 +178,9 @@ class ClientStream:
             reason = self._count(attempt.last)
             if reason is not None:
                 self._stop(reason)
+                return
+        if reader.over:
+            attempt.leave()
 
     def _count(self, now: float) -> str | None:
         """Tell all stages that more was delivered; the finish reason of one that ends the answer here."""

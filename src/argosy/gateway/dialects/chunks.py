@@ -59,11 +59,10 @@ class ChunkReader:
         self._seam = view.seam
         self._goes_on = told.first is not None
         self._before = told.tokens
-        self._over = False
-        """The gateway has ended the answer at a stop string; the server does not know."""
         self._head = told.head()
         self._rest = b""
         self.done = False
+        self.over = False
         self.failure = ""
 
     def feed(self, body: bytes) -> bytes:
@@ -80,7 +79,11 @@ class ChunkReader:
 
     def take_held(self) -> bytes:
         """See `StreamReader`."""
-        return SSE_DONE
+        told = self._told
+        if not self.over or told.usage_told or not self._view.usage:
+            return SSE_DONE
+        told.prompt_tokens = self._delivered.prompt_tokens  # about so many, where no server told
+        return told.usage_event() + SSE_DONE
 
     def _event(self, event: bytes) -> bytes:
         if self.done or self.failure:
@@ -116,8 +119,6 @@ class ChunkReader:
             chunk.update(self._head)
             return False if self._view.usage else None
         choice = choices[0]
-        if self._over:
-            return None
         if choice.get("finish_reason") in BROKEN_OFF:
             self.failure = "it broke the answer off"
             return None
@@ -167,7 +168,7 @@ class ChunkReader:
         if self._goes_on and self._before >= self._view.least_tokens:
             ended = gate.end_across(text)
             if ended is not None:
-                self._over = True
+                self.done = self.over = True
                 text, choice["stop_reason"] = ended
                 choice["finish_reason"] = "stop"
                 return text
@@ -212,8 +213,7 @@ class ChunkReader:
     def _count(self, chunk: dict[str, Any], usage: object) -> None:
         """Believe the server's count; after another server, for its own part."""
         told, counted = self._told, msgspec.convert(usage, Usage)
-        if not self._over:
-            told.tokens = self._before + counted.output_tokens
+        told.tokens = self._before + counted.output_tokens
         if not self._before:
             told.prompt_tokens, told.cached_tokens = counted.prompt_tokens, counted.cached_tokens
             return

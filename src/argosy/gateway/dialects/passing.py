@@ -23,6 +23,10 @@ class StreamReader(Protocol):
         """`[DONE]` came: the answer is whole."""
 
     @property
+    def over(self) -> bool:
+        """The answer is whole before its server knows, which need not go on."""
+
+    @property
     def failure(self) -> str:
         """Why it will not become whole, if the server said so."""
 
@@ -124,6 +128,7 @@ class PassReader:
         self._rest = b""
         self._first = b""
         self.done = False
+        self.over = False
         self.failure = ""
         self.passed = False
         """Something was passed on: nobody else can give this answer any more."""
