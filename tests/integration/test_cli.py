@@ -4,7 +4,9 @@ import json
 import signal
 import subprocess
 import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from typer.testing import CliRunner
@@ -73,6 +75,46 @@ def test_chat_without_a_server_says_how_to_start_one() -> None:
     result = runner.invoke(app, ["chat", "--url", "http://127.0.0.1:9", "Hello"])
     assert result.exit_code == 2
     assert "argosy serve" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--url", "http://127.0.0.1:9"), "no gateway answers"),
+        (("--url", "127.0.0.1:8000"), "write it like http://"),
+        (("--url", "localhost:8000"), "write it like http://"),
+        (("--url", "http://"), "write it like http://"),
+        (("--api-key", "a\nb"), "is no API key"),
+        (("--api-key", "kľúč"), "is no API key"),
+    ],
+)
+def test_what_cannot_be_explained_is_one_sentence(arguments: tuple[str, ...], said: str) -> None:
+    result = runner.invoke(app, ["explain", "some-id", *arguments])
+    assert result.exit_code == 2
+    assert said in " ".join(result.output.split())
+    assert "some-id" not in result.output
+
+
+@pytest.mark.parametrize("answer", [b"<html>", b"[]", b'{"id": 1}'])
+def test_who_is_no_gateway_explains_nothing(answer: bytes) -> None:
+    paths: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            paths.append(self.path)
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(answer)
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = Thread(target=server.handle_request)
+        thread.start()
+        result = runner.invoke(
+            app, ["explain", "a/../b?c#d", "--url", f"http://127.0.0.1:{server.server_port}"]
+        )
+        thread.join()
+    assert paths == ["/admin/requests/a%2F..%2Fb%3Fc%23d"]
+    assert (result.exit_code, "is no gateway" in result.output) == (2, True)
 
 
 def test_models_inspects_the_bundled_model() -> None:

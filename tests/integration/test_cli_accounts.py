@@ -154,6 +154,20 @@ def test_limits_and_prices_are_exact(url: str) -> None:
     assert "$0.075" in run(*prices, "list")
 
 
+def test_the_default_project_is_there_when_it_is_meant_whatever_was_made_before(url: str) -> None:
+    said = run("tenants", "create", "a shop")
+    assert "argosy keys create -p 'a shop'" in said
+    run("tenants", "organisations", "create", "zeta")
+    run("tenants", "create", "default", "-o", "zeta")
+    keys = [told("keys", "create", "--role", "admin"), told("keys", "create")]
+    (home,) = {key["project"] for key in keys}
+    project = next(item for item in told("tenants", "list") if item["id"] == home)
+    owner = next(o for o in told("tenants", "organisations", "list") if o["name"] == "default")
+    assert (project["name"], project["organisation"]) == ("default", owner["id"])
+    run("tenants", "archive", home)
+    assert told("keys", "create")["project"] != home
+
+
 @pytest.mark.parametrize(
     ("command", "said"),
     [

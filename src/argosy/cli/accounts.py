@@ -68,7 +68,7 @@ def find_organisation(store: Store, wanted: str) -> Organisation:
     """By id or name. Raises ValueError; so do the others."""
     living = [item for item in store.accounts.list_organisations() if item.archived_at is None]
     found = [item for item in living if wanted in {item.id, item.name}]
-    return _one(found, f"organisation {wanted!r}", "argosy tenants organisations")
+    return _one(found, f"organisation {wanted!r}", "argosy tenants organisations list")
 
 
 def id_of_organisation(store: Store, wanted: str | None) -> str | None:
@@ -85,14 +85,14 @@ def find_project(store: Store, wanted: str) -> Project:
         for item in living
         if wanted in {item.id, item.name, f"{names[item.organisation]}/{item.name}"}
     ]
-    return _one(found, f"project {wanted!r}", "argosy tenants")
+    return _one(found, f"project {wanted!r}", "argosy tenants list")
 
 
 def find_user(store: Store, wanted: str) -> User:
     """By id or email."""
     living = [item for item in store.accounts.list_users() if item.disabled_at is None]
     found = [item for item in living if wanted in {item.id, item.email}]
-    return _one(found, f"user {wanted!r}", "argosy tenants users")
+    return _one(found, f"user {wanted!r}", "argosy tenants users list")
 
 
 def find_key(store: Store, wanted: str) -> Key:
@@ -116,10 +116,13 @@ def home_organisation(store: Store, wanted: str) -> Organisation:
 
 
 def home_project(store: Store, wanted: str | None) -> Project:
-    """The project that is meant; the default one is made when there is none at all."""
-    if wanted is not None or store.accounts.list_projects():
-        return find_project(store, wanted or DEFAULT)
+    """The project that is meant; the default organisation's default one is made when there is none."""
+    if wanted is not None:
+        return find_project(store, wanted)
     organisation = home_organisation(store, DEFAULT)
+    for project in store.accounts.list_projects():
+        if project.organisation == organisation.id and _is_default(project):
+            return project
     return store.accounts.create_project(organisation.id, DEFAULT, actor=actor())
 
 
@@ -137,6 +140,10 @@ def names(store: Store) -> dict[str, str]:
         | {item.id: item.email for item in accounts.list_users()}
         | {item.id: f"{item.name} ({item.prefix}-...)" for item in accounts.list_keys()}
     )
+
+
+def _is_default(project: Project) -> bool:
+    return project.name == DEFAULT and project.archived_at is None
 
 
 def _one(found: Sequence[T], what: str, where: str) -> T:

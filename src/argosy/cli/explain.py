@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import quote
 
 import typer
 
@@ -47,18 +48,30 @@ def explain(
 
     with connect(url, api_key) as client:
         try:
-            answer = client.get(f"/admin/requests/{request}")
-        except httpx2.ConnectError:
+            answer = client.get(f"/admin/requests/{quote(request, safe='')}")
+        except (httpx2.ConnectError, httpx2.ConnectTimeout):
             fail(f"no gateway answers at {url}; give its --url")
         except httpx2.HTTPError as error:
             fail(f"the connection to {url} broke ({error}); see the gateway's log", BROKEN)
     if answer.status_code != 200:
         fail(reason(answer.content))
-    told = answer.json()
+    told = _read(answer.content)
+    if told is None:
+        fail(f"what answers at {url} is no gateway of Argosy; check --url")
     if as_json:
         typer.echo(json.dumps(told, indent=2))
     else:
         show(Console(), told)
+
+
+def _read(content: bytes) -> dict[str, Any] | None:
+    """An explanation; None when it is something else."""
+    try:
+        told = json.loads(content)
+    except ValueError:
+        return None
+    explains = isinstance(told, dict) and told.get("object") == "request.explanation"
+    return told if explains else None
 
 
 def show(console: Console, told: dict[str, Any]) -> None:

@@ -13,9 +13,11 @@ CONNECT_S = 5.0
 
 
 def connect(url: str, api_key: str | None) -> httpx2.Client:
-    """A client of the server at `url`, which may be `unix:PATH`; ends the command when that is no URL."""
+    """A client of the server at `url`, which may be `unix:PATH`; ends the command when that is no URL, or no key."""
     import httpx2
 
+    if api_key and not (api_key.isascii() and api_key.isprintable()):
+        fail("that is no API key: it has characters that no key has; copy it again")
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     transport = None
     if url.startswith("unix:"):
@@ -24,11 +26,14 @@ def connect(url: str, api_key: str | None) -> httpx2.Client:
     base = url.rstrip("/").removesuffix("/v1")
     timeout = httpx2.Timeout(CONNECT_S, read=None)
     try:
-        return httpx2.Client(
+        client = httpx2.Client(
             base_url=base, headers=headers, timeout=timeout, transport=transport, trust_env=False
         )
     except (httpx2.InvalidURL, ValueError) as error:
         fail(f"{url!r} is not a URL ({error}); write it like http://127.0.0.1:8000")
+    if client.base_url.scheme not in ("http", "https") or not client.base_url.host:
+        fail(f"{url!r} is not a URL of a server; write it like http://127.0.0.1:8000")
+    return client
 
 
 def reason(body: bytes) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Annotated, Literal
 
 import typer
@@ -100,7 +101,8 @@ def create(
             networks=network or (),
             actor=actor(),
         )
-    sentence = f"{made.name} is made ({made.id}). Make a key: argosy keys create -p {made.name}"
+    command = shlex.join(("argosy", "keys", "create", "-p", made.name))
+    sentence = f"{made.name} is made ({made.id}). Make a key: {command}"
     tell(made, sentence, json=json)
 
 
