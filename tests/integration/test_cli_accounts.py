@@ -173,6 +173,9 @@ def test_the_default_project_is_there_when_it_is_meant_whatever_was_made_before(
     [
         (("keys", "rotate", "nobody"), "there is no key 'nobody'"),
         (("keys", "create", "--expires", "soon"), "write a date like"),
+        (("keys", "create", "--expires", "9999999d"), "within the years"),
+        (("keys", "rotate", "app", "--overlap", "99999999999d"), "expires_at"),
+        (("usage", "--since", "99999999999999999999d"), "within the years"),
         (("keys", "create", "--network", "10.0.0.0/99"), "10.0.0.0/99"),
         (("keys", "create", "--role", "king"), "king"),
         (("tenants", "create", "x", "-o", "nobody"), "there is no organisation 'nobody'"),

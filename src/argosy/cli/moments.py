@@ -9,6 +9,7 @@ import typer
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([smhdw])\s*")
+_LAST = datetime(9999, 12, 31, tzinfo=UTC).timestamp()
 
 
 def parse_duration(text: str) -> float:
@@ -31,7 +32,10 @@ def parse_future(text: str) -> float:
 
 def _moment(text: str, direction: int) -> float:
     if _DURATION.fullmatch(text.lower()):
-        return datetime.now(UTC).timestamp() + direction * parse_duration(text)
+        seconds = datetime.now(UTC).timestamp() + direction * parse_duration(text)
+        if not 0 <= seconds <= _LAST:
+            raise typer.BadParameter(f"{text!r} is not within the years 1970 to 9999")
+        return seconds
     try:
         moment = datetime.fromisoformat(text)
     except ValueError as error:

@@ -29,6 +29,8 @@ Window = Literal["second", "minute", "hour", "day", "month"]
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
 Amount = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Weight = Annotated[float, Meta(gt=0, le=1e6)]
+Moment = Annotated[float, Meta(ge=0, le=253_402_300_799)]
+"""Seconds since the epoch, until the year 9999."""
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,7 +98,7 @@ class KeyInfo(Record, frozen=True, kw_only=True):
     """Public model names it may use; none: all."""
     networks: tuple[str, ...] = ()
     created_at: float
-    expires_at: float | None = None
+    expires_at: Moment | None = None
     revoked_at: float | None = None
     replaced_by: str | None = None
     """Id of the key that it was rotated into; both work until it expires."""
@@ -136,7 +138,7 @@ class Price(Record, frozen=True, kw_only=True):
     """Nano-dollars for each token that was not cached."""
     cached_input: Amount
     output: Amount
-    since: float = 0.0
+    since: Moment = 0.0
 
 
 class UsageRow(msgspec.Struct, frozen=True, kw_only=True):

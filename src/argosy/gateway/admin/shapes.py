@@ -14,6 +14,7 @@ from argosy.store import (
     Key,
     KeyInfo,
     Limit,
+    Moment,
     Name,
     Organisation,
     OwnerKind,
@@ -31,9 +32,6 @@ from argosy.store import (
     Weight,
     Window,
 )
-
-Moment = Annotated[float, Meta(ge=0, le=253_402_300_799)]
-"""Seconds since the epoch, until the year 9999."""
 
 T = TypeVar("T")
 S = TypeVar("S", bound=msgspec.Struct)
