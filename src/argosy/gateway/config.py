@@ -94,7 +94,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     models: Annotated[list[ModelConfig], Meta(min_length=1)]
     host: str = "127.0.0.1"
-    port: int = 8000
+    port: Annotated[int, Meta(ge=0, le=65535)] = 8000
     """0 takes a free one."""
     uds: str | None = None
     """Path of a Unix domain socket to listen on instead."""
@@ -109,33 +109,46 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     explain: ExplainConfig = ExplainConfig()
     attempts: Annotated[int, Meta(ge=1, le=10)] = 4
     """So many answers of living replicas that are failures (5xx), and a request is given up."""
-    body_limit_bytes: int = 32 * 1024 * 1024
+    body_limit_bytes: Annotated[int, Meta(ge=1)] = 32 * 1024 * 1024
     body_timeout_s: Positive = 60.0
     slow_reader_timeout_s: Positive = 30.0
     keep_alive_s: Positive = 15.0
-    drain_deadline_s: float = 30.0
+    drain_deadline_s: Annotated[float, Meta(ge=0)] = 30.0
     log_format: Literal["json", "console"] = "console"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
 
 def load_config(path: Path) -> GatewayConfig:
-    """Read the file. Raises ValueError (naming the key) or OSError."""
+    """Read the file. Raises ValueError, naming the file and the key."""
     try:
         config = msgspec.yaml.decode(path.read_bytes(), type=GatewayConfig)
     except msgspec.DecodeError as error:
         raise ValueError(f"{path}: {error}") from error
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     names = [name for model in config.models for name in (model.name, *model.aliases)]
-    twice = {name for name in names if names.count(name) > 1}
-    if twice:
-        raise ValueError(f"{path}: the model name {min(twice)!r} is there twice; keep one")
-    for replica in (replica for model in config.models for replica in model.replicas):
-        if replica.kv_events is not None and replica.kind not in {"auto", "vllm", "sglang"}:
-            raise ValueError(f"{path}: {replica.url}: kv_events is of vllm and sglang; remove it")
+    _refuse_twice(path, "the model name", names)
+    for model in config.models:
+        _check_replicas(path, model)
     if config.store is None and config.limits.redis is not None:
         raise ValueError(f"{path}: limits.redis shares the limits of accounts; add a store")
     if config.store is None and config.auth.mode == "keys" and config.auth.jwt is None:
         raise ValueError(f"{path}: auth.mode is keys, and nobody has one; add a store")
     return config
+
+
+def _check_replicas(path: Path, model: ModelConfig) -> None:
+    names = [replica.name or replica.url for replica in model.replicas]
+    _refuse_twice(path, f"of {model.name!r} the replica", names)
+    for replica in model.replicas:
+        if replica.kv_events is not None and replica.kind not in {"auto", "vllm", "sglang"}:
+            raise ValueError(f"{path}: {replica.url}: kv_events is of vllm and sglang; remove it")
+
+
+def _refuse_twice(path: Path, what: str, names: list[str]) -> None:
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
+        raise ValueError(f"{path}: {what} {min(twice)!r} is there twice; keep one")
 
 
 def headers_of(replica: ReplicaConfig) -> tuple[tuple[bytes, bytes], ...]:

@@ -160,6 +160,37 @@ def test_settings_that_need_a_store_say_so(tmp_path: Path, useless: str) -> None
     assert load_config(path).store is not None
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ("port: 99999", r"<= 65535 - at `\$.port`"),
+        ("body_limit_bytes: -1", r">= 1 - at `\$.body_limit_bytes`"),
+        ("drain_deadline_s: .nan", r">= 0.0 - at `\$.drain_deadline_s`"),
+        ("colour: red", "unknown field `colour`"),
+        ("models: [{name: m, replicas: [{url: 'http://a'}, {url: 'http://a'}]}]", "'http://a' is"),
+        (
+            "models: [{name: m, replicas: [{url: 'http://a', name: x}, {url: 'http://b', name: x}]}]",
+            "of 'm' the replica 'x' is there twice",
+        ),
+        ("models: [{name: m, aliases: [m], replicas: [{url: 'http://a'}]}]", "name 'm' is there"),
+    ],
+)
+def test_settings_that_cannot_be_meant_are_refused_with_their_file(
+    tmp_path: Path, settings: str, said: str
+) -> None:
+    path = tmp_path / "gateway.yaml"
+    with pytest.raises(ValueError, match=r"gateway\.yaml cannot be read: No such file"):
+        load_config(path)
+    models = (
+        ""
+        if settings.startswith("models")
+        else "models: [{name: m, replicas: [{url: 'http://a'}]}]\n"
+    )
+    path.write_text(models + settings)
+    with pytest.raises(ValueError, match=f"gateway.yaml: .*{said}"):
+        load_config(path)
+
+
 async def test_listening_to_everybody_without_keys_is_refused(url: str) -> None:
     async with rough_server() as replica:
         config = settings(replica, url, host="0.0.0.0")  # noqa: S104 - what is refused
