@@ -38,6 +38,8 @@ _SHARED: list[Processor] = [
     structlog.stdlib.add_logger_name,
     structlog.processors.TimeStamper(fmt="iso", utc=True),
 ]
+_OF_LINES = frozenset({"event", "exception", "stack"})
+"""Fields that we write, and that may have several lines."""
 _encode = msgspec.json.Encoder(enc_hook=repr).encode
 
 
@@ -67,6 +69,14 @@ def _timestamp(now_ns: int) -> str:
 @lru_cache(maxsize=2)
 def _second(second: int) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second))
+
+
+def _printable(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+    """What clients sent must neither steer a terminal nor look like a line of its own."""
+    for name, value in event.items():
+        if isinstance(value, str) and not value.isprintable() and name not in _OF_LINES:
+            event[name] = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in value)
+    return event
 
 
 def _json_text(_logger: WrappedLogger, _method: str, event: EventDict) -> str:
@@ -131,7 +141,7 @@ def configure_logs(log_format: LogFormat, level: str = "info", replica: str = ""
         render: Processor = structlog.dev.ConsoleRenderer(
             colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
         )
-        ours, theirs = [*shared, render, _encoded], [render]
+        ours, theirs = [*shared, _printable, render, _encoded], [_printable, render]
     structlog.configure(
         processors=ours,
         wrapper_class=structlog.make_filtering_bound_logger(level),

@@ -56,6 +56,23 @@ def test_lines_for_people() -> None:
     assert not done.stdout
 
 
+HOSTILE = """
+import structlog
+from argosy.telemetry import configure_logs
+configure_logs("console")
+log = structlog.get_logger("argosy.test")
+for path in ("/a\\x1b[2J\\0\\u202e", "/b\\n2026 [error] all is lost\\r"):
+    log.warning("asked", path=path, text="grün")
+"""
+
+
+def test_what_clients_sent_neither_steers_a_terminal_nor_looks_like_a_line() -> None:
+    done = subprocess.run([sys.executable, "-c", HOSTILE], capture_output=True, check=True)
+    lines = done.stderr.decode().splitlines()
+    assert [path in line for path, line in zip(("/a", "/b"), lines, strict=True)] == [True, True]
+    assert all(line.isprintable() and line.endswith("text=grün") for line in lines)
+
+
 NOBODY_READS = """
 import os, sys, structlog
 from argosy.telemetry import configure_logs
