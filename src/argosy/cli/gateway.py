@@ -37,10 +37,16 @@ def gateway(
         settings = msgspec.structs.replace(
             settings, **{name: value for name, value in given.items() if value is not None}
         )
-        serve_gateway(
-            settings, lambda url: typer.echo(f"argosy gateway is ready at {url}/v1", err=True)
-        )
+        serve_gateway(settings, _quietly if settings.log_format == "json" else _tell)
     except OSError as error:
         fail(error.strerror or str(error))
     except ValueError as error:
         fail(str(error))
+
+
+def _tell(url: str) -> None:
+    typer.echo(f"argosy gateway is ready at {url}/v1", err=True)
+
+
+def _quietly(url: str) -> None:
+    """Where standard error is JSON, the log's event `ready` tells it."""

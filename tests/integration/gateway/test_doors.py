@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -189,6 +192,21 @@ def test_settings_that_cannot_be_meant_are_refused_with_their_file(
     path.write_text(models + settings)
     with pytest.raises(ValueError, match=f"gateway.yaml: .*{said}"):
         load_config(path)
+
+
+def test_a_log_in_json_has_no_other_lines(tmp_path: Path) -> None:
+    path = tmp_path / "gateway.yaml"
+    path.write_text(
+        "{port: 0, log_format: json, models: [{name: m, replicas: [{url: 'http://a'}]}]}"
+    )
+    command = [sys.executable, "-m", "argosy.cli", "gateway", "--config", str(path)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if json.loads(line)["event"] == "ready":
+                break
+        process.terminate()
+        assert [json.loads(line)["event"] for line in process.stderr][-1] == "draining"
 
 
 async def test_listening_to_everybody_without_keys_is_refused(url: str) -> None:
