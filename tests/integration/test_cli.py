@@ -57,6 +57,19 @@ def test_missing_model_is_one_sentence(command: str) -> None:
     assert result.output.count("\n") <= 2
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--uds", "/" + 200 * "x"), "path too long"),
+        (("--threads", "99999"), "'--threads'"),
+    ],
+)
+def test_what_cannot_be_served_is_said(arguments: tuple[str, ...], said: str) -> None:
+    result = runner.invoke(app, ["serve", *arguments])
+    assert result.exit_code == 2
+    assert said in " ".join(result.output.split())
+
+
 def test_missing_torch_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     result = runner.invoke(app, ["serve"])

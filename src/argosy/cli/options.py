@@ -86,7 +86,8 @@ PackCache = Annotated[
 ]
 
 Threads = Annotated[
-    int | None, Option(min=1, help="CPU threads; for each replica.", rich_help_panel=ADVANCED)
+    int | None,
+    Option(min=1, max=1024, help="CPU threads; for each replica.", rich_help_panel=ADVANCED),
 ]
 MaxStepTokens = Annotated[
     int, Option(min=1, help="Token budget of a step.", rich_help_panel=ADVANCED)

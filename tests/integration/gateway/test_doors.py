@@ -197,7 +197,7 @@ def test_settings_that_cannot_be_meant_are_refused_with_their_file(
 def test_a_log_in_json_has_no_other_lines(tmp_path: Path) -> None:
     path = tmp_path / "gateway.yaml"
     path.write_text(
-        "{port: 0, log_format: json, models: [{name: m, replicas: [{url: 'http://a'}]}]}"
+        "{port: 0, log_format: json, models: [{name: m, replicas: [{url: 'http://127.0.0.1:1'}]}]}"
     )
     command = [sys.executable, "-m", "argosy.cli", "gateway", "--config", str(path)]
     with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
