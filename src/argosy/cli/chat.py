@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from argosy.cli.failure import BROKEN, fail
-from argosy.cli.server import connect, reason
+from argosy.cli.server import connect, reason, why_not
 
 if TYPE_CHECKING:
     import httpx2
@@ -72,8 +72,8 @@ def chat(
                 _answer(client, asking, [*start, {"role": "user", "content": question}])
             else:
                 _converse(client, asking, start)
-        except (httpx2.ConnectError, httpx2.ConnectTimeout):
-            fail(f"no server answers at {url}; start one with: argosy serve")
+        except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
+            fail(f"no server answers at {url}: {why_not(error, 'start one with: argosy serve')}")
         except httpx2.HTTPError as error:
             fail(f"the connection to {url} broke ({error}); see the server's log", BROKEN)
         except RefusedError as error:

@@ -11,7 +11,7 @@ from urllib.parse import quote
 import typer
 
 from argosy.cli.failure import BROKEN, fail
-from argosy.cli.server import connect, reason
+from argosy.cli.server import connect, reason, why_not
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -49,8 +49,8 @@ def explain(
     with connect(url, api_key) as client:
         try:
             answer = client.get(f"/admin/requests/{quote(request, safe='')}")
-        except (httpx2.ConnectError, httpx2.ConnectTimeout):
-            fail(f"no gateway answers at {url}; give its --url")
+        except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
+            fail(f"no gateway answers at {url}: {why_not(error, 'give its --url')}")
         except httpx2.HTTPError as error:
             fail(f"the connection to {url} broke ({error}); see the gateway's log", BROKEN)
     if answer.status_code != 200:

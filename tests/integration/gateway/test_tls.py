@@ -25,7 +25,9 @@ from tests.integration.gateway.doubles.server import WHOLE, Fault, running
 from tests.integration.gateway.wire import CHUNKED, OK, Kept, ask, read_request, serving
 from tests.integration.serving import CONFIG, MODEL, serve
 from tests.waiting import still
+from typer.testing import CliRunner
 
+from argosy.cli.app import app
 from argosy.gateway import GatewayConfig, GatewayServer, ModelConfig, ReplicaConfig, UpstreamTls
 from argosy.web import App, Certificates, Listener, Receive, Scope, Send, TlsConfig, bind
 
@@ -121,6 +123,26 @@ async def test_clients_reach_the_gateway_over_tls(authority: Authority, server_p
             async with sdk:
                 answer = await sdk.completions.create(model="big", prompt="Tell me", max_tokens=12)
                 assert answer.choices[0].text == WHOLE
+
+
+@pytest.mark.parametrize("command", [("chat", "Tell me"), ("explain", "some-id")])
+async def test_commands_trust_whom_ssl_cert_file_names(
+    authority: Authority,
+    server_pair: Pair,
+    monkeypatch: pytest.MonkeyPatch,
+    command: tuple[str, str],
+) -> None:
+    double = Vllm()
+    async with running(double):
+        replica = ReplicaConfig(url=double.url, model="cat")
+        async with gateway(replica, tls=config(server_pair)) as (_, url):
+            arguments = [*command, "--url", url]
+            refused = await asyncio.to_thread(CliRunner().invoke, app, arguments)
+            assert refused.exit_code == 2
+            assert "have SSL_CERT_FILE name" in refused.output
+            monkeypatch.setenv("SSL_CERT_FILE", authority.ca)
+            reached = await asyncio.to_thread(CliRunner().invoke, app, arguments)
+            assert (WHOLE if command[0] == "chat" else "Nothing is known") in reached.output
 
 
 async def test_clients_without_a_certificate_are_refused_where_one_is_asked_for(
