@@ -4,6 +4,7 @@ import re
 import shutil
 import signal
 import ssl
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
@@ -115,7 +116,17 @@ def test_killed_core_is_only_a_pause_for_the_client(server: Server) -> None:
     assert server.core().pid != first.pid
 
 
-def test_interrupt_drains_and_leaves_nothing() -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_who_is_told_to_leave_drains_and_leaves_nothing(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tempfile.TemporaryDirectory() as folder, monkeypatch.context() as patch:
+        patch.setenv("TMPDIR", folder)
+        drain(number)
+        assert not list(Path(folder).glob("argosy*"))
+
+
+def drain(number: signal.Signals) -> None:
     with serving() as server:
         story_before = story(server, SimpleQueue())
         processes = server.processes()
@@ -124,7 +135,7 @@ def test_interrupt_drains_and_leaves_nothing() -> None:
             pieces: SimpleQueue[str] = SimpleQueue()
             answer = pool.submit(story, server, pieces)
             pieces.get()
-            server.process.send_signal(signal.SIGINT)
+            server.process.send_signal(number)
             assert answer.result() == story_before  # it was allowed to finish
         _, alive = psutil.wait_procs(processes, timeout=60)
         assert not alive

@@ -27,7 +27,7 @@ RECOVERY_S = 120.0
 
 
 class Whole:
-    """One model on this machine, until SIGTERM or SIGINT."""
+    """One model on this machine, until SIGTERM, SIGINT, or the end of its terminal."""
 
     def __init__(
         self,
@@ -202,7 +202,11 @@ class Whole:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        loop, numbers = asyncio.get_running_loop(), (signal.SIGTERM, signal.SIGINT)
+        loop, numbers = asyncio.get_running_loop(), [signal.SIGTERM, signal.SIGINT]
+        if self._server.tls is None and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+            numbers.append(
+                signal.SIGHUP
+            )  # the terminal was closed; over TLS it renews certificates
         for number in numbers:
             loop.add_signal_handler(number, self.stop)
         try:
