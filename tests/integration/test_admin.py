@@ -330,6 +330,7 @@ async def test_what_is_wrong_is_named(
     async with admin(store) as client:
         answer = await client.request(method, path, json=body, headers=keys["admin"])
         assert told(answer) == refusal
+        assert answer.headers.get("allow") == ("GET, POST" if answer.status_code == 405 else None)
 
 
 async def test_a_store_that_is_down_is_no_fault_of_the_caller() -> None:

@@ -42,6 +42,7 @@ async def test_what_a_replica_serves_besides_generation(tokenizer: Tokenizer) ->
         head = await client.head("/openapi.json", timeout=5)
         assert (head.status_code, head.content) == (200, b"")
         assert (await client.get("/version")).json()["version"]
+        assert (await client.delete("/v1/models")).headers["allow"] == "GET"
         assert (await client.get("/ready")).status_code == 200
 
 

@@ -169,6 +169,8 @@ async def test_a_limit_ends_a_stream_and_the_ledger_has_what_was_delivered(
         async with here.client("admin") as client:
             told = (await client.get(f"/admin/requests/{name}")).json()
             assert (told["status"], told["limits"][0]["limit"]) == ("refused", 20)
+            told = (await client.get(f"/admin/requests/{answer_id}")).json()
+            assert (told["status"], told["finish_reasons"]) == ("stopped", {"0": "limit"})
             text = (await client.get("/metrics")).text
         assert value(text, "argosy_gateway_limit_refusals_total", unit="output_tokens") == 1
         (stopped,) = await here.rows(1)  # what was refused has none
@@ -187,7 +189,7 @@ async def test_a_request_is_explained_to_its_tenant_and_to_operators(
         async with here.client("web") as client:
             name = (await client.post(CHATS, json=BODY)).json()["id"]
             told = (await client.get(f"/admin/requests/{name}")).json()
-        assert told["caller"]["project"] == here.web.id
+        assert (told["caller"]["project"], told["caller"]["tier"]) == (here.web.id, here.web.tier)
         assert told["status"] == "completed"
         assert told["tokens"]["output"] == 30
         assert told["ledger"]["nano_dollars"] > 0

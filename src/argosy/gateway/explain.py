@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from argosy.gateway.caller import ANYONE, Caller
+from argosy.gateway.caller import ANYONE, TIERS, Caller
 from argosy.policy import Cost
 
 MOST_CANDIDATES = 16
@@ -114,7 +114,7 @@ class Trace(msgspec.Struct, gc=False, array_like=True):
                 "project": self.caller.project,
                 "key": self.caller.key,
                 "user": self.caller.user,
-                "tier": self.caller.tier,
+                "tier": TIERS[self.caller.tier],
             },
             "started_at": self.started_at,
             "ms": {

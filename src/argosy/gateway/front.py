@@ -136,6 +136,7 @@ class Front:
         method = "GET" if exchange.method == "HEAD" else exchange.method
         if route.method not in {ANY, method}:
             message = f"{exchange.path[:200]} takes {route.method}, not {exchange.method[:20]}."
+            exchange.extra.append((b"allow", route.method.encode()))
             raise ApiError(405, "method_not_allowed", f"{message} Use {route.method}.")
         return route.handler, caller
 

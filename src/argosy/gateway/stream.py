@@ -225,6 +225,8 @@ class ClientStream:
         ours = Identity(name, int(created), replica.model)
         identity = self._carrier.identity or ours
         self._push(self._carrier.held_back() + closing(journey, identity, reason))
+        for choice in range(journey.ask.choices):
+            self._delivered.finished.setdefault(choice, reason)
         attempt.abandon("a limit has ended the answer")
 
     def _push(self, data: bytes) -> None:

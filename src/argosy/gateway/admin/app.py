@@ -101,6 +101,7 @@ class _Endpoint:
         if operation is None:
             known = " or ".join(self._methods)
             message = f"{exchange.path[:200]} takes {known}, not {exchange.method[:20]}."
+            exchange.extra.append((b"allow", ", ".join(self._methods).encode()))
             raise ApiError(405, "method_not_allowed", message)
         return operation
 
