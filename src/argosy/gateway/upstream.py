@@ -233,26 +233,40 @@ class Upstream:
 
     async def connect(self) -> Connection:
         """A new connection. Raises UpstreamError."""
-        loop, endpoint = asyncio.get_running_loop(), self.endpoint
         try:
             async with asyncio.timeout(self._connect_timeout_s):
-                if endpoint.unix is not None:
-                    _, made = await loop.create_unix_connection(self._make, endpoint.unix)
-                else:
-                    _, made = await loop.create_connection(
-                        self._make,
-                        endpoint.host,
-                        endpoint.port,
-                        ssl=self._tls,
-                        server_hostname=self._server_name,
-                    )
+                return await self._connect()
         except TimeoutError as error:
             message = f"no connection within {self._connect_timeout_s:g} s"
             raise UpstreamError(message, untouched=True) from error
         except OSError as error:
             message = f"no connection ({error.strerror or error})"
             raise UpstreamError(message, untouched=True) from error
-        return made
+
+    async def _connect(self) -> Connection:
+        """To the first of its addresses that answers. Raises OSError."""
+        loop, endpoint = asyncio.get_running_loop(), self.endpoint
+        if endpoint.unix is not None:
+            _, made = await loop.create_unix_connection(self._make, endpoint.unix)
+            return made
+        # uvloop logs a look-up of its own that fails after its connection was given up, each time.
+        port, kind = endpoint.port, socket.SOCK_STREAM
+        found = await loop.getaddrinfo(endpoint.host, port, type=kind)
+        failed: OSError | None = None
+        for *_, address in found:
+            try:
+                _, made = await loop.create_connection(
+                    self._make,
+                    str(address[0]),
+                    port,
+                    ssl=self._tls,
+                    server_hostname=self._server_name,
+                )
+            except OSError as error:
+                failed = failed or error
+            else:
+                return made
+        raise failed or OSError("its name has no address")
 
     def close(self) -> None:
         """Close the idle connections."""

@@ -10,6 +10,7 @@ import shutil
 import signal
 import socket
 import ssl
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -25,9 +26,7 @@ from tests.integration.gateway.doubles.server import WHOLE, Fault, running
 from tests.integration.gateway.wire import CHUNKED, OK, Kept, ask, read_request, serving
 from tests.integration.serving import CONFIG, MODEL, serve
 from tests.waiting import still
-from typer.testing import CliRunner
 
-from argosy.cli.app import app
 from argosy.gateway import GatewayConfig, GatewayServer, ModelConfig, ReplicaConfig, UpstreamTls
 from argosy.web import App, Certificates, Listener, Receive, Scope, Send, TlsConfig, bind
 
@@ -127,22 +126,24 @@ async def test_clients_reach_the_gateway_over_tls(authority: Authority, server_p
 
 @pytest.mark.parametrize("command", [("chat", "Tell me"), ("explain", "some-id")])
 async def test_commands_trust_whom_ssl_cert_file_names(
-    authority: Authority,
-    server_pair: Pair,
-    monkeypatch: pytest.MonkeyPatch,
-    command: tuple[str, str],
+    authority: Authority, server_pair: Pair, command: tuple[str, str]
 ) -> None:
+    async def said(url: str, **environment: str) -> str:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "argosy.cli", *command, "--url", url),
+            env=os.environ | environment,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        return (await process.communicate())[0].decode()
+
     double = Vllm()
     async with running(double):
         replica = ReplicaConfig(url=double.url, model="cat")
         async with gateway(replica, tls=config(server_pair)) as (_, url):
-            arguments = [*command, "--url", url]
-            refused = await asyncio.to_thread(CliRunner().invoke, app, arguments)
-            assert refused.exit_code == 2
-            assert "have SSL_CERT_FILE name" in refused.output
-            monkeypatch.setenv("SSL_CERT_FILE", authority.ca)
-            reached = await asyncio.to_thread(CliRunner().invoke, app, arguments)
-            assert (WHOLE if command[0] == "chat" else "Nothing is known") in reached.output
+            assert "have SSL_CERT_FILE name" in await said(url)
+            answer = await said(url, SSL_CERT_FILE=authority.ca)
+            assert (WHOLE if command[0] == "chat" else "Nothing is known") in answer
 
 
 async def test_clients_without_a_certificate_are_refused_where_one_is_asked_for(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import socket
 from pathlib import Path
@@ -121,6 +122,43 @@ async def test_no_server_is_a_failure_that_says_so() -> None:
         with pytest.raises(UpstreamError, match="no connection") as caught:
             await upstream.connect()
     assert caught.value.untouched
+
+
+async def test_a_name_that_is_found_too_late_is_a_failure_and_no_more() -> None:
+    loop, reported = asyncio.get_running_loop(), list[object]()
+    loop.set_exception_handler(lambda _, context: reported.append(context))
+    late = Upstream(parse_endpoint("http://nowhere.invalid"), connect_timeout_s=0.0001)
+    for _ in range(8):
+        with pytest.raises(UpstreamError, match="no connection"):
+            await late.connect()
+    for _ in range(8):  # those before have failed by now
+        with pytest.raises(OSError, match=r"[Nn]ame"):
+            await loop.getaddrinfo("nowhere.invalid", 80)
+    gc.collect()
+    assert not reported
+
+
+async def test_every_address_of_a_name_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(OK)
+
+    hosts = ["127.0.0.9", "127.0.0.1"]  # nobody listens at the first
+
+    async def find(_host: str, port: int, **_: object) -> list[object]:
+        return [(0, 0, 0, "", (host, port)) for host in hosts]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", find)
+    async with serving(handler) as upstream:
+        named, sink = Upstream(parse_endpoint(f"http://a.test:{upstream.endpoint.port}")), Kept()
+        await ask(named, sink, b"{}")
+        await sink.ended.wait()
+        assert (sink.status, sink.error) == (200, None)
+        named.close()
+        while hosts:
+            hosts.pop()
+            with pytest.raises(UpstreamError, match="no connection"):
+                await named.connect()
 
 
 async def test_a_paused_sink_holds_the_server_back_and_memory_stays_bounded() -> None:
