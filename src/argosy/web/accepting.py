@@ -30,7 +30,7 @@ class Acceptor:
         make: Callable[[], asyncio.BaseProtocol],
         tls: ssl.SSLContext | None,
     ) -> None:
-        """Accept on `listening`, which stays the caller's, from now on."""
+        """Accept on `listening` from now on, until `close` closes it."""
         self._loop = asyncio.get_running_loop()
         self._listening = listening
         self._make = make
@@ -41,11 +41,12 @@ class Acceptor:
         self._loop.add_reader(listening, self._accept)
 
     def close(self) -> None:
-        """Accept nobody any more."""
+        """Accept nobody any more: who connects from now on is refused, and does not wait for the end."""
         if self._again is not None:
             self._again.cancel()
         if self._listening.fileno() >= 0:
             self._loop.remove_reader(self._listening)
+            self._listening.close()
 
     async def wait_closed(self) -> None:
         """End what has been accepted and is not open yet: TLS takes its time."""

@@ -59,6 +59,20 @@ def test_all_who_wait_are_let_in_within_a_few_turns_of_the_loop() -> None:
     assert uvloop.run(turns()) < many / 3
 
 
+async def test_who_comes_once_it_is_closed_is_refused_and_does_not_wait() -> None:
+    listener, bound = Listener(nothing), bind("127.0.0.1", 0)
+    address = bound.getsockname()
+    running = asyncio.create_task(listener.serve(sockets=[bound]))
+    _, writer = await asyncio.open_connection(*address)
+    for each in listener.servers:
+        each.close()
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection(*address)
+    writer.close()
+    listener.should_exit = True
+    await running
+
+
 @pytest.fixture
 def server() -> Iterator[tuple[psutil.Process, int]]:
     """A process that answers "hello", and its port."""
