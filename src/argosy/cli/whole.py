@@ -204,9 +204,8 @@ class Whole:
     def _signals(self) -> Iterator[None]:
         loop, numbers = asyncio.get_running_loop(), [signal.SIGTERM, signal.SIGINT]
         if self._server.tls is None and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
-            numbers.append(
-                signal.SIGHUP
-            )  # the terminal was closed; over TLS it renews certificates
+            # The terminal was closed; over TLS it renews certificates.
+            numbers.append(signal.SIGHUP)
         for number in numbers:
             loop.add_signal_handler(number, self.stop)
         try:

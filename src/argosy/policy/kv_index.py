@@ -21,8 +21,6 @@ KEY_WEIGHT = 4
 """A key takes as much memory as so many names, at least."""
 MOST_HELD = 1 << 22
 """Blocks of a replica that can be followed: 67 million tokens in blocks of 16, some 300 MB."""
-
-
 AWAITED = 64
 """Answered prompts that may still be told of; an answer overtakes that by some milliseconds at most."""
 
