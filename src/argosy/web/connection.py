@@ -59,6 +59,7 @@ class Connection(asyncio.Protocol):
         self._headers: list[tuple[bytes, bytes]] = []
         self._header_bytes = 0
         self._expects = False
+        self._hosts = 0
         self._place: dict[str, Any] = {}
 
     # --- asyncio's -------------------------------------------------------------------------------
@@ -126,6 +127,7 @@ class Connection(asyncio.Protocol):
         self._heads.add(self)
         self._url, self._headers, self._header_bytes = b"", [], 0
         self._expects = False
+        self._hosts = 0
 
     def on_url(self, url: bytes) -> None:
         """A part of the request line came."""
@@ -142,6 +144,8 @@ class Connection(asyncio.Protocol):
         name = name.lower()
         if name == b"expect":
             self._expects = value.lower() == b"100-continue"
+        elif name == b"host":
+            self._hosts += 1
         self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
@@ -150,6 +154,8 @@ class Connection(asyncio.Protocol):
             return
         self._heads.remove(self)
         scope = self._scope()
+        if self._hosts != 1 and (self._hosts or scope["http_version"] == "1.1"):
+            raise ValueError("whom a request is for is not clear")  # RFC 9112, 3.2
         version, parser = scope["http_version"], self._parser
         keep_alive = version != "1.0" and parser.should_keep_alive() and not parser.should_upgrade()
         wire = RequestWire(self, scope, keep_alive=keep_alive, expects_continue=self._expects)

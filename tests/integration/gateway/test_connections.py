@@ -98,6 +98,22 @@ async def test_pipelined_requests_are_answered_in_order() -> None:
     assert answer.endswith(b"bye")
 
 
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"GET /echo HTTP/1.1\r\n", b"400 Bad Request"),
+        (b"GET /echo HTTP/1.1\r\nhost: a\r\nHost: b\r\n", b"400 Bad Request"),
+        (b"GET /echo HTTP/1.0\r\nhost: a\r\nhost: a\r\n", b"400 Bad Request"),
+        (b"GET /closing HTTP/1.1\r\nhost: a\r\n", b"200 OK"),
+        (b"GET /closing HTTP/1.0\r\n", b"200 OK"),
+    ],
+)
+async def test_a_request_says_once_whom_it_is_for(head: bytes, status: bytes) -> None:
+    async with listening(APP) as port:
+        answer = await talk(port, head + b"\r\n")
+    assert answer.startswith(b"HTTP/1.1 " + status)
+
+
 async def test_a_stream_without_a_length_is_chunked_and_http_1_0_ends_with_the_connection() -> None:
     async with listening(APP) as port:
         chunked = await talk(port, b"GET /counting HTTP/1.1\r\nhost: x\r\n\r\n" + LAST)
