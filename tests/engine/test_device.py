@@ -16,7 +16,8 @@ from argosy.engine.execution import cgroup
 from argosy.engine.execution import isa as isa_module
 from argosy.engine.execution.device import Device, cpu_device
 from argosy.engine.execution.isa import TORCH, VARIABLE, available_isas
-from argosy.engine.execution.native import Kernels, NativeUnavailable, load_kernels
+from argosy.engine.execution.native import Kernels, load_kernels
+from argosy.native import NativeUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

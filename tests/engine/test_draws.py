@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from argosy.engine.execution.draws import LOG2E, DrawOps, Draws, TorchDraws, weigh
 from argosy.engine.execution.draws_cpu import NativeDraws, cpu_draws
-from argosy.engine.execution.native import NativeUnavailable, load_kernels
+from argosy.engine.execution.native import load_kernels
+from argosy.native import NativeUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Callable

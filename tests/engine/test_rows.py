@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, get_args
 import pytest
 import torch
 
-from argosy.engine.execution.native import NativeUnavailable, load_kernels
+from argosy.engine.execution.native import load_kernels
 from argosy.engine.execution.rows_cpu import NativeRows, RowOps, TorchRows, cpu_rows
 from argosy.engine.execution.spec import Activation, NormKind
+from argosy.native import NativeUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Callable

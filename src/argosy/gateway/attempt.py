@@ -83,6 +83,15 @@ class Attempt:
         if self._connection is not None:
             self._connection.resume()
 
+    def lend(self) -> int | None:
+        """See `Connection`; None where there is none."""
+        return None if self._connection is None else self._connection.lend()
+
+    def take_back(self, rest: bytes) -> None:
+        """See `Connection`."""
+        if self._connection is not None:
+            self._connection.take_back(rest)
+
     def abandon(self, reason: str) -> None:
         """Close the connection; whoever waits gets an UpstreamError with this reason."""
         if self._connection is not None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from argosy.gateway.ask import DEFAULT_OUTPUT
-from argosy.gateway.journey import Journey
+from argosy.gateway.journey import Alone, Journey
 from argosy.gateway.limit_words import Headers
 from argosy.policy import Meter, OutputEstimates, Rates, Reservation, Use, ended, running
 from argosy.store import Clock, SharedState, Wants
@@ -67,7 +67,12 @@ class Held(msgspec.Struct, eq=False):
     went_on: bool = False
     """While nobody could say how much is used."""
 
-    def counted(self, now: float) -> str | None:  # noqa: ARG002 - limits go by the wall clock
+    def alone(self) -> Alone:
+        """As far as what is held is enough."""
+        enough = self.journey.delivered.prompt_tokens <= self.prompt
+        return Alone(self.output if enough else 0)
+
+    def counted(self, times: Sequence[float]) -> str | None:  # noqa: ARG002 - limits go by the wall clock
         """Hold more when what was delivered passes what is held."""
         told = self.journey.delivered
         if told.output_tokens <= self.output and told.prompt_tokens <= self.prompt:

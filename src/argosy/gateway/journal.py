@@ -83,6 +83,11 @@ class JournalReader:
                 self._held += (block, mark)
         return b"".join(passed)
 
+    @property
+    def steady(self) -> bool:
+        """See `StreamReader`."""
+        return not (self._rest or self._held or self.done)
+
     def take_held(self) -> bytes:
         """The events that no block followed: the usage and `[DONE]`, or an error."""
         held = b"".join(self._held)

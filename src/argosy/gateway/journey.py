@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 import structlog
@@ -111,15 +111,31 @@ class Journey(msgspec.Struct, eq=False):
         self.failing_since = None
 
 
+ANY = 2**62
+"""More tokens than any stream has."""
+
+
+class Alone(NamedTuple):
+    """How far a stream may go on by itself: who lets it go is told of its pieces later, many at a time."""
+
+    most: int = ANY
+    """Output tokens that it may have."""
+    counter: int | None = None
+    """Address of a word that has to count them at once."""
+
+
 class Visit(Protocol):
     """One request's, at a stage that has let it in."""
 
-    def counted(self, now: float) -> str | None:
-        """More was delivered, as the journey's `delivered` tells, by `now` on the monotonic clock.
+    def counted(self, times: Sequence[float]) -> str | None:
+        """More was delivered, as the journey's `delivered` tells, in pieces that came at `times` (monotonic clock).
 
-        Called for each piece of a stream, so it must be quick. A finish reason ends the answer here, once what came
-        has been passed on.
+        Called for each piece of a stream that is not on its own, so it must be quick. A finish reason ends the answer
+        here, once what came has been passed on.
         """
+
+    def alone(self) -> Alone:
+        """How far the stream may go on before this is told of it."""
 
     def leave(self) -> None:
         """The request has ended, as the journey's `status` tells. Called once, last stage first."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 import structlog
 
 from argosy.gateway.caller import TIERS
-from argosy.gateway.journey import Journey
+from argosy.gateway.journey import Alone, Journey
 from argosy.policy import PriceList, Rates
 from argosy.protocol import ApiError
 from argosy.store import Directory, Slot, Spool, SpoolFullError, UsageRow
@@ -80,7 +80,11 @@ class Entry:
         self._rates = rates
         self._clock = clock
 
-    def counted(self, now: float) -> None:  # noqa: ARG002 - see `Visit`
+    def alone(self) -> Alone:
+        """As far as it likes: its tokens are counted in the slot."""
+        return Alone(counter=self._slot.counter)
+
+    def counted(self, times: Sequence[float]) -> None:  # noqa: ARG002 - see `Visit`
         """Count what was delivered so far: nothing of an answer that is sent whole, should this gateway die before."""
         if self._streams:
             told = self._delivered

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from argosy.gateway.explain import Traces
-from argosy.gateway.journey import Journey
+from argosy.gateway.journey import Alone, Journey
 from argosy.telemetry import GatewayMetrics
 
 GAPS = 64
@@ -48,17 +48,21 @@ class Recording:
         self._gaps: list[float] = []
         """Seconds between tokens that the metrics have not been told yet."""
 
-    def counted(self, now: float) -> None:
+    def alone(self) -> Alone:
+        """As far as it likes."""
+        return Alone()
+
+    def counted(self, times: Sequence[float]) -> None:
         """See `Visit`."""
-        trace = self._trace
-        last, trace.last = trace.last, now
-        if last is None:
-            trace.first = now
-        elif trace.stream:
-            gaps = self._gaps
-            gaps.append(now - last)
-            if len(gaps) >= GAPS:
-                self._tell_gaps()
+        trace, gaps = self._trace, self._gaps
+        for now in times:
+            last, trace.last = trace.last, now
+            if last is None:
+                trace.first = now
+            elif trace.stream:
+                gaps.append(now - last)
+        if len(gaps) >= GAPS:
+            self._tell_gaps()
 
     def leave(self) -> None:
         """See `Visit`."""

@@ -19,6 +19,7 @@ from argosy.gateway.admin import build_admin
 from argosy.gateway.books import Books
 from argosy.gateway.config import GatewayConfig
 from argosy.gateway.explain import Traces
+from argosy.gateway.fast_path import FastPath, load_fast_path
 from argosy.gateway.front import Front
 from argosy.gateway.identity import Identity, check_exposure
 from argosy.gateway.journey import Stage
@@ -30,6 +31,7 @@ from argosy.gateway.pools import build_models
 from argosy.gateway.probing import Prober
 from argosy.gateway.recorder import Recorder
 from argosy.gateway.serving import Serving
+from argosy.native import NativeUnavailable
 from argosy.store import Directory
 from argosy.telemetry import GatewayMetrics, GatewayReading, configure_logs
 from argosy.web import Certificates, Listener, bind, bind_unix, url_of
@@ -85,10 +87,13 @@ class GatewayServer:
                 await keeping.update(books.directory)
             if bound is None:
                 bound = self._bind(books)
+            fast_path = await self._fast_path()
+            if fast_path is not None:
+                closing.callback(fast_path.close)
             caring: list[Coroutine[Any, Any, None]] = []
             if books is not None and keeping is not None:
                 caring = [books.keep_fresh(keeping.update), books.forget()]
-            await self._serve(stages, keeping, bound, caring)
+            await self._serve(stages, keeping, bound, caring, fast_path)
 
     async def _serve(
         self,
@@ -96,8 +101,9 @@ class GatewayServer:
         keeping: _Keeping | None,
         bound: socket.socket,
         caring: list[Coroutine[Any, Any, None]],
+        fast_path: FastPath | None,
     ) -> None:
-        serving = Serving(self._models, self._config, stages)
+        serving = Serving(self._models, self._config, stages, fast_path)
         front = Front(
             self._models,
             serving,
@@ -148,6 +154,15 @@ class GatewayServer:
             await asyncio.gather(*tasks, *late, return_exceptions=True)
             self._unlink()
 
+    async def _fast_path(self) -> FastPath | None:
+        if self._config.fast_path == "off":
+            return None
+        try:
+            return FastPath(await asyncio.to_thread(load_fast_path))
+        except NativeUnavailable as error:
+            log.info("no_fast_path", reason=str(error))
+            return None
+
     def _explain(self, request: str) -> dict[str, Any] | None:
         trace = self._traces.find(request)
         return None if trace is None else trace.tell()
@@ -155,6 +170,7 @@ class GatewayServer:
     def _read(self, front: Front, serving: Serving, keeping: _Keeping | None) -> GatewayReading:
         return GatewayReading(
             in_flight=front.in_flight,
+            on_fast_path=serving.on_fast_path,
             queued=serving.queued,
             replicas=read_replicas(self._models.pools),
             backlog=0 if keeping is None else keeping.books.spool.waiting,

@@ -19,6 +19,7 @@ from argosy.gateway.config import GatewayConfig
 from argosy.gateway.dialects import Carrier, Leg, whole_request
 from argosy.gateway.dispatch import RETRY_AFTER_S, Dispatcher, QueueLimits
 from argosy.gateway.explain import Trace
+from argosy.gateway.fast_path import FastPath
 from argosy.gateway.headers import request_headers
 from argosy.gateway.journey import (
     CHAT,
@@ -53,10 +54,17 @@ class _StreamLimits:
 class Serving:
     """The handlers of the two generation APIs; every request passes `stages`."""
 
-    def __init__(self, models: Models, config: GatewayConfig, stages: Sequence[Stage]) -> None:
+    def __init__(
+        self,
+        models: Models,
+        config: GatewayConfig,
+        stages: Sequence[Stage],
+        fast_path: FastPath | None,
+    ) -> None:
         self._models = models
         self._config = config
         self._stages = stages
+        self._fast_path = fast_path
         self._clock = time.monotonic
         self._limits = _StreamLimits(
             config.timeouts.first_token_s,
@@ -78,6 +86,11 @@ class Serving:
     def queued(self) -> Mapping[str, int]:
         """Requests that wait for a replica, by model."""
         return {model: len(dispatcher) for model, dispatcher in self._dispatchers.items()}
+
+    @property
+    def on_fast_path(self) -> int:
+        """Streams that native code passes on just now."""
+        return 0 if self._fast_path is None else len(self._fast_path)
 
     async def chat(self, exchange: Exchange, caller: Caller) -> None:
         """`POST /v1/chat/completions`."""
@@ -152,6 +165,7 @@ class Serving:
             visits=visits,
             charge=partial(dispatcher.charge, journey),
             leave=task.cancel,
+            fast_path=self._fast_path,
         )
         journey.exchange.watch(stream)
         self._streams.add(stream)
@@ -233,7 +247,10 @@ class Serving:
         if race.hedged:  # the carrier goes by the last leg that it gave
             leg = _leg(carrier, turn.replica) or begun
         stream.feed_from(turn.attempt, turn.replica, leg.reader)
-        await turn.attempt.end
+        try:
+            await turn.attempt.end
+        finally:
+            stream.slow_down()
         stream.finish()
         return None
 

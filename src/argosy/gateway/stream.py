@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -10,8 +11,10 @@ from argosy.gateway.ask import BYTES_PER_TOKEN
 from argosy.gateway.attempt import Attempt
 from argosy.gateway.closing import closing
 from argosy.gateway.dialects import Carrier, Identity, StreamReader, Usage, usage_of
+from argosy.gateway.fast_path import FastPath, News
 from argosy.gateway.journey import Journey, Visit
 from argosy.gateway.replicas import Replica
+from argosy.gateway.shortcut import Shortcut
 from argosy.gateway.upstream import UpstreamError
 
 
@@ -51,6 +54,7 @@ class ClientStream:
         visits: Sequence[Visit],
         charge: Callable[[int], None],
         leave: Callable[[], object],
+        fast_path: FastPath | None,
     ) -> None:
         self.gone = False
         self.stopped: str | None = None
@@ -62,6 +66,7 @@ class ClientStream:
         self._visits = visits
         self._charge = charge
         self._leave = leave
+        self._shortcut = Shortcut(fast_path if journey.ask.choices == 1 else None, visits)
         self._told = 0
         self._before = 0
         """Output tokens that the client had when the attempt began."""
@@ -121,7 +126,7 @@ class ClientStream:
         )
         told.into(self._delivered)
         self.settle()
-        self._count(now)
+        self._count((now,))
 
     def start_over(self) -> bool:
         """Forget what was delivered, where the client has not been given it; whether that can be."""
@@ -130,6 +135,16 @@ class ClientStream:
         self._delivered.forget()
         self._told = self._charged = 0
         return True
+
+    def slow_down(self) -> bytes:
+        """Take the stream back from the fast path, if it is there; what came from the replica and was not read."""
+        news = self._shortcut.leave()
+        self._catch_up(news)
+        if news is None:
+            return b""
+        if news.unsent:
+            self._out.pass_on(news.unsent)
+        return news.rest
 
     def settle(self) -> None:
         """Charge the tenant's share for what came since the last time."""
@@ -148,13 +163,16 @@ class ClientStream:
         attempt = self._attempt
         if attempt is None:
             return
+        self._catch_up(self._shortcut.news())
         self.settle()
         if self._full:
             return
         patience = limits.first_token_s if self._first_at is None else limits.between_tokens_s
         if now - self._moved_at > patience:
+            self.slow_down()
             attempt.abandon(f"nothing came for {patience:g} s")
         elif now - max(self._moved_at, self._shown_at) > limits.keep_alive_s:
+            self._read_on()
             self._shown_at = now
             self._out.keep_alive()
 
@@ -175,19 +193,44 @@ class ClientStream:
             if self._first_at is None:
                 self._begin()
             self._told = told
-            reason = self._count(attempt.last)
+            reason = self._count((attempt.last,))
             if reason is not None:
                 self._stop(reason)
                 return
+            if self._shortcut.passed_by():
+                # What was pushed is with the kernel by then.
+                asyncio.get_running_loop().call_soon(self._hurry)
         if reader.over:
             attempt.leave()
 
-    def _count(self, now: float) -> str | None:
+    def _count(self, times: Sequence[float]) -> str | None:
         """Tell all stages that more was delivered; the finish reason of one that ends the answer here."""
         ends = None
         for visit in self._visits:
-            ends = visit.counted(now) or ends
+            ends = visit.counted(times) or ends
         return ends
+
+    def _hurry(self) -> None:
+        """Let the stream go on by itself, if it can at this moment."""
+        attempt, reader = self._attempt, self._reader
+        able = not (self._full or self.gone or self.stopped)
+        if able and attempt is not None and reader is not None and reader.steady:
+            self._shortcut.take(self._out, attempt, self._told, self._read_on)
+
+    def _read_on(self) -> None:
+        """Take the stream back from there, and go on."""
+        rest = self.slow_down()
+        if self._attempt is not None:
+            self._attempt.take_back(rest)
+
+    def _catch_up(self, news: News | None) -> None:
+        attempt = self._attempt
+        if attempt is None or news is None or not news.times:
+            return
+        self._delivered.tokens[0].append(news.ids)
+        self._delivered.output_tokens = self._told = news.output
+        attempt.last = self._moved_at = news.times[-1]
+        self._count(news.times)
 
     def _begin(self) -> None:
         """The attempt's first token came: what does that say of its replica?"""
@@ -251,4 +294,5 @@ class ClientStream:
     def on_gone(self) -> None:
         """Nobody waits any more: the replica learns of it at once."""
         self.gone = True
+        self.slow_down()
         self._leave()

@@ -62,6 +62,8 @@ class Connection(asyncio.Protocol):
         self._headers: list[tuple[bytes, bytes]] = []
         self._framed = False
         """The answer says where it ends."""
+        self._between = self._even = False
+        """A chunk of the answer was whole; what was read ends like one."""
         self._status = 0
         self._overhead = 0
         """Bytes since the last piece of a body."""
@@ -89,6 +91,25 @@ class Connection(asyncio.Protocol):
         """Go on taking."""
         if self.transport is not None and not self.closed:
             self.transport.resume_reading()
+
+    def lend(self) -> int | None:
+        """Its socket's descriptor, for who reads what comes next instead: whole chunks, until `take_back`.
+
+        None: it is TLS's, or in the middle of a chunk.
+        """
+        transport = self.transport
+        if transport is None or self.closed or not (self._between and self._even and self._sink):
+            return None
+        if transport.get_extra_info("ssl_object") is not None:
+            return None
+        transport.pause_reading()
+        return cast("int", transport.get_extra_info("socket").fileno())
+
+    def take_back(self, rest: bytes) -> None:
+        """Read on here: first `rest`, which has been read."""
+        self.resume()
+        if rest and not self.closed:
+            self.data_received(rest)
 
     def close(self) -> None:
         """Close an idle connection, with TLS's goodbye where it has one."""
@@ -118,6 +139,7 @@ class Connection(asyncio.Protocol):
             self.abort()
             return
         self._overhead += len(data)
+        self._even = data.endswith(b"\r\n")
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
@@ -166,6 +188,14 @@ class Connection(asyncio.Protocol):
         if self._sink is not None and not self._whole:
             self._sink.on_body(body)
 
+    def on_chunk_header(self) -> None:
+        """A chunk begins."""
+        self._between = False
+
+    def on_chunk_complete(self) -> None:
+        """It is whole."""
+        self._between = True
+
     def on_message_complete(self) -> None:
         """The answer is whole, or was an interim one (1xx)."""
         if self._parser.get_status_code() >= 200:
@@ -175,7 +205,7 @@ class Connection(asyncio.Protocol):
 
     def _end(self) -> None:
         sink, self._sink = self._sink, None
-        self._whole = self._framed = False
+        self._whole = self._framed = self._between = False
         self.answers += 1
         if self.closed and self.transport is not None:
             self.transport.abort()

@@ -7,6 +7,7 @@ written at once.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import zlib
@@ -70,6 +71,11 @@ class Slot:
         words[at + INPUT] = input_tokens
         words[at + CACHED] = cached_tokens
         words[at + OUTPUT] = output_tokens
+
+    @property
+    def counter(self) -> int:
+        """Address of the word that counts output tokens."""
+        return self.table.address + (self._at + OUTPUT) * 8
 
     def end(self, status: Ending, route: str, ended_at: float) -> None:
         """The request is over, and the slot no longer its own: the row waits for the store."""
@@ -139,6 +145,7 @@ class Table:
         self.words = memoryview(memory).cast("q")
         self.times = memoryview(memory).cast("d")
         """The same words, as floats."""
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         self.size = len(memory) // SLOT_BYTES - 1
         self.free: list[Slot] = []
 

@@ -250,6 +250,11 @@ class GatewayMetrics(Collector):
     def _gauges(self, reading: GatewayReading) -> Iterator[Metric]:
         yield _gauge("requests_in_flight", "HTTP requests being answered.", reading.in_flight)
         yield _gauge(
+            "fast_path_streams",
+            "Streams that native code passes on.",
+            reading.on_fast_path,
+        )
+        yield _gauge(
             "ledger_backlog_rows",
             "Rows of usage that the store does not have yet.",
             reading.backlog,

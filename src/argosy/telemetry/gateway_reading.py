@@ -39,6 +39,8 @@ class GatewayReading:
 
     in_flight: int = 0
     """Requests being answered."""
+    on_fast_path: int = 0
+    """Streams that are passed on by native code just now."""
     queued: Mapping[str, int] = field(default_factory=dict)
     """Requests that wait for a replica, by model."""
     replicas: Sequence[ReplicaReading] = ()

@@ -73,6 +73,15 @@ class Wire(Protocol):
     def push(self, data: bytes) -> None:
         """Send a part of the answer that has begun."""
 
+    def lend(self) -> int | None:
+        """The socket's descriptor, for who sends the next parts instead, in chunks as HTTP has them.
+
+        None: it cannot be, since it is TLS's, what was sent before waits still, or the answer does not come in chunks.
+        """
+
+    def pass_on(self, chunks: bytes) -> None:
+        """Send what who had the socket could not: it is in chunks already."""
+
     def end(self) -> None:
         """End it."""
 
@@ -229,6 +238,14 @@ class Exchange:
         if self._wire.full:
             await self._room()
         self._wire.push(data)
+
+    def lend(self) -> int | None:
+        """See `Wire`."""
+        return self._wire.lend()
+
+    def pass_on(self, chunks: bytes) -> None:
+        """See `Wire`."""
+        self._wire.pass_on(chunks)
 
     def watch(self, watcher: Watcher | None) -> None:
         """Tell `watcher` from now on how the client takes what is pushed."""

@@ -6,7 +6,7 @@ import asyncio
 import http
 import logging
 from collections.abc import Iterable, MutableMapping
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from argosy.web.exchange import App, DisconnectedError, Scope, Watcher
 
@@ -131,6 +131,19 @@ class RequestWire:
         if self._silent or not data or transport.is_closing():
             return
         transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+
+    def lend(self) -> int | None:
+        """See `Wire`."""
+        transport = self._transport
+        if self._silent or not self._chunked or transport.is_closing():
+            return None
+        if transport.get_write_buffer_size() or transport.get_extra_info("ssl_object") is not None:
+            return None
+        return cast("int", transport.get_extra_info("socket").fileno())
+
+    def pass_on(self, chunks: bytes) -> None:
+        """See `Wire`."""
+        self._write(chunks)
 
     def end(self) -> None:
         """See `Wire`."""

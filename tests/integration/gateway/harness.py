@@ -20,9 +20,10 @@ from argosy.gateway.config import (
     Timeouts,
 )
 from argosy.gateway.explain import ExplainConfig, Traces
+from argosy.gateway.fast_path import FastPath, load_fast_path
 from argosy.gateway.front import Front
 from argosy.gateway.identity import Identity
-from argosy.gateway.journey import Journey, Stage, Visit
+from argosy.gateway.journey import Alone, Journey, Stage, Visit
 from argosy.gateway.kv_events import followers
 from argosy.gateway.operating import Operating
 from argosy.gateway.pools import build_models
@@ -64,8 +65,11 @@ class Watched:
     stage: Watching
     journey: Journey
 
-    def counted(self, now: float) -> str | None:
-        del now
+    def alone(self) -> Alone:
+        return Alone() if self.stage.most is None else Alone(self.stage.most - 1)
+
+    def counted(self, times: Sequence[float]) -> str | None:
+        del times
         stage, output = self.stage, self.journey.delivered.output_tokens
         stage.counts.append(output)
         return "budget" if stage.most is not None and output >= stage.most else None
@@ -121,7 +125,9 @@ async def front(
     )
     models, metrics = build_models(config), GatewayMetrics()
     traces = Traces(ExplainConfig())
-    serving = Serving(models, config, [Recorder(traces, metrics, time.monotonic), *stages])
+    fast_path = FastPath(load_fast_path())
+    recorder = Recorder(traces, metrics, time.monotonic)
+    serving = Serving(models, config, [recorder, *stages], fast_path)
     operating = Operating(models, metrics, GatewayReading)
     identity = Identity(Directory(), config.auth)
     app = Front(
@@ -156,3 +162,5 @@ async def front(
         await asyncio.gather(*tasks, return_exceptions=True)
         for replica in replicas:
             replica.upstream.close()
+        assert not len(fast_path)
+        fast_path.close()

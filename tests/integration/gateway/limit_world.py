@@ -99,7 +99,7 @@ def deliver(limits: Gate, journey: Journey, output: int, prompt: int = 10) -> st
     journey.delivered.prompt_tokens = prompt
     journey.delivered.output_tokens += output
     visit = limits.visits[id(journey)]
-    return None if visit is None else visit.counted(0.0)
+    return None if visit is None else visit.counted((0.0,))
 
 
 def leave(

@@ -70,7 +70,7 @@ async def test_a_request_becomes_one_row_at_the_price_of_its_tier_when_it_began(
     one.delivered.prompt_tokens, one.delivered.cached_tokens = 100, 40
     for count in range(1, 8):
         one.delivered.output_tokens = count
-        entry.counted(0.0)
+        entry.counted((0.0,))
     one.status, one.route = status, "there"
     entry.leave()
     (row,) = drained(spool)
@@ -101,7 +101,7 @@ async def test_of_an_answer_that_was_to_be_sent_whole_a_dead_gateway_delivered_n
     one = journey(stream=stream)
     entry = await Ledger(dying).enter(one)
     one.delivered.prompt_tokens, one.delivered.output_tokens = 10, 3
-    entry.counted(0.0)
+    entry.counted((0.0,))
     dying.close()
     heir = Spool(tmp_path)
     heir.recover()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeVar, cast
@@ -18,7 +18,7 @@ from argosy.gateway.attempt import Attempt
 from argosy.gateway.caller import ANYONE
 from argosy.gateway.dialects import Carrier
 from argosy.gateway.journal import Delivered, JournalReader
-from argosy.gateway.journey import CHAT, Journey
+from argosy.gateway.journey import CHAT, Alone, Journey
 from argosy.gateway.replicas import Pool, Replica
 from argosy.gateway.stream import ClientStream
 from argosy.gateway.upstream import Upstream, UpstreamError
@@ -37,6 +37,10 @@ class Told:
 
     def push(self, data: bytes) -> None:
         self.data += data
+
+    def lend(self) -> None: ...
+
+    def pass_on(self, chunks: bytes) -> None: ...
 
     def keep_alive(self) -> None: ...
 
@@ -72,8 +76,11 @@ class Limit:
         self.counts = [0]
         self.delivered = Delivered()
 
-    def counted(self, now: float) -> str | None:
-        del now
+    def alone(self) -> Alone:
+        return Alone(self.most - 1)
+
+    def counted(self, times: Sequence[float]) -> str | None:
+        del times
         self.counts.append(self.delivered.output_tokens)
         return "limit" if self.counts[-1] >= self.most else None
 
@@ -99,6 +106,7 @@ def feeding(
         visits=[] if limit is None else [limit],
         charge=lambda _: None,
         leave=lambda: None,
+        fast_path=None,
     )
     picked = pool.pick(ask, "", (), 0.0)
     assert picked is not None

@@ -13,6 +13,7 @@ from argosy.telemetry.gateway_metrics import MOST_TENANTS
 
 READING = GatewayReading(
     in_flight=3,
+    on_fast_path=2,
     queued={"m": 2},
     replicas=[ReplicaReading("m", "http://a", "open", 1)],
     backlog=7,
@@ -58,6 +59,7 @@ def test_what_is_counted_is_shown() -> None:
     assert now['replica_state{model="m",replica="http://a",state="open"}'] == 1
     assert now['replica_state{model="m",replica="http://a",state="ready"}'] == 0
     assert now['queue_depth{model="m"}'] == 2
+    assert now["fast_path_streams"] == 2
     assert now["ledger_backlog_rows"] == 7
     assert now["ledger_memory_rows"] == 5
 

@@ -11,8 +11,9 @@ import torch
 from argosy.engine.execution.attention_torch import TorchAttention
 from argosy.engine.execution.block_store import BlockStore
 from argosy.engine.execution.huge_pages import huge_zeros
-from argosy.engine.execution.native import Kernels, NativeUnavailable, load_kernels
+from argosy.engine.execution.native import Kernels, load_kernels
 from argosy.engine.execution.native_calls import AttentionCall
+from argosy.native import NativeUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,9 +14,10 @@ from argosy.engine.execution.attention_cpu import cpu_attention
 from argosy.engine.execution.isa import cpu_features
 from argosy.engine.execution.linear_cpu import cpu_linear
 from argosy.engine.execution.linear_int_cpu import int_linear
-from argosy.engine.execution.native import NativeUnavailable, kernels_in_use, load_kernels
+from argosy.engine.execution.native import kernels_in_use, load_kernels
 from argosy.engine.execution.pack_cache import in_memory
 from argosy.engine.execution.rows_cpu import RowOps, cpu_rows
+from argosy.native import NativeUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,8 +16,9 @@ from argosy.engine.execution.draws import (
     TorchDraws,
     log_probability,
 )
-from argosy.engine.execution.native import Kernels, NativeUnavailable, load_kernels
+from argosy.engine.execution.native import Kernels, load_kernels
 from argosy.engine.execution.native_calls import DrawCall, TellingCall
+from argosy.native import NativeUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Callable

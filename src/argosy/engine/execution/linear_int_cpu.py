@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from argosy.engine.execution.linear_cpu import NativeProduct
-from argosy.engine.execution.native import Kernels, NativeUnavailable, load_kernels
+from argosy.engine.execution.native import Kernels, load_kernels
 from argosy.engine.execution.pack_cache import in_memory
 from argosy.engine.execution.quantize import NOT_FINITE, quantize_weight, quantized_linear
+from argosy.native import NativeUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Callable

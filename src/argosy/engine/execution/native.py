@@ -3,14 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +11,7 @@ import structlog
 import torch
 
 from argosy.engine.execution.isa import TORCH, Isa, wanted_isas
+from argosy.native import CompilerFailed, NativeUnavailable, build
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,20 +20,11 @@ if TYPE_CHECKING:
 
 SOURCES = Path(__file__).parent / "csrc"
 FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-Wno-psabi")
-BUILD_TIMEOUT_S = 120.0
 
 log = structlog.get_logger(__name__)
 
 _SUFFIXES = ((torch.float32, "float32"), (torch.bfloat16, "bfloat16"))
 """The dtypes that functions come in, by the ends of their names."""
-
-
-class NativeUnavailable(Exception):  # noqa: N818 - a state of the machine, with its remedy
-    """The native kernels cannot be had here; the message says why, and what would help."""
-
-
-class CompilerFailed(NativeUnavailable):
-    """The compiler does not take these sources for this instruction set."""
 
 
 class Kernels:
@@ -147,7 +132,7 @@ def _attempt(compiler: str | None, folder: Path | None, isas: tuple[Isa, ...]) -
     reason = "torch's operations were asked for; unset ARGOSY_CPU_ISA to use the native kernels"
     for isa in isas:
         try:
-            return _load(_find_compiler(compiler), folder or _cache_folder(), isa)
+            return _load(isa, compiler, folder)
         except CompilerFailed as error:
             reason = str(error)
             log.warning("kernels.build_failed", isa=isa.name, reason=reason)
@@ -156,96 +141,10 @@ def _attempt(compiler: str | None, folder: Path | None, isas: tuple[Isa, ...]) -
     return reason
 
 
-def _load(program: str, folder: Path, isa: Isa) -> Kernels:
+def _load(isa: Isa, compiler: str | None, folder: Path | None) -> Kernels:
     """Build where needed, and load."""
-    flags = (*FLAGS, *isa.flags)
-    path = folder / _fingerprint(program, flags) / "kernels.so"
-    if not path.exists():
-        _build(program, flags, path)
+    path = build(SOURCES, (*FLAGS, *isa.flags), compiler=compiler, folder=folder)
     try:
         return Kernels(path, isa.name)
     except (OSError, AttributeError) as error:
         raise NativeUnavailable(f"{path} does not load ({error}); delete it to rebuild") from error
-
-
-def _find_compiler(compiler: str | None) -> str:
-    """The compiler's path."""
-    wanted = (compiler,) if compiler else (os.environ.get("CXX", ""), "c++", "g++", "clang++")
-    for name in wanted:
-        program = shutil.which(name) if name else None
-        if program:
-            return program
-    raise NativeUnavailable("no C++ compiler found; install g++, or set CXX to one")
-
-
-def _cache_folder() -> Path:
-    """Where builds are kept; a private temporary directory when the cache cannot be written."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111
-    folder = Path(base) / "argosy" / "native"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return folder
-    except OSError:
-        return Path(tempfile.mkdtemp(prefix="argosy-native-"))
-
-
-def _fingerprint(program: str, flags: tuple[str, ...]) -> str:
-    """What a build depends on, hashed: sources, flags, compiler and the CPU's features."""
-    digest = hashlib.sha256()
-    for source in sorted(SOURCES.iterdir()):
-        digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
-    digest.update("\0".join((program, *flags, platform.machine(), _cpu_features())).encode())
-    digest.update(_run(program, "--version").encode())
-    return digest.hexdigest()[:24]
-
-
-def _cpu_features() -> str:
-    """The model and feature lines of the first CPU."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return platform.processor()
-    first = text.split("\n\n", 1)[0].splitlines()
-    return "\n".join(x for x in first if x.startswith(("model name", "flags", "Features", "CPU")))
-
-
-def _build(program: str, flags: tuple[str, ...], path: Path) -> None:
-    """Compile into a file of our own, then rename: other processes see all of it or nothing."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as work:
-            built = Path(work) / path.name
-            compile_one = partial(_compile, program, flags, Path(work))
-            with ThreadPoolExecutor(os.cpu_count()) as pool:
-                objects = list(pool.map(compile_one, sorted(SOURCES.glob("*.cpp"))))
-            _run(program, *flags, "-shared", *objects, "-o", str(built))
-            built.replace(path)
-    except OSError as error:
-        raise NativeUnavailable(
-            f"cannot write {path.parent} ({error}); make it writable"
-        ) from error
-
-
-def _compile(program: str, flags: tuple[str, ...], folder: Path, source: Path) -> str:
-    """Compile one file; the object's path."""
-    compiled = str(folder / f"{source.stem}.o")
-    _run(program, *flags, "-c", str(source), "-o", compiled)
-    return compiled
-
-
-def _run(program: str, *arguments: str) -> str:
-    """Run the compiler and return its output. Raises CompilerFailed with the end of its errors."""
-    try:
-        done = subprocess.run(  # noqa: S603 - the compiler that the user has
-            (program, *arguments),
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=BUILD_TIMEOUT_S,
-        )
-    except subprocess.CalledProcessError as error:
-        raise CompilerFailed(f"{program} failed: {error.stderr.strip()[-500:]}") from error
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise NativeUnavailable(f"{program} cannot be run: {error}") from error
-    return done.stdout

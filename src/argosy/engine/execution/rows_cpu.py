@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch.nn import functional as F
 
-from argosy.engine.execution.native import Kernels, NativeUnavailable, load_kernels
+from argosy.engine.execution.native import Kernels, load_kernels
 from argosy.engine.execution.native_calls import GateCall, NormCall
+from argosy.native import NativeUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -63,6 +63,7 @@ class ChunkReader:
         self._rest = b""
         self.done = False
         self.over = False
+        self.steady = False
         self.failure = ""
 
     def feed(self, body: bytes) -> bytes:

@@ -30,6 +30,10 @@ class StreamReader(Protocol):
     def failure(self) -> str:
         """Why it will not become whole, if the server said so."""
 
+    @property
+    def steady(self) -> bool:
+        """It has nothing half read, and journaled pieces that come next need no reader: see `fast_path`."""
+
     def feed(self, body: bytes) -> bytes:
         """What may be passed on now. Raises ValueError when it cannot be read."""
 
@@ -129,6 +133,7 @@ class PassReader:
         self._first = b""
         self.done = False
         self.over = False
+        self.steady = False
         self.failure = ""
         self.passed = False
         """Something was passed on: nobody else can give this answer any more."""

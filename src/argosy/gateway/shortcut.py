@@ -1,0 +1,73 @@
+"""When one stream goes by the fast path: once it flows, as far as everybody whom it passes lets it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from argosy.gateway.answer import Out
+from argosy.gateway.attempt import Attempt
+from argosy.gateway.fast_path import FastPath, News, Ride
+from argosy.gateway.journey import ANY, Visit
+
+WORTHWHILE = 16
+"""Pieces after which it was worth the way there and back."""
+
+
+class Shortcut:
+    """One stream's."""
+
+    def __init__(self, path: FastPath | None, visits: Sequence[Visit]) -> None:
+        """path: None where there is none for this stream."""
+        self._path = path
+        self._visits = visits
+        self._ride: Ride | None = None
+        self._steps = 0
+        """Pieces that have passed by since the last try,"""
+        self._wait = 1
+        """and how many do before the next: ever more where it was in vain."""
+
+    def passed_by(self) -> bool:
+        """A piece was passed on without it; whether it is time to `take` it."""
+        self._steps += 1
+        if self._steps < self._wait or self._path is None:
+            return False
+        self._steps = 0
+        return True
+
+    def take(self, out: Out, attempt: Attempt, told: int, ended: Callable[[], None]) -> None:
+        """Go by it, if both sockets can be lent; so many tokens were told so far.
+
+        ended: called when the fast path has given the stream back: then `leave`.
+        """
+        if self._path is None or self._ride is not None:
+            return
+        lets = [visit.alone() for visit in self._visits]
+        most = min((let.most for let in lets), default=ANY)
+        theirs = out.lend() if most > told else None
+        ours = None if theirs is None else attempt.lend()
+        if theirs is None or ours is None:
+            self._wait *= 2
+            return
+        self._ride = self._path.take(
+            ours,
+            theirs,
+            output=told,
+            most=most,
+            counter=next((let.counter for let in lets if let.counter is not None), None),
+            ended=ended,
+        )
+        if self._ride is None:
+            attempt.take_back(b"")
+
+    def news(self) -> News | None:
+        """What has passed there since it was asked last; None: it does not go by it."""
+        return None if self._ride is None else self._ride.news()
+
+    def leave(self) -> News | None:
+        """Go by it no longer; None: it did not."""
+        ride, self._ride = self._ride, None
+        if ride is None:
+            return None
+        news = ride.stop()
+        self._wait = 1 if len(news.times) >= WORTHWHILE else self._wait * 2
+        return news
