@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from argosy.gateway.upstream import Connection, Upstream, UpstreamError
+from argosy.gateway.upstream import Upstream
+from argosy.gateway.upstream_connection import Connection, UpstreamError
 
 WHOLE_LIMIT_BYTES = 64 * 1024 * 1024
 """Most bytes of an answer that are kept until somebody takes them."""

@@ -16,7 +16,7 @@ from argosy.gateway.kv_feed import KvFeed, LostError, UnmetError
 from argosy.gateway.kv_texts import AGAIN_S, LATER_S, TextsOf, TooMuchError, texts_of
 from argosy.gateway.probing import TIMEOUT_S, get
 from argosy.gateway.replicas import Replica
-from argosy.gateway.upstream import UpstreamError
+from argosy.gateway.upstream_connection import UpstreamError
 from argosy.policy import MOST_TOLD, EngineBlocks, ExactIndex, PrefixIndex
 from argosy.protocol import KvReading
 

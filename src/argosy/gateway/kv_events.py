@@ -17,7 +17,7 @@ from argosy.gateway.kv_engines import EngineFollower
 from argosy.gateway.kv_texts import AGAIN_S, LATER_S, TextsOf, TooMuchError, texts_of
 from argosy.gateway.probing import NOT_THERE
 from argosy.gateway.replicas import Pool, Replica
-from argosy.gateway.upstream import UpstreamError
+from argosy.gateway.upstream_connection import UpstreamError
 from argosy.policy import MOST_HELD, ExactIndex, PrefixIndex
 from argosy.protocol import EventParser, KvEvent, KvReading, unpack_names
 

@@ -16,7 +16,7 @@ from argosy.gateway.identity import check_role
 from argosy.gateway.limits import Limits
 from argosy.gateway.models import Models
 from argosy.gateway.replicas import Pool, Replica
-from argosy.gateway.upstream import UpstreamError
+from argosy.gateway.upstream_connection import UpstreamError
 from argosy.policy import Outcome, classify
 from argosy.protocol import ApiError, parse
 from argosy.web import JSON, Exchange

@@ -11,7 +11,8 @@ import structlog
 from argosy.gateway.attempt import Attempt
 from argosy.gateway.dialects import LoadSource, find
 from argosy.gateway.replicas import Replica
-from argosy.gateway.upstream import Upstream, UpstreamError
+from argosy.gateway.upstream import Upstream
+from argosy.gateway.upstream_connection import UpstreamError
 from argosy.policy import BLOCK_TOKENS, Outcome
 from argosy.protocol import Load
 

@@ -15,7 +15,7 @@ from argosy.gateway.fast_path import FastPath, News
 from argosy.gateway.journey import Journey, Visit
 from argosy.gateway.replicas import Replica
 from argosy.gateway.shortcut import Shortcut
-from argosy.gateway.upstream import UpstreamError
+from argosy.gateway.upstream_connection import UpstreamError
 
 
 class StreamLimits(Protocol):

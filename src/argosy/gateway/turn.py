@@ -12,7 +12,7 @@ from argosy.gateway.dialects import Leg, Opening
 from argosy.gateway.explain import Try
 from argosy.gateway.journey import Journey
 from argosy.gateway.replicas import Picked, Replica
-from argosy.gateway.upstream import UpstreamError
+from argosy.gateway.upstream_connection import UpstreamError
 from argosy.policy import Outcome, classify
 
 

@@ -17,7 +17,8 @@ from tests.waiting import still
 
 from argosy.gateway import attempt as attempts
 from argosy.gateway.attempt import Attempt
-from argosy.gateway.upstream import Connection, Upstream, UpstreamError
+from argosy.gateway.upstream import Upstream
+from argosy.gateway.upstream_connection import Connection, UpstreamError
 from argosy.protocol import parse_endpoint
 
 

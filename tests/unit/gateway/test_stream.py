@@ -21,7 +21,8 @@ from argosy.gateway.journal import Delivered, JournalReader
 from argosy.gateway.journey import CHAT, Alone, Journey
 from argosy.gateway.replicas import Pool, Replica
 from argosy.gateway.stream import ClientStream
-from argosy.gateway.upstream import Upstream, UpstreamError
+from argosy.gateway.upstream import Upstream
+from argosy.gateway.upstream_connection import UpstreamError
 from argosy.policy import LeastCost
 from argosy.protocol import EventParser, parse_endpoint
 from argosy.web import Exchange

@@ -1,0 +1,274 @@
+"""One answer from one replica after another, until it is whole or has been tried enough."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import structlog
+
+from argosy.gateway.answer import Out
+from argosy.gateway.ask import Ask
+from argosy.gateway.attempt import Attempt
+from argosy.gateway.config import Timeouts
+from argosy.gateway.dialects import Carrier, Leg, whole_request
+from argosy.gateway.dispatch import RETRY_AFTER_S, Dispatcher
+from argosy.gateway.headers import request_headers
+from argosy.gateway.journey import Journey
+from argosy.gateway.replicas import Picked, Replica
+from argosy.gateway.stream import ClientStream
+from argosy.gateway.turn import Begun, Race, RefusedError, Turn, Whole
+from argosy.gateway.upstream_connection import UpstreamError
+from argosy.policy import Outcome, backoff_s, classify
+from argosy.protocol import ApiError
+from argosy.web import JSON, Deadlines
+
+log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
+
+
+@dataclass(frozen=True, slots=True)
+class Ways:
+    """What goes for all requests."""
+
+    timeouts: Timeouts
+    attempts: int
+    """Failures that living replicas answer with before a request is given up."""
+    clock: Callable[[], float]
+    heads: Deadlines[Attempt]
+    """Attempts whose answer is to begin."""
+    wholes: Deadlines[Attempt]
+    """Attempts whose answer is to come in one piece."""
+
+
+class Relay:
+    """One request's."""
+
+    def __init__(
+        self,
+        ways: Ways,
+        dispatcher: Dispatcher,
+        journey: Journey,
+        carrier: Carrier,
+        stream: ClientStream,
+        out: Out,
+    ) -> None:
+        self._ways = ways
+        self._dispatcher = dispatcher
+        self._journey = journey
+        self._carrier = carrier
+        self._stream = stream
+        self._out = out
+
+    async def run(self) -> None:
+        """Answer it, but for the end of what `out` has. Raises ApiError when that cannot be."""
+        while not await self._go_on():
+            pass
+
+    async def _go_on(self) -> bool:
+        """Let one replica give what it can; whether the answer is whole."""
+        await self._next()
+        journey, stream = self._journey, self._stream
+        before = journey.delivered.output_tokens
+        race, reason = Race(journey, self._ways.clock), ""
+        outcome: Outcome | None = None
+        answered: Outcome | None = None
+        try:
+            whole = await self._attempt(race)
+            outcome = Outcome.SUCCESS
+        except UnfitError:
+            return self._passed_over(race.turn.replica)
+        except RefusedError as error:
+            outcome = answered = error.outcome
+            reason = str(error)
+        except UpstreamError as error:
+            if stream.stopped is not None:
+                return True
+            outcome, reason = Outcome.FAILURE, str(error)
+            stream.let_go()
+            if journey.delivered.output_tokens > before:
+                journey.got_on()
+        finally:
+            race.turn.end(outcome, reason)
+        if reason:
+            self._failed(race.turn.replica, reason, answered)
+            if answered is None:
+                return self._ended()
+            return False
+        if whole is not None:
+            await self._pass_on(whole)
+        return True
+
+    async def _attempt(self, race: Race) -> Whole | None:
+        """Ask one replica, or two. The whole answer; None when it was a stream, which has been passed on.
+
+        Raises UpstreamError when there was none, RefusedError when it is of no use, UnfitError when it cannot go on.
+        """
+        journey, stream, carrier = self._journey, self._stream, self._carrier
+        hedging = journey.pool.hedging
+        if hedging is None or _has_begun(journey) or not _flows(journey.ask, race.turn.replica):
+            begun = await self._ask(race.turn)
+        else:
+            within_s = self._ways.timeouts.first_token_s
+            begun = await race.run(self._ask, hedging.after_s, within_s, self._second)
+        if isinstance(begun, Whole):
+            return begun
+        turn = race.turn
+        await self._out.begin()
+        leg = begun
+        if race.hedged:  # the carrier goes by the last leg that it gave
+            leg = _leg(carrier, turn.replica) or begun
+        stream.feed_from(turn.attempt, turn.replica, leg.reader)
+        try:
+            await turn.attempt.end
+        finally:
+            stream.slow_down()
+        stream.finish()
+        return None
+
+    async def _ask(self, turn: Turn) -> Begun:
+        """Ask one replica, until it answers.
+
+        Raises UpstreamError, RefusedError when that is of no use, UnfitError when it cannot go on.
+        """
+        journey, replica, attempt = self._journey, turn.replica, turn.attempt
+        ask, path = journey.ask, journey.api.path
+        dialect, flows = replica.dialect, _flows(ask, replica)
+        leg = _leg(self._carrier, replica) if flows else None
+        if flows and leg is None:
+            raise UnfitError
+        if journey.delivered.output_tokens and leg is None:
+            self._start_over()
+        outgoing = leg.outgoing if leg else whole_request(ask, path, dialect, replica.model)
+        headers = request_headers(journey, replica, journaled=flows)
+        request = replica.upstream.request(b"POST", outgoing.path, outgoing.body, headers)
+        turn.tried.sent = self._ways.clock()
+        deadlines = self._ways.heads if flows else self._ways.wholes
+        deadlines.add(attempt)
+        try:
+            await attempt.send(replica.upstream, request)
+            status = await attempt.head
+            if leg is not None and status == 200:
+                return leg
+            content = await attempt.whole()
+        finally:
+            deadlines.remove(attempt)
+        if classify(status) is not Outcome.SUCCESS or _has_begun(journey):
+            raise RefusedError(status)
+        return Whole(status, content, attempt.headers.get(b"content-type", JSON))
+
+    async def _pass_on(self, whole: Whole) -> None:
+        """Give the client a replica's whole answer, a refusal too that is the request's own fault."""
+        journey = self._journey
+        if whole.status == 200:
+            self._stream.count_whole(whole.content, self._ways.clock())
+            journey.status = "completed"
+        else:
+            message = f"The replica refused the request with status {whole.status}."
+            journey.error = ApiError(whole.status, "refused_by_replica", message)
+        await journey.exchange.answer(whole.status, whole.content, whole.kind)
+
+    # --- replicas --------------------------------------------------------------------------------
+
+    async def _next(self) -> None:
+        """Wait for the replica to try next. Raises ApiError when the request was tried enough."""
+        journey, pool = self._journey, self._journey.pool
+        if journey.failing_since is None:
+            await self._dispatcher.place(journey)
+            return
+        while True:  # what was placed once goes before all that wait
+            now = self._ways.clock()
+            left_out = journey.tried | journey.unfit
+            picked = pool.pick(journey.ask, journey.caller.domain, left_out, now)
+            if picked is not None:
+                journey.goes_to(picked, now)
+                return
+            if now - journey.failing_since > self._ways.timeouts.recovery_s:
+                raise _upstream_failed(journey)
+            journey.tried.clear()
+            await asyncio.sleep(backoff_s(journey.failures, random.random()))  # noqa: S311 - jitter
+
+    def _passed_over(self, replica: Replica) -> bool:
+        """It cannot go on: perhaps another can. Raises ApiError 502 when none is left."""
+        journey = self._journey
+        journey.unfit.add(replica.name)
+        if all(one.name in journey.unfit for one in journey.pool.alive()):
+            raise _cut_off()
+        return False
+
+    def _second(self) -> Picked | None:
+        """Another replica, beside the one that is silent, if there is room to spare."""
+        journey = self._journey
+        replicas = journey.pool.replicas.values()
+        whole = {replica.name for replica in replicas if not _flows(journey.ask, replica)}
+        others = {journey.route} | journey.tried | whole
+        return self._dispatcher.hedge(journey, others)
+
+    def _failed(self, replica: Replica, why: str, answered: Outcome | None) -> None:
+        """Note that a replica failed the request. Raises ApiError when it was tried enough.
+
+        What was carried on from a replica that died has to go somewhere: only the time that recovery may
+        take bounds it. A request that has nothing yet, and that a living replica refused, draws on the
+        retry budget.
+        """
+        journey, now = self._journey, self._ways.clock()
+        journey.tried.add(replica.name)
+        journey.failures += 1
+        journey.failing_since = journey.failing_since or now
+        log.warning("attempt_failed", replica=replica.name, model=journey.pool.model, reason=why)
+        if answered is None:
+            return
+        if answered is Outcome.FAILURE:
+            journey.refusals += 1
+        begun = journey.delivered.output_tokens > 0
+        if journey.refusals >= self._ways.attempts or not (begun or journey.pool.retries.take(now)):
+            raise _upstream_failed(journey)
+
+    def _ended(self) -> bool:
+        """A replica failed: had it told all but the end? Raises ApiError 502 when nobody could go on."""
+        ending = self._carrier.ending()
+        if ending is not None:
+            self._stream.end_with(ending)
+            return True
+        if not self._carrier.can_go_on:
+            raise _cut_off()
+        return False
+
+    def _start_over(self) -> None:
+        """Forget what the replica gave. Raises ApiError 502 when the client has it already."""
+        if not self._stream.start_over():
+            raise _cut_off()
+
+
+class UnfitError(Exception):
+    """A replica cannot go on where the answer stopped."""
+
+
+def _flows(ask: Ask, replica: Replica) -> bool:
+    """Whether the replica's answer is a stream, which the client gets as one or whole."""
+    return ask.stream or (replica.dialect.journal and ask.gathers)
+
+
+def _leg(carrier: Carrier, replica: Replica) -> Leg | None:
+    return carrier.leg(replica.dialect, replica.model, replica.max_model_len or 0)
+
+
+def _has_begun(journey: Journey) -> bool:
+    """Whether a part of the answer is there."""
+    return journey.exchange.status is not None or journey.delivered.output_tokens > 0
+
+
+def _cut_off() -> ApiError:
+    message = "The replica failed in the middle of the answer, and it cannot be carried on."
+    return ApiError(502, "upstream_failed", message)
+
+
+def _upstream_failed(journey: Journey) -> ApiError:
+    model = journey.pool.model
+    tried = journey.current
+    if tried is not None and tried.outcome == Outcome.BACKPRESSURE.value:
+        message = f"The replicas for {model!r} are full. Try again shortly."
+        return ApiError(429, "overloaded", message, retry_after_s=RETRY_AFTER_S)
+    message = f"No replica could answer for {model!r}. Try again shortly."
+    return ApiError(502, "upstream_failed", message, retry_after_s=RETRY_AFTER_S)

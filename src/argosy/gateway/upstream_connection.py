@@ -1,0 +1,213 @@
+"""One HTTP/1.1 connection to a replica, on httptools, which calls back for every piece of an answer.
+
+There is no task and no queue between a replica's socket and whoever takes its answer: `data_received` calls
+the sink, and a sink that cannot go on pauses reading, so a slow client slows its replica through TCP and
+no memory grows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from typing import Protocol, cast
+
+import httptools
+
+OVERHEAD_LIMIT_BYTES = 64 * 1024
+"""Most bytes in a row that are no body: heads, interim answers, chunk sizes, trailers."""
+
+
+class UpstreamError(Exception):
+    """The transport to a replica failed: no connection, a cut, or what is no HTTP."""
+
+    def __init__(self, message: str, *, untouched: bool = False) -> None:
+        super().__init__(message)
+        self.untouched = untouched
+        """Nothing of an answer had come."""
+
+
+class Sink(Protocol):
+    """Takes an answer, called back in order: one `on_head`, any `on_body`, then `on_end` or `on_failure`."""
+
+    def on_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        """Status and headers (names in lower case)."""
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of the body, as it came."""
+
+    def on_end(self) -> None:
+        """The answer is whole."""
+
+    def on_failure(self, error: UpstreamError) -> None:
+        """The answer will not become whole."""
+
+
+class Connection(asyncio.Protocol):
+    """One connection; one request at a time."""
+
+    def __init__(self, release: Callable[[Connection], None]) -> None:
+        self._release = release
+        self.transport: asyncio.Transport | None = None
+        self._parser = httptools.HttpResponseParser(self)
+        self._sink: Sink | None = None
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._framed = False
+        """The answer says where it ends."""
+        self._between = self._even = False
+        """A chunk of the answer was whole; what was read ends like one."""
+        self._status = 0
+        self._overhead = 0
+        """Bytes since the last piece of a body."""
+        self._whole = False
+        """The answer's end was parsed; what it means waits until all bytes at hand are."""
+        self.closed = False
+        self.answers = 0
+        """Whole answers so far: above 0 it is a kept connection."""
+
+    # --- for whoever asks ------------------------------------------------------------------------
+
+    def ask(self, request: bytes, sink: Sink) -> None:
+        """Send a request; the answer goes to `sink`."""
+        self._sink = sink
+        self._status = self._overhead = 0
+        assert self.transport is not None  # noqa: S101 - it is connected, or it would not be handed out
+        self.transport.write(request)
+
+    def pause(self) -> None:
+        """Take nothing more from the replica for now."""
+        if self.transport is not None and not self.closed:
+            self.transport.pause_reading()
+
+    def resume(self) -> None:
+        """Go on taking."""
+        if self.transport is not None and not self.closed:
+            self.transport.resume_reading()
+
+    def lend(self) -> int | None:
+        """Its socket's descriptor, for who reads what comes next instead: whole chunks, until `take_back`.
+
+        None: it is TLS's, or in the middle of a chunk.
+        """
+        transport = self.transport
+        if transport is None or self.closed or not (self._between and self._even and self._sink):
+            return None
+        if transport.get_extra_info("ssl_object") is not None:
+            return None
+        transport.pause_reading()
+        return cast("int", transport.get_extra_info("socket").fileno())
+
+    def take_back(self, rest: bytes) -> None:
+        """Read on here: first `rest`, which has been read."""
+        self.resume()
+        if rest and not self.closed:
+            self.data_received(rest)
+
+    def close(self) -> None:
+        """Close an idle connection, with TLS's goodbye where it has one."""
+        self.closed = True
+        if self.transport is not None:
+            self.transport.close()
+
+    def abort(self) -> None:
+        """Close at once: the replica sees that nobody waits. The sink hears nothing more."""
+        self._sink = None
+        self.closed = True
+        if self.transport is not None:
+            self.transport.abort()
+
+    # --- asyncio's and the parser's --------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Connected."""
+        self.transport = cast("asyncio.Transport", transport)
+        peer: socket.socket | None = transport.get_extra_info("socket")
+        if peer is not None and peer.family != socket.AF_UNIX:
+            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes of an answer."""
+        if self._sink is None:  # nobody asked: it is not in step with us
+            self.abort()
+            return
+        self._overhead += len(data)
+        self._even = data.endswith(b"\r\n")
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            if not self._whole:
+                self._fail(f"the replica's answer is no HTTP ({error})")
+                return
+            self.closed = True  # the answer is whole; what came after it is nobody's
+        if self._whole:
+            self._end()
+        elif self._overhead > OVERHEAD_LIMIT_BYTES:
+            self._fail("the replica's answer has too many headers")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Cut, or closed."""
+        self.closed = True
+        if self._sink is None:
+            return
+        if exc is None and self._status >= 200 and not self._framed:
+            self._end()
+        else:
+            self._fail(f"the replica closed the connection ({exc or 'before the end'})")
+
+    def on_message_begin(self) -> None:
+        """An answer begins; a second one to the same request puts the connection out of step."""
+        if self._whole:
+            self.closed = True
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header."""
+        lowered = name.lower()
+        if lowered in {b"content-length", b"transfer-encoding"}:
+            self._framed = True
+        self._headers.append((lowered, value))
+
+    def on_headers_complete(self) -> None:
+        """Status and headers are whole."""
+        status, headers = self._parser.get_status_code(), self._headers
+        self._headers = []
+        if status >= 200 and self._sink is not None and not self._whole:
+            self._status = status
+            self._sink.on_head(status, headers)
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of the body."""
+        self._overhead = 0
+        if self._sink is not None and not self._whole:
+            self._sink.on_body(body)
+
+    def on_chunk_header(self) -> None:
+        """A chunk begins."""
+        self._between = False
+
+    def on_chunk_complete(self) -> None:
+        """It is whole."""
+        self._between = True
+
+    def on_message_complete(self) -> None:
+        """The answer is whole, or was an interim one (1xx)."""
+        if self._parser.get_status_code() >= 200:
+            self._whole = True
+            if not self._parser.should_keep_alive():
+                self.closed = True
+
+    def _end(self) -> None:
+        sink, self._sink = self._sink, None
+        self._whole = self._framed = self._between = False
+        self.answers += 1
+        if self.closed and self.transport is not None:
+            self.transport.abort()
+        self.resume()  # whoever paused it has the whole answer; the next one is to be read
+        self._release(self)
+        if sink is not None:
+            sink.on_end()
+
+    def _fail(self, message: str) -> None:
+        sink, untouched = self._sink, self._status == 0
+        self.abort()
+        if sink is not None:
+            sink.on_failure(UpstreamError(message, untouched=untouched))
