@@ -147,7 +147,7 @@ class FastPath:
 
         output, most: tokens that the stream has, and may have until it is given back.
         counter: address of the word that counts them.
-        ended: called when the stream was given back; its ride has to be stopped.
+        ended: called when the stream was given back; it has to stop its ride.
         """
         number = next(self._numbers)
         handle = self.library.take(self.handle, number, replica, client, counter, output, most)
@@ -162,7 +162,9 @@ class FastPath:
         self.library.forget(self.handle, handle)
 
     def close(self) -> None:
-        """End the thread. All rides have to be over."""
+        """Give back all streams, and end the thread."""
+        for ride in tuple(self._rides.values()):
+            ride.ended()
         asyncio.get_running_loop().remove_reader(self._left)
         self.library.close(self.handle)
 
@@ -172,7 +174,7 @@ class FastPath:
         for number in numbers[:count]:
             ride = self._rides.get(number)
             if ride is not None:
-                ride.ended()
+                asyncio.get_running_loop().call_soon(ride.ended)
 
 
 def load_fast_path() -> _Library:

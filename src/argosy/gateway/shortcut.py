@@ -25,6 +25,10 @@ class Shortcut:
         """Pieces that have passed by since the last try,"""
         self._wait = 1
         """and how many do before the next: ever more where it was in vain."""
+        self.beside: Sequence[Visit] = visits
+        """Those that are told of pieces while it goes by it; a word that counts by itself is ahead of that."""
+        self._passed = 0
+        """Pieces that have passed there this time."""
 
     def passed_by(self) -> bool:
         """A piece was passed on without it; whether it is time to `take` it."""
@@ -42,26 +46,34 @@ class Shortcut:
         if self._path is None or self._ride is not None:
             return
         lets = [visit.alone() for visit in self._visits]
+        counters = [let.counter for let in lets if let.counter is not None]
+        self.beside = [
+            visit for visit, let in zip(self._visits, lets, strict=True) if let.counter is None
+        ]
         most = min((let.most for let in lets), default=ANY)
         theirs = out.lend() if most > told else None
         ours = None if theirs is None else attempt.lend()
-        if theirs is None or ours is None:
-            self._wait *= 2
-            return
-        self._ride = self._path.take(
-            ours,
-            theirs,
-            output=told,
-            most=most,
-            counter=next((let.counter for let in lets if let.counter is not None), None),
-            ended=ended,
-        )
+        if theirs is not None and ours is not None:
+            self._ride = self._path.take(
+                ours,
+                theirs,
+                output=told,
+                most=most,
+                counter=counters[0] if counters else None,
+                ended=ended,
+            )
         if self._ride is None:
-            attempt.take_back(b"")
+            self._wait *= 2
+            if ours is not None:
+                attempt.take_back(b"")
 
     def news(self) -> News | None:
         """What has passed there since it was asked last; None: it does not go by it."""
-        return None if self._ride is None else self._ride.news()
+        if self._ride is None:
+            return None
+        news = self._ride.news()
+        self._passed += len(news.times)
+        return news
 
     def leave(self) -> News | None:
         """Go by it no longer; None: it did not."""
@@ -69,5 +81,6 @@ class Shortcut:
         if ride is None:
             return None
         news = ride.stop()
-        self._wait = 1 if len(news.times) >= WORTHWHILE else self._wait * 2
+        passed, self._passed = self._passed + len(news.times), 0
+        self._wait = 1 if passed >= WORTHWHILE else self._wait * 2
         return news

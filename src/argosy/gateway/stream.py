@@ -139,7 +139,7 @@ class ClientStream:
     def slow_down(self) -> bytes:
         """Take the stream back from the fast path, if it is there; what came from the replica and was not read."""
         news = self._shortcut.leave()
-        self._catch_up(news)
+        self._catch_up(news, self._visits)
         if news is None:
             return b""
         if news.unsent:
@@ -163,7 +163,7 @@ class ClientStream:
         attempt = self._attempt
         if attempt is None:
             return
-        self._catch_up(self._shortcut.news())
+        self._catch_up(self._shortcut.news(), self._shortcut.beside)
         self.settle()
         if self._full:
             return
@@ -222,15 +222,18 @@ class ClientStream:
         rest = self.slow_down()
         if self._attempt is not None:
             self._attempt.take_back(rest)
+            if self._full and self._attempt is not None:
+                self._attempt.pause()
 
-    def _catch_up(self, news: News | None) -> None:
+    def _catch_up(self, news: News | None, visits: Sequence[Visit]) -> None:
         attempt = self._attempt
         if attempt is None or news is None or not news.times:
             return
-        self._delivered.tokens[0].append(news.ids)
+        self._delivered.tokens.setdefault(0, []).append(news.ids)
         self._delivered.output_tokens = self._told = news.output
         attempt.last = self._moved_at = news.times[-1]
-        self._count(news.times)
+        for visit in visits:
+            visit.counted(news.times)
 
     def _begin(self) -> None:
         """The attempt's first token came: what does that say of its replica?"""

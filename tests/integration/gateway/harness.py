@@ -23,7 +23,7 @@ from argosy.gateway.explain import ExplainConfig, Traces
 from argosy.gateway.fast_path import FastPath, load_fast_path
 from argosy.gateway.front import Front
 from argosy.gateway.identity import Identity
-from argosy.gateway.journey import Alone, Journey, Stage, Visit
+from argosy.gateway.journey import ANY, Alone, Journey, Stage, Visit
 from argosy.gateway.kv_events import followers
 from argosy.gateway.operating import Operating
 from argosy.gateway.pools import build_models
@@ -45,6 +45,9 @@ class Watching:
 
     most: int | None = None
     refuses: ApiError | None = None
+    counter: int | None = None
+    """Address of a word that counts, too."""
+    entered: list[Journey] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     """Output tokens, each time that there were more."""
     left: list[Journey] = field(default_factory=list)
@@ -55,6 +58,7 @@ class Watching:
         journey.headers.append((b"x-watched", b"yes"))
         if self.refuses is not None:
             raise self.refuses
+        self.entered.append(journey)
         return Watched(self, journey)
 
 
@@ -66,7 +70,8 @@ class Watched:
     journey: Journey
 
     def alone(self) -> Alone:
-        return Alone() if self.stage.most is None else Alone(self.stage.most - 1)
+        most = ANY if self.stage.most is None else self.stage.most - 1
+        return Alone(most, self.stage.counter)
 
     def counted(self, times: Sequence[float]) -> str | None:
         del times

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -24,10 +25,12 @@ from tests.waiting import until
 
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.gateway import ReplicaConfig
-from argosy.gateway.fast_path import FastPath, News, load_fast_path
+from argosy.gateway.answer import Streamed
+from argosy.gateway.fast_path import FastPath, News, Ride, load_fast_path
 from argosy.gateway.journal import Delivered, JournalReader
 from argosy.gateway.journey import ANY
 from argosy.gateway.stream import ClientStream
+from argosy.web import Exchange
 
 DONE = b"data: [DONE]\n\n"
 
@@ -248,6 +251,8 @@ def test_its_descriptors_are_its_own_and_are_closed() -> None:
                 replica.sendall(chunk(piece(4)))
                 assert await loop.sock_recv(client, 1000)
                 ride.stop()
+                assert await loop.sock_recv(client, 1000) == b""  # nobody else has the other end
+                assert await loop.sock_recv(replica, 1000) == b""
         path.close()
 
     def never() -> None:
@@ -259,6 +264,81 @@ def test_its_descriptors_are_its_own_and_are_closed() -> None:
     before = descriptors()
     asyncio.run(go())
     assert descriptors() == before
+
+
+async def test_what_it_gives_back_it_has_no_longer() -> None:
+    path, ended = FastPath(load_fast_path()), asyncio.Event()
+    with ends() as (replica, near), ends() as (far, client):
+        ride = path.take(
+            near.fileno(), far.fileno(), output=1, most=ANY, counter=None, ended=ended.set
+        )
+        assert ride is not None
+        near.close()
+        far.close()
+        replica.sendall(chunk(DONE))
+        loop = asyncio.get_running_loop()
+        assert await loop.sock_recv(client, 1000) == b""
+        assert await loop.sock_recv(replica, 1000) == b""
+        await ended.wait()
+        assert ride.stop().rest == chunk(DONE)
+    path.close()
+
+
+async def test_what_is_half_read_is_told_when_it_is_over() -> None:
+    path = FastPath(load_fast_path())
+    with ends() as (replica, near), ends() as (far, client):
+        ride = path.take(
+            near.fileno(), far.fileno(), output=1, most=ANY, counter=None, ended=lambda: None
+        )
+        assert ride is not None
+        half = chunk(piece(5))[:20]
+        replica.sendall(chunk(piece(4)) + half)
+        assert await asyncio.get_running_loop().sock_recv(client, 1000)
+        news = ride.news()
+        assert (news.ids, news.output, news.rest) == (b"4", 2, b"")
+        assert ride.stop().rest == half
+    path.close()
+
+
+async def test_one_stream_that_cannot_be_taken_back_costs_no_other() -> None:
+    path, loop = FastPath(load_fast_path()), asyncio.get_running_loop()
+    failed, went_on = asyncio.Event(), asyncio.Event()
+    loop.set_exception_handler(lambda *_: failed.set())
+
+    def fail() -> None:
+        raise RuntimeError
+
+    with ends() as (replica, near), ends() as (far, _client):
+        rides = [
+            path.take(near.fileno(), far.fileno(), output=1, most=ANY, counter=None, ended=ended)
+            for ended in (fail, went_on.set)
+        ]
+        replica.close()
+        await failed.wait()
+        await went_on.wait()
+        for ride in rides:
+            assert ride is not None
+            ride.stop()
+    path.close()
+
+
+async def test_it_gives_all_back_when_it_is_closed() -> None:
+    path = FastPath(load_fast_path())
+    rides: list[Ride] = []
+    given: list[News] = []
+    with ends() as (_replica, near), ends() as (far, _client):
+        ride = path.take(
+            near.fileno(),
+            far.fileno(),
+            output=1,
+            most=ANY,
+            counter=None,
+            ended=lambda: given.append(rides[0].stop()),
+        )
+        assert ride is not None
+        rides.append(ride)
+        path.close()
+    assert (len(path), len(given)) == (0, 1)
 
 
 # --- behind the front ------------------------------------------------------------------------------
@@ -337,10 +417,43 @@ async def test_its_client_leaves(tokenizer: Tokenizer) -> None:
             await until(lambda: running.serving.on_fast_path == 1)
         await watching.gone.acquire()
         assert running.serving.on_fast_path == 0
-        engine.go_on.set()
-        await engine.nothing_runs()
+        await engine.nothing_runs()  # the replica has learned of it
     (journey,) = watching.left
     assert (journey.status, journey.delivered.output_tokens) == ("cancelled", 20)
+
+
+async def test_a_client_that_wants_no_more_requests_is_let_go(tokenizer: Tokenizer) -> None:
+    engine = pausing(tokenizer, None)
+    async with serve(engine) as served, front([], replica(served)) as running:
+        url = running.client.base_url
+        reader, writer = await asyncio.open_connection(url.host, url.port)
+        body = json.dumps(CHAT).encode()
+        head = f"POST {PATH} HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        answer = await reader.read()  # until the connection ends
+        writer.close()
+    assert ids(dechunked(answer.partition(b"\r\n\r\n")[2])) == TOKENS
+
+
+async def test_whoever_counts_in_a_word_is_told_at_the_end(tokenizer: Tokenizer) -> None:
+    word = ctypes.c_int64()
+    engine, watching = pausing(tokenizer), Watching(counter=ctypes.addressof(word))
+    async with serve(engine) as served, front([watching], replica(served)) as running:
+        asked = asyncio.create_task(running.client.post(PATH, json=CHAT))
+        await until(lambda: word.value == 20)
+        journey = watching.entered[0]
+        await until(lambda: journey.delivered.output_tokens == 20)
+        assert watching.counts[-1] < 20
+        engine.go_on.set()
+        await asked
+    assert (word.value, watching.counts[-1]) == (59, 60)  # the last piece comes with the end
+
+
+def test_what_was_lent_counts_as_told() -> None:
+    out = Streamed(Mock(spec=Exchange))
+    assert out.retract()
+    out.lend()
+    assert not out.retract()
 
 
 async def test_streams_leave_nothing_for_the_garbage_collector(tokenizer: Tokenizer) -> None:

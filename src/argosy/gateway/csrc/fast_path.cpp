@@ -43,15 +43,15 @@ struct News {
     const char* ids;  // of their tokens, comma-separated
     int64_t ids_bytes;
     int64_t output;  // tokens of the stream, in all
-    const char* rest;  // came from the replica and was not looked at
+    const char* rest;  // once it is given back: what came from the replica and was not looked at
     int64_t rest_bytes;
-    const char* unsent;  // was passed on, and the client's socket did not take it
+    const char* unsent;  // what was passed on, and the client's socket did not take
     int64_t unsent_bytes;
 };
 
 struct Stream {
     const int64_t number;
-    const int replica, client;
+    int replica, client;
     int64_t* const counter;  // of its output tokens, for the ledger
     int64_t output;
     const int64_t most;
@@ -65,20 +65,33 @@ struct Stream {
     Stream(int64_t number, int replica, int client, int64_t* counter, int64_t output, int64_t most)
         : number(number), replica(replica), client(client), counter(counter), output(output), most(most) {}
 
-    ~Stream() {
-        close(replica);
-        close(client);
+    ~Stream() { close_both(); }
+
+    // It goes on elsewhere. Its descriptors are closed at once: a connection ends with the last of them.
+    void give_back(int poll) {
+        here = false;
+        epoll_ctl(poll, EPOLL_CTL_DEL, replica, nullptr);
+        close_both();
     }
 
     void tell(News& news) {
         std::lock_guard guard(lock);
+        auto left = [this](const std::string& all) { return here ? 0 : static_cast<int64_t>(all.size()); };
         told_ids.swap(ids);
         told_times.swap(times);
         ids.clear();
         times.clear();
         auto size = [](const auto& all) { return static_cast<int64_t>(all.size()); };
         news = {told_times.data(), size(told_times), told_ids.data(), size(told_ids), output,
-                rest.data(), size(rest), unsent.data(), size(unsent)};
+                rest.data(), left(rest), unsent.data(), left(unsent)};
+    }
+
+  private:
+    void close_both() {
+        for (int* descriptor : {&replica, &client}) {
+            if (*descriptor >= 0) close(*descriptor);
+            *descriptor = -1;
+        }
     }
 };
 
@@ -213,9 +226,7 @@ class FastPath {
 
     void stop(Stream* stream) {
         std::lock_guard guard(stream->lock);
-        if (!stream->here) return;
-        stream->here = false;
-        epoll_ctl(poll_, EPOLL_CTL_DEL, stream->replica, nullptr);
+        if (stream->here) stream->give_back(poll_);
     }
 
     void forget(Stream* stream) {
@@ -266,8 +277,7 @@ class FastPath {
                 if (stream == nullptr) return;
                 std::lock_guard guard(stream->lock);
                 if (!stream->here || pass(*stream, now)) continue;
-                stream->here = false;
-                epoll_ctl(poll_, EPOLL_CTL_DEL, stream->replica, nullptr);
+                stream->give_back(poll_);
                 back.push_back(stream->number);
             }
             if (back.empty()) continue;
