@@ -16,8 +16,7 @@ WORTHWHILE = 16
 class Shortcut:
     """One stream's."""
 
-    def __init__(self, path: FastPath | None, visits: Sequence[Visit]) -> None:
-        """path: None where there is none for this stream."""
+    def __init__(self, path: FastPath, visits: Sequence[Visit]) -> None:
         self._path = path
         self._visits = visits
         self._ride: Ride | None = None
@@ -33,7 +32,7 @@ class Shortcut:
     def passed_by(self) -> bool:
         """A piece was passed on without it; whether it is time to `take` it."""
         self._steps += 1
-        if self._steps < self._wait or self._path is None:
+        if self._steps < self._wait:
             return False
         self._steps = 0
         return True
@@ -43,7 +42,7 @@ class Shortcut:
 
         ended: called when the fast path has given the stream back: then `leave`.
         """
-        if self._path is None or self._ride is not None:
+        if self._ride is not None:
             return
         lets = [visit.alone() for visit in self._visits]
         counters = [let.counter for let in lets if let.counter is not None]

@@ -66,7 +66,9 @@ class ClientStream:
         self._visits = visits
         self._charge = charge
         self._leave = leave
-        self._shortcut = Shortcut(fast_path if journey.ask.choices == 1 else None, visits)
+        self._shortcut: Shortcut | None = None
+        if fast_path is not None and journey.ask.stream and journey.ask.choices == 1:
+            self._shortcut = Shortcut(fast_path, visits)
         self._told = 0
         self._before = 0
         """Output tokens that the client had when the attempt began."""
@@ -138,10 +140,10 @@ class ClientStream:
 
     def slow_down(self) -> bytes:
         """Take the stream back from the fast path, if it is there; what came from the replica and was not read."""
-        news = self._shortcut.leave()
-        self._catch_up(news, self._visits)
+        news = None if self._shortcut is None else self._shortcut.leave()
         if news is None:
             return b""
+        self._catch_up(news, self._visits)
         if news.unsent:
             self._out.pass_on(news.unsent)
         return news.rest
@@ -163,7 +165,8 @@ class ClientStream:
         attempt = self._attempt
         if attempt is None:
             return
-        self._catch_up(self._shortcut.news(), self._shortcut.beside)
+        if self._shortcut is not None:
+            self._catch_up(self._shortcut.news(), self._shortcut.beside)
         self.settle()
         if self._full:
             return
@@ -197,7 +200,7 @@ class ClientStream:
             if reason is not None:
                 self._stop(reason)
                 return
-            if self._shortcut.passed_by():
+            if self._shortcut is not None and self._shortcut.passed_by():
                 # What was pushed is with the kernel by then.
                 asyncio.get_running_loop().call_soon(self._hurry)
         if reader.over:
@@ -213,8 +216,9 @@ class ClientStream:
     def _hurry(self) -> None:
         """Let the stream go on by itself, if it can at this moment."""
         attempt, reader = self._attempt, self._reader
-        able = not (self._full or self.gone or self.stopped)
-        if able and attempt is not None and reader is not None and reader.steady:
+        if self._shortcut is None or attempt is None or reader is None:
+            return
+        if reader.steady and not (self._full or self.gone or self.stopped):
             self._shortcut.take(self._out, attempt, self._told, self._read_on)
 
     def _read_on(self) -> None:
