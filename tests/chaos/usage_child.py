@@ -31,7 +31,8 @@ def count_until_killed(folder: Path, store: Path) -> None:
     kept = os.open(store, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
     def keep(rows: list[UsageRow]) -> None:
-        os.write(kept, b"".join(msgspec.json.encode(one) + b"\n" for one in rows))
+        # A write may be torn by the kill: what comes after it begins on a line of its own.
+        os.write(kept, b"".join(b"\n" + msgspec.json.encode(one) for one in rows) + b"\n")
 
     def drain() -> None:
         while True:

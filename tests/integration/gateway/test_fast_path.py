@@ -464,7 +464,7 @@ async def test_streams_leave_nothing_for_the_garbage_collector(tokenizer: Tokeni
         async with serve(engine) as served, front([], replica(served)) as running:
             for _ in range(5):
                 await running.client.post(PATH, json=CHAT)
-        left = [each for each in gc.get_objects() if isinstance(each, ClientStream)]
+        left = [each for each in gc.get_objects() if type(each) is ClientStream]
     finally:
         gc.enable()
     assert not left

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -19,7 +19,7 @@ from tests.waiting import until
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.gateway import ReplicaConfig, Timeouts
 from argosy.gateway.dialects import Kind
-from argosy.gateway.journey import Journey, Visit
+from argosy.gateway.journey import Journey
 from argosy.gateway.replicas import Replica
 from argosy.policy.hedging import RESERVE, SHARE
 from argosy.protocol import event
@@ -37,18 +37,7 @@ def body(path: str, **extra: object) -> dict[str, Any]:
     return completion("Once", max_tokens=12) | {"model": "big"} | extra
 
 
-@dataclass
-class Entered(Watching):
-    """It keeps the journeys that have begun, too."""
-
-    entered: list[Journey] = field(default_factory=list)
-
-    async def enter(self, journey: Journey) -> Visit:
-        self.entered.append(journey)
-        return await super().enter(journey)
-
-
-def was_first(watching: Entered, name: str) -> bool:
+def was_first(watching: Watching, name: str) -> bool:
     """Whether it is the replica that the first request was placed on."""
     return watching.entered[0].trace.tries[0].replica == name
 
@@ -58,7 +47,7 @@ class Pair:
     """Two replicas of ours; the one that a request is placed on is silent."""
 
     running: Running
-    watching: Entered
+    watching: Watching
     engines: dict[str, FakeEngine]
     hedged: asyncio.Event
     """Set when the other one was asked."""
@@ -77,7 +66,7 @@ class Pair:
 @contextlib.asynccontextmanager
 async def pair(tokenizer: Tokenizer, second: Script) -> AsyncIterator[Pair]:
     """In front of two engines; the one that is asked second answers so."""
-    hedged, watching = asyncio.Event(), Entered()
+    hedged, watching = asyncio.Event(), Watching()
 
     def script(name: str) -> Script:
         if was_first(watching, name):
@@ -182,7 +171,7 @@ async def test_a_client_that_leaves_ends_both(tokenizer: Tokenizer) -> None:
 
 @contextlib.asynccontextmanager
 async def others(
-    watching: Entered,
+    watching: Watching,
     first: Answer,
     second: Answer,
     *,
@@ -207,7 +196,7 @@ async def others(
             yield running, servers
 
 
-def in_flight(watching: Entered) -> int:
+def in_flight(watching: Watching) -> int:
     replicas: list[Replica] = [*watching.entered[0].pool.replicas.values()]
     return sum(replica.load.in_flight for replica in replicas)
 
@@ -225,7 +214,7 @@ EMPTY = [
 
 @pytest.mark.parametrize("beginning", EMPTY)
 async def test_the_head_of_a_stream_is_no_sign_of_an_answer(beginning: bytes) -> None:
-    watching, over = Entered(), asyncio.Event()
+    watching, over = Watching(), asyncio.Event()
 
     async def nothing_yet(asked: Asked) -> None:
         asked.stream()
@@ -242,7 +231,7 @@ async def test_the_head_of_a_stream_is_no_sign_of_an_answer(beginning: bytes) ->
 
 
 async def test_heads_that_nothing_follows_are_too_late() -> None:
-    watching, over = Entered(), asyncio.Event()
+    watching, over = Watching(), asyncio.Event()
 
     async def nothing_more(asked: Asked) -> None:
         asked.stream()
@@ -265,7 +254,7 @@ async def test_heads_that_nothing_follows_are_too_late() -> None:
 
 @pytest.mark.parametrize("kind", ["openai", "vllm"])
 async def test_a_server_of_another_kind_may_be_first_after_all(kind: Kind) -> None:
-    watching, hedged, over = Entered(), asyncio.Event(), asyncio.Event()
+    watching, hedged, over = Watching(), asyncio.Event(), asyncio.Event()
 
     async def first(asked: Asked) -> None:
         await hedged.wait()
@@ -286,7 +275,7 @@ async def test_a_server_of_another_kind_may_be_first_after_all(kind: Kind) -> No
 
 
 async def test_a_replica_that_dies_while_another_is_asked_fails_and_the_other_answers() -> None:
-    watching, hedged = Entered(), asyncio.Event()
+    watching, hedged = Watching(), asyncio.Event()
 
     async def dies(asked: Asked) -> None:
         asked.stream()
@@ -308,7 +297,7 @@ async def test_a_replica_that_dies_while_another_is_asked_fails_and_the_other_an
 
 
 async def test_a_hedge_that_is_refused_leaves_the_first_as_it_was() -> None:
-    watching, hedged = Entered(), asyncio.Event()
+    watching, hedged = Watching(), asyncio.Event()
 
     async def waits(asked: Asked) -> None:
         await hedged.wait()
@@ -328,7 +317,7 @@ async def test_a_hedge_that_is_refused_leaves_the_first_as_it_was() -> None:
 
 
 async def test_when_both_fail_the_request_is_tried_again() -> None:
-    watching, hedged = Entered(), asyncio.Event()
+    watching, hedged = Watching(), asyncio.Event()
 
     async def dies(asked: Asked) -> None:
         asked.stream()
@@ -350,7 +339,7 @@ async def test_when_both_fail_the_request_is_tried_again() -> None:
 
 
 async def test_many_that_are_stuck_at_once_get_no_more_hedges_than_the_budget_has() -> None:
-    watching, over = Entered(), asyncio.Event()
+    watching, over = Watching(), asyncio.Event()
     count = 30
 
     async def slow(asked: Asked) -> None:
@@ -376,5 +365,5 @@ async def test_many_that_are_stuck_at_once_get_no_more_hedges_than_the_budget_ha
     assert count <= asked <= count + begun
 
 
-def hedges_begun(watching: Entered) -> list[int]:
+def hedges_begun(watching: Watching) -> list[int]:
     return [sum(tried.hedge for tried in journey.trace.tries) for journey in watching.entered]

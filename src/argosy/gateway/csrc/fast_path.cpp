@@ -51,11 +51,11 @@ struct News {
 
 struct Stream {
     const int64_t number;
-    int replica, client;
     int64_t* const counter;  // of its output tokens, for the ledger
-    int64_t output;
     const int64_t most;
     std::mutex lock{};  // over what follows
+    int replica, client;
+    int64_t output;
     bool here = true;
     std::string rest{}, unsent{}, ids{};
     std::vector<double> times{};
@@ -63,7 +63,7 @@ struct Stream {
     std::vector<double> told_times{};
 
     Stream(int64_t number, int replica, int client, int64_t* counter, int64_t output, int64_t most)
-        : number(number), replica(replica), client(client), counter(counter), output(output), most(most) {}
+        : number(number), counter(counter), most(most), replica(replica), client(client), output(output) {}
 
     ~Stream() { close_both(); }
 
