@@ -39,7 +39,7 @@ class _News(ctypes.Structure):
     )
 
 
-class _Library:
+class Library:
     """The functions of csrc/fast_path.cpp. They run without the GIL, and trust their arguments."""
 
     def __init__(self, path: Path) -> None:
@@ -121,10 +121,15 @@ class Ride:
 class FastPath:
     """The thread. Belongs to one event loop."""
 
-    def __init__(self, library: _Library) -> None:
-        """Start it."""
+    def __init__(self, library: Library) -> None:
+        """Start it. Raises NativeUnavailable when the process may have no more threads or files."""
         self.library = library
         self.handle: int = library.open()
+        if not self.handle:
+            message = (
+                "no thread or descriptor is left for the fast path; raise the process's limits"
+            )
+            raise NativeUnavailable(message)
         self._rides: dict[int, Ride] = {}
         self._numbers = itertools.count(1)
         self._left: int = library.left(self.handle)
@@ -177,10 +182,10 @@ class FastPath:
                 asyncio.get_running_loop().call_soon(ride.ended)
 
 
-def load_fast_path() -> _Library:
+def load_fast_path() -> Library:
     """The native code, built where no earlier process has. Raises NativeUnavailable."""
     path = build(SOURCES, FLAGS)
     try:
-        return _Library(path)
+        return Library(path)
     except (OSError, AttributeError) as error:
         raise NativeUnavailable(f"{path} does not load ({error}); delete it to rebuild") from error

@@ -12,19 +12,21 @@ import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import Mock
 
+import httpx2
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 from tests.integration.fake_engine import FakeEngine, Script
 from tests.integration.gateway.harness import Watching, front
 from tests.integration.serving import MODEL, Served, events, serve
 from tests.waiting import until
 
 from argosy.engine.serving.text.tokenizer import Tokenizer
-from argosy.gateway import ReplicaConfig
+from argosy.gateway import GatewayConfig, GatewayServer, ModelConfig, ReplicaConfig
 from argosy.gateway.answer import Streamed
 from argosy.gateway.fast_path import FastPath, News, Ride, load_fast_path
 from argosy.gateway.journal import Delivered, JournalReader
@@ -454,6 +456,38 @@ def test_what_was_lent_counts_as_told() -> None:
     assert out.retract()
     out.lend()
     assert not out.retract()
+
+
+@pytest.mark.parametrize(("setting", "told"), [("off", 0), ("auto", 1)])
+async def test_where_it_is_not_streams_pass_as_ever(
+    setting: Literal["auto", "off"],
+    told: int,
+    tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CXX", "")
+    monkeypatch.setenv("PATH", "")  # no compiler
+    engine = pausing(tokenizer)
+    async with serve(engine) as served:
+        models = [ModelConfig(name="big", replicas=[replica(served)])]
+        config = GatewayConfig(port=0, models=models, fast_path=setting)
+        url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        with capture_logs() as logs:
+            server = GatewayServer(config, url.set_result)
+            running = asyncio.create_task(server.run())
+            async with httpx2.AsyncClient(base_url=await url, timeout=30) as client:
+                asked = asyncio.create_task(client.post(PATH, json=CHAT))
+                await engine.paused.wait()
+                metrics = await client.get("/metrics")
+                engine.go_on.set()
+                answer = await asked
+            server.stop()
+            await running
+    assert ids(answer.content) == TOKENS
+    assert "argosy_gateway_fast_path_streams 0.0" in metrics.text.splitlines()
+    reasons = [entry["reason"] for entry in logs if entry["event"] == "no_fast_path"]
+    assert len(reasons) == told
+    assert all("install g++" in reason for reason in reasons)
 
 
 async def test_streams_leave_nothing_for_the_garbage_collector(tokenizer: Tokenizer) -> None:

@@ -23,6 +23,7 @@
 #include <mutex>
 #include <string>
 #include <string_view>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -202,14 +203,20 @@ class FastPath {
         epoll_event event{};
         event.events = EPOLLIN;  // of no stream
         epoll_ctl(poll_, EPOLL_CTL_ADD, stop_, &event);
-        thread_ = std::thread([this] { run(); });
+        if (able()) thread_ = std::thread([this] { run(); });
     }
 
     ~FastPath() {
-        eventfd_write(stop_, 1);
-        thread_.join();
-        for (int descriptor : {poll_, stop_, left_}) close(descriptor);
+        if (thread_.joinable()) {
+            eventfd_write(stop_, 1);
+            thread_.join();
+        }
+        for (int descriptor : {poll_, stop_, left_}) {
+            if (descriptor >= 0) close(descriptor);
+        }
     }
+
+    bool able() const { return poll_ >= 0 && stop_ >= 0 && left_ >= 0; }
 
     int left() const { return left_; }
 
@@ -332,7 +339,15 @@ class FastPath {
 
 extern "C" {
 
-void* argosy_fast_path_open() { return new FastPath; }
+// Null: there is no descriptor or thread to be had.
+void* argosy_fast_path_open() {
+    try {
+        auto path = std::make_unique<FastPath>();
+        return path->able() ? path.release() : nullptr;
+    } catch (const std::system_error&) {
+        return nullptr;
+    }
+}
 
 void argosy_fast_path_close(void* path) { delete static_cast<FastPath*>(path); }
 
