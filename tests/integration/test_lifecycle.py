@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -119,3 +121,24 @@ async def test_several_names(engine: FakeEngine) -> None:
         assert [card["id"] for card in listed["data"]] == ["first", MODEL]
         answer = await served.client.post("/v1/chat/completions", json=chat())
         assert answer.json()["model"] == MODEL
+
+
+def test_a_replica_leaves_what_it_imported_to_itself() -> None:
+    """The collector would stop every stream for 50 ms to look through it."""
+    program = """
+import gc, os, signal
+from argosy.engine import EngineConfig, ServerConfig, serve_replica
+from argosy.models import BUNDLED
+
+def ready(url):
+    print(gc.get_freeze_count() > 10_000)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+if __name__ == "__main__":
+    engine = EngineConfig(model=str(BUNDLED), max_seqs=2)
+    serve_replica(ServerConfig(port=0), engine, on_ready=ready)
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert (ran.returncode, ran.stdout) == (0, "True\n"), ran.stderr

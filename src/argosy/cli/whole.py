@@ -126,7 +126,7 @@ class Whole:
             await draining
 
     def _ready(self, url: str) -> None:
-        from argosy.gateway import calm_collector
+        from argosy.web import calm_collector
 
         calm_collector()
         self.served = True

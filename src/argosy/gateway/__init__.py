@@ -9,7 +9,7 @@ from argosy.gateway.config import (
     load_config,
 )
 from argosy.gateway.identity import AuthConfig, check_exposure, is_loopback
-from argosy.gateway.server import GatewayServer, calm_collector, serve_gateway
+from argosy.gateway.server import GatewayServer, serve_gateway
 from argosy.gateway.upstream_tls import UpstreamTls
 
 __all__ = [
@@ -21,7 +21,6 @@ __all__ = [
     "ReplicaConfig",
     "Timeouts",
     "UpstreamTls",
-    "calm_collector",
     "check_exposure",
     "is_loopback",
     "load_config",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import signal
 import socket
 import time
@@ -34,10 +33,7 @@ from argosy.gateway.serving import Serving
 from argosy.native import NativeUnavailable
 from argosy.store import Directory
 from argosy.telemetry import GatewayMetrics, GatewayReading, configure_logs
-from argosy.web import Certificates, Listener, bind, bind_unix, url_of
-
-YOUNG = 20_000
-"""Objects that are made before the collector looks through them; Python's own default is 700."""
+from argosy.web import Certificates, Listener, bind, bind_unix, calm_collector, url_of
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
@@ -240,13 +236,6 @@ def _note_failure(task: asyncio.Task[None]) -> None:
 
 def _nothing() -> None:
     """Nobody has accounts that could change."""
-
-
-def calm_collector() -> None:
-    """Leave what has been made so far to itself, and look for cycles less often: requests leave hardly any."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(YOUNG, 10, 10)
 
 
 def serve_gateway(config: GatewayConfig, on_ready: Callable[[str], None]) -> None:

@@ -1,5 +1,6 @@
 """Serving HTTP/1.1: hardened connections, requests and answers under limits, listening sockets."""
 
+from argosy.web.collector import calm_collector
 from argosy.web.deadlines import Deadlines
 from argosy.web.exchange import (
     EXCHANGE,
@@ -36,5 +37,6 @@ __all__ = [
     "Watcher",
     "bind",
     "bind_unix",
+    "calm_collector",
     "url_of",
 ]

@@ -24,7 +24,7 @@ from argosy.engine.serving.http.routes import App
 from argosy.engine.serving.text.template import ChatTemplate
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.telemetry import configure_logs
-from argosy.web import GOODBYE_S, Certificates, Listener, bind, bind_unix, url_of
+from argosy.web import GOODBYE_S, Certificates, Listener, bind, bind_unix, calm_collector, url_of
 
 WATCH_S = 0.5
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -183,6 +183,11 @@ def serve_replica(
     configure_logs(config.log_format, config.log_level, config.log_name)
     path = locate(engine_config.model, engine_config.revision)
 
+    def ready(url: str) -> None:
+        calm_collector()
+        if on_ready is not None:
+            on_ready(url)
+
     async def run() -> None:
         server = ReplicaServer(
             config,
@@ -196,13 +201,8 @@ def serve_replica(
                 early=early,
             ),
             load_text=lambda: TextTools.load(path, config.chat_template),
-            on_ready=on_ready or _tell_nobody,
+            on_ready=ready,
         )
         await server.run()
 
     uvloop.run(run())
-
-
-def _tell_nobody(url: str) -> None:
-    """For those who only want the log's `ready` event."""
-    del url
