@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from argosy.engine.serving.core.client import EngineFailedError
+from argosy.engine.serving.core.delta_stream import DeltaStream
 from argosy.engine.serving.core.kv_ledger import KvLedger
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.engine.serving.wire import (
@@ -67,6 +68,8 @@ class FakeEngine:
     may_start: asyncio.Event = field(default_factory=_set)
     refusal: Exception | None = None
     """Raised by `generate`."""
+    ending: asyncio.Task[None] | None = None
+    """Keeps the last of those who tell that a request was aborted."""
 
     @property
     def info(self) -> Ready:
@@ -116,28 +119,53 @@ class FakeDeltas:
         self._engine = engine
         self._request = request
         self._script = script
+        self._stream = DeltaStream(request, request.id, 0.0, self._aborted)
+        self._crash: Exception | None = None
+        self._heard: Callable[[], None] = _nothing
         self._at = len(request.output)
-        self._given = 0
-        self._over = False
+        self._giving = asyncio.create_task(self._give())
 
-    def __aiter__(self) -> FakeDeltas:
-        return self
+    def notify(self, heard: Callable[[], None]) -> None:
+        self._heard = heard
+        self._stream.notify(heard)
 
-    async def __anext__(self) -> Delta:
-        if self._over:
-            raise StopAsyncIteration
+    def take(self) -> Delta | None:
+        delta = self._stream.take()
+        if delta is None and self._crash is not None:
+            raise self._crash
+        return delta
+
+    def close(self) -> None:
+        self._heard = _nothing
+        self._stream.close()
+
+    async def _give(self) -> None:
+        given = 0
+        while not self._stream.ended:
+            if self._script.pause_after == given:
+                self._engine.paused.set()
+                await self._engine.go_on.wait()
+            await asyncio.sleep(0)
+            if self._stream.ended:
+                return
+            delta = self._next(first=given == 0)
+            if delta is None:
+                self._crash = self._script.crash
+                self._heard()
+                return
+            given += 1
+            if delta.finish is not None:
+                await self._end()
+            self._stream.feed(delta)
+
+    def _next(self, *, first: bool) -> Delta | None:
+        """What the next step gives; None: it crashes."""
         engine, request, script = self._engine, self._request, self._script
-        if script.pause_after == self._given:
-            engine.paused.set()
-            await engine.go_on.wait()
-        await asyncio.sleep(0)
         output = script.tokens[: request.params.max_tokens]
         if script.crash is not None and self._at >= len(output):
-            raise script.crash
-        first = self._given == 0
+            return None
         tokens = output[self._at : self._at + 1]
         self._at += 1
-        self._given += 1
         finish: FinishReason | None = None
         if self._at >= len(output) and script.crash is None:
             cut = len(output) < len(script.tokens)
@@ -153,8 +181,6 @@ class FakeDeltas:
         )
         if engine.on_step is not None:
             engine.on_step(engine.stats)
-        if finish is not None:
-            await self._end()
         return Delta(
             id=request.id,
             tokens=tokens,
@@ -169,13 +195,11 @@ class FakeDeltas:
             queue_s=0.001 if first else None,
         )
 
-    async def aclose(self) -> None:
-        if not self._over:
-            self._engine.aborted.append(self._request.id)
-            await self._end()
+    def _aborted(self, _: DeltaStream) -> None:
+        self._engine.aborted.append(self._request.id)
+        self._engine.ending = asyncio.create_task(self._end())
 
     async def _end(self) -> None:
-        self._over = True
         self._engine.live.discard(self._request.id)
         async with self._engine.changed:
             self._engine.changed.notify_all()
@@ -195,6 +219,10 @@ class FakeDeltas:
             )
             for token in tokens
         ]
+
+
+def _nothing() -> None:
+    """Nobody listens."""
 
 
 def says(tokenizer: Tokenizer, text: str) -> Script:

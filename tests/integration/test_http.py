@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 from collections.abc import Iterable
@@ -13,6 +14,7 @@ from tests.integration.conftest import REPLY
 from tests.integration.fake_engine import FakeEngine, Script, always, says
 from tests.integration.serving import CONFIG, MODEL, Served, chat, completion, events, serve
 
+from argosy.engine.serving.http.generation import Generation
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.engine.serving.wire import EngineRequest
 from argosy.protocol import ApiError
@@ -412,3 +414,17 @@ async def test_not_ready_before_the_model_is_loaded(engine: FakeEngine) -> None:
         refused = await post(served, "/v1/chat/completions", chat())
         assert refused.json()["error"]["code"] == "engine_unavailable"
         assert (await served.client.get("/health")).status_code == 200
+
+
+async def test_answers_leave_nothing_for_the_garbage_collector(engine: FakeEngine) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        async with serve(engine) as served:
+            for stream in (True, False):
+                answer = await post(served, "/v1/chat/completions", chat(stream=stream, n=2))
+                assert answer.status_code == 200
+        left = [each for each in gc.get_objects() if type(each) is Generation]
+    finally:
+        gc.enable()
+    assert not left

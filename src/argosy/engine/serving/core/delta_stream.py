@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 
 import msgspec
 
@@ -18,8 +19,8 @@ CRASHES = 4
 class DeltaStream(AsyncIterator[Delta]):
     """The deltas of one request, for one reader; ends after the delta with `finish`.
 
-    Deltas that wait for the reader are merged into one, so what waits is bounded by the tokens that
-    the request may generate. `aclose` before the end aborts the request.
+    The reader iterates, or asks to be told (`notify`) and takes. Deltas that wait for it are merged into one, so
+    what waits is bounded by the tokens that the request may generate. `close` before the end aborts the request.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class DeltaStream(AsyncIterator[Delta]):
         self._barren = 0
         self._pending: Delta | None = None
         self._ended = False
-        self._waiter: asyncio.Future[None] | None = None
+        self._heard: Callable[[], None] = _nothing
 
     @property
     def id(self) -> str:
@@ -59,21 +60,37 @@ class DeltaStream(AsyncIterator[Delta]):
         return self
 
     async def __anext__(self) -> Delta:
-        while self._pending is None:
+        while (delta := self.take()) is None:
             if self._ended:
                 raise StopAsyncIteration
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+            news = asyncio.get_running_loop().create_future()
+            self.notify(partial(_resolve, news))
+            await news
+        return delta
+
+    def notify(self, heard: Callable[[], None]) -> None:
+        """Call `heard` from now on when there is something to take, or the end has come."""
+        self._heard = heard
+        if self._pending is not None or self._ended:
+            heard()
+
+    def take(self) -> Delta | None:
+        """All that came since the last one was taken; None when nothing has."""
         delta, self._pending = self._pending, None
         return delta
 
-    async def aclose(self) -> None:
+    def close(self) -> None:
         """Stop reading; a request that still runs is aborted."""
         self._pending = None
         if not self._ended:
             self._ended = True
             self._closed(self)
-        self._wake()
+        heard, self._heard = self._heard, _nothing
+        heard()
+
+    async def aclose(self) -> None:
+        """The same, for `contextlib.aclosing`."""
+        self.close()
 
     def feed(self, delta: Delta) -> None:
         """Take what the core gave. What was already given in an earlier life of it is left out."""
@@ -89,22 +106,23 @@ class DeltaStream(AsyncIterator[Delta]):
             self._barren = 0
             self._output += delta.tokens
         self._ended = delta.finish is not None
-        first = not self._introduced
+        told = self._introduced
         self._introduced = True
-        before = self._pending or Delta(id=self.id)
-        self._pending = Delta(
+        delta = Delta(
             id=self.id,
-            tokens=before.tokens + delta.tokens,
-            logprobs=before.logprobs + delta.logprobs,
-            prompt_logprobs=before.prompt_logprobs + new_logprobs,
+            tokens=delta.tokens,
+            logprobs=delta.logprobs,
+            prompt_logprobs=new_logprobs,
             finish=delta.finish,
             stop_token=delta.stop_token,
             error=delta.error,
-            cached_tokens=delta.cached_tokens if first else before.cached_tokens,
-            queue_s=delta.queue_s if first else before.queue_s,
-            prompt_blocks=delta.prompt_blocks if first else before.prompt_blocks,
+            cached_tokens=None if told else delta.cached_tokens,
+            queue_s=None if told else delta.queue_s,
+            prompt_blocks=b"" if told else delta.prompt_blocks,
         )
-        self._wake()
+        before = self._pending
+        self._pending = delta if before is None else _merged(before, delta)
+        self._heard()
 
     def end(self, finish: FinishReason, error: str | None = None) -> None:
         """End it from this side of the wire."""
@@ -135,6 +153,23 @@ class DeltaStream(AsyncIterator[Delta]):
             self._barren += 1
         return self._barren < BARREN_CRASHES and self._crashes < CRASHES
 
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+
+def _merged(before: Delta, after: Delta) -> Delta:
+    return msgspec.structs.replace(
+        before,
+        tokens=before.tokens + after.tokens,
+        logprobs=before.logprobs + after.logprobs,
+        prompt_logprobs=before.prompt_logprobs + after.prompt_logprobs,
+        finish=after.finish,
+        stop_token=after.stop_token,
+        error=after.error,
+    )
+
+
+def _resolve(news: asyncio.Future[None]) -> None:
+    if not news.done():
+        news.set_result(None)
+
+
+def _nothing() -> None:
+    """Nobody waits."""

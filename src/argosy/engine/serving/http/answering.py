@@ -129,7 +129,7 @@ class Answering:
         recorder: Recorder,
     ) -> None:
         replica = self._replica
-        async with Generation(replica.engine, frame.choices, recorder.progress) as generation:
+        with Generation(replica.engine, frame.choices, recorder.progress) as generation:
             replica.generation_begins(generation)
             watch = exchange.on_disconnect(partial(generation.fail, GONE))
             try:
@@ -162,8 +162,9 @@ class Answering:
         done = False
         while not done:
             news = await generation.news(self._replica.config.keep_alive_s)
-            _refuse_nothing(frame)
-            done = all(choice.finish is not None for choice in frame.choices)
+            done = generation.done
+            if done:
+                _refuse_nothing(frame)
             data = b"".join(map(writer.events, news))
             if not news and not done:
                 data = KEEP_ALIVE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from argosy.engine.serving.text.detokenizer import TextStream
 from argosy.engine.serving.text.tokenizer import Tokenizer
@@ -24,8 +25,7 @@ class Prompt:
     """Names of its first full KV blocks, where they are cached."""
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """What a choice got since the last `take`."""
 
     text: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from argosy.engine.serving.text.stop_strings import stop_strings
 from argosy.engine.serving.text.tokenizer import Tokenizer
@@ -13,8 +13,7 @@ from argosy.protocol import SamplingParams
 _utf8 = codecs.getincrementaldecoder("utf-8")
 
 
-@dataclass(frozen=True, slots=True)
-class TextDelta:
+class TextDelta(NamedTuple):
     """What some tokens added to the text."""
 
     text: str
