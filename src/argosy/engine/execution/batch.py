@@ -96,6 +96,10 @@ class Attention(Protocol):
         """
         ...
 
+    def reach(self, block: int) -> None:
+        """Blocks up to this one are used from now on."""
+        ...
+
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         """Copy whole blocks, all layers: (source, destination)."""
         ...

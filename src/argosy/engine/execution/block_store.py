@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from argosy.engine.execution.huge_pages import Ahead
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -17,6 +19,12 @@ class BlockStore:
         """keys, values: [layers, num_blocks, ...], contiguous, of one dtype and shape."""
         self.keys = keys
         self.values = values
+        self._ahead = Ahead([*keys, *values] if keys.device.type == "cpu" else [])
+        self.reach(0)
+
+    def reach(self, block: int) -> None:
+        """Blocks up to this one are used now; memory for some more is taken meanwhile."""
+        self._ahead.reach(block)
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         """Copy whole blocks, all layers: (source, destination), in order."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -131,6 +132,8 @@ class TorchExecutor:
             if params.prompt_logprobs is not None:
                 self._prompt_tops[admission.row] = params.prompt_logprobs
         self._table.place(plan.placed)
+        if plan.admitted or plan.placed:
+            self._attention.reach(_highest_block(plan))
         if not plan.rows:
             return Landed(StepResult([], corrupt=corrupt))
         spans = self._prompt_spans(plan)
@@ -276,3 +279,9 @@ class _Flight:
             self.corrupt,
             Durations(self.launch_s, computed.since(ready), done.since(computed)),
         )
+
+
+def _highest_block(plan: Plan) -> int:
+    """Of those that rows get in this step."""
+    admitted = (block for one in plan.admitted for block in one.blocks)
+    return max(chain(admitted, (block for _, _, block in plan.placed)), default=0)

@@ -1,17 +1,30 @@
-"""Zeroed memory on large pages: a table that is read all over costs few address translations."""
+"""Zeroed memory on large pages: a table that is read all over costs few address translations.
+
+The system clears a page when it is first touched: 2 MiB at a time, in each layer of a KV cache at once, which stops a
+step for tens of milliseconds on a virtual machine. So pages are taken ahead of their use, in a thread beside.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import mmap
 import sys
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
+
+HUGE = 2 << 20
+"""Bytes of a large page."""
+POPULATE_WRITE = 23
+"""`MADV_POPULATE_WRITE`, since Linux 5.14: take the pages now, and leave what is in them."""
 
 
 def huge_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -27,3 +40,47 @@ def huge_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     with contextlib.suppress(OSError):  # a system without them says so
         pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=dtype).view(shape)
+
+
+class Ahead:
+    """Takes the pages of tables before their rows are used. Memory is taken as it is needed, not all of it at once.
+
+    Tables are zeroed, contiguous and on the CPU; row i of each is used together with row i of the others, and rows
+    are used from the first one on. Where the system cannot do it, pages are taken as they are touched.
+    """
+
+    def __init__(self, tables: Sequence[Tensor]) -> None:
+        self._kept = tables  # while the worker is about them
+        self._tables = [(table.data_ptr(), table.stride(0) * table.itemsize) for table in tables]
+        self._rows = min((len(table) for table in tables), default=0)
+        widest = max((width for _, width in self._tables), default=1)
+        self._step = max(1, HUGE // max(1, widest))
+        """Rows for which one large page of the widest table lasts."""
+        self._asked = 0
+        self._worker: ThreadPoolExecutor | None = None
+        if sys.platform == "linux" and self._tables:
+            self._madvise = ctypes.CDLL(None).madvise  # does not hold the interpreter's lock
+            self._madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+            self._worker = ThreadPoolExecutor(1, thread_name_prefix="pages")
+
+    def reach(self, row: int) -> Future[bool] | None:
+        """Rows up to this one are used now: the pages of those after it are taken, if that was not asked before.
+
+        The future tells whether the system did it; None: there was nothing to do.
+        """
+        end = min(self._rows, (row // self._step + 3) * self._step)
+        if self._worker is None or end <= self._asked:
+            return None
+        begin, self._asked = self._asked, end
+        return self._worker.submit(self._take, begin, end)
+
+    def _take(self, begin: int, end: int) -> bool:
+        for row in range(begin, end, self._step):
+            for address, width in self._tables:
+                start = address + row * width
+                stop = address + min(row + self._step, end) * width
+                start -= start % mmap.PAGESIZE
+                if self._madvise(start, stop - start, POPULATE_WRITE) != 0:
+                    self._asked = self._rows  # it will not be able to do the others either
+                    return False
+        return True

@@ -1,0 +1,73 @@
+"""Pages are there before they are touched, with what was in them."""
+
+from __future__ import annotations
+
+import resource
+import sys
+
+import pytest
+import torch
+
+from argosy.engine.execution.huge_pages import Ahead, huge_zeros
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="pages are taken ahead on Linux only"
+)
+
+ROWS = 4096
+WIDTH = 4096
+"""Bytes of a row: 512 rows to a large page."""
+
+
+def faults() -> int:
+    """Of this thread, so far."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+
+
+def touch(tables: torch.Tensor, begin: int, end: int) -> int:
+    """How many faults it takes to write into these rows."""
+    before = faults()
+    for row in range(begin, end):
+        for table in tables:
+            table[row, 0] = 1
+    return faults() - before
+
+
+def test_rows_ahead_cost_no_fault() -> None:
+    tables = huge_zeros((2, ROWS, WIDTH), torch.uint8)
+    ahead = Ahead([*tables])
+    tables[0, 7, 7] = 42
+    reached = ahead.reach(0)
+    assert reached is not None
+    if not reached.result():
+        pytest.skip("this system cannot take pages ahead (before Linux 5.14)")
+    touch(tables, 0, 1)  # whatever the loop itself touches first
+    assert touch(tables, 1, 1024) <= 2
+    assert tables[0, 7, 7] == 42
+    assert int(tables.sum()) == 42 + 2 * 1024
+
+
+def test_nothing_is_asked_for_twice_and_nothing_beyond_the_end() -> None:
+    tables = huge_zeros((2, ROWS, WIDTH), torch.uint8)
+    ahead = Ahead([*tables])
+    assert ahead.reach(0) is not None
+    assert ahead.reach(1) is None
+    assert ahead.reach(511) is None
+    last = ahead.reach(ROWS - 1)
+    assert last is not None
+    assert last.result() in {True, False}
+    assert ahead.reach(ROWS - 1) is None
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 3), (2, 1, 5), (3, 7, 4 << 20)])
+def test_small_and_odd_tables(shape: tuple[int, ...]) -> None:
+    tables = huge_zeros(shape, torch.uint8)
+    ahead = Ahead([*tables])
+    reached = ahead.reach(shape[1] - 1)
+    assert reached is not None
+    assert reached.result() in {True, False}
+    assert not tables.any()
+
+
+def test_where_there_are_no_tables_there_is_nothing_to_do() -> None:
+    assert Ahead([]).reach(0) is None
