@@ -1,10 +1,12 @@
 """`argosy serve` as a person starts it: the bundled model, the OpenAI SDK, `argosy chat`, Ctrl-C."""
 
+import contextlib
 import re
 import shutil
 import signal
 import ssl
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
@@ -122,8 +124,22 @@ def test_who_is_told_to_leave_drains_and_leaves_nothing(
 ) -> None:
     with tempfile.TemporaryDirectory() as folder, monkeypatch.context() as patch:
         patch.setenv("TMPDIR", folder)
-        drain(number)
+        with heard(number):
+            drain(number)
         assert not list(Path(folder).glob("argosy*"))
+
+
+@contextlib.contextmanager
+def heard(number: signal.Signals) -> Iterator[None]:
+    """Whatever these tests run under (nohup ignores SIGHUP, and so do its children): its default."""
+    if signal.getsignal(number) is not signal.SIG_IGN:
+        yield
+        return
+    signal.signal(number, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def drain(number: signal.Signals) -> None:

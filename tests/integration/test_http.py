@@ -416,15 +416,35 @@ async def test_not_ready_before_the_model_is_loaded(engine: FakeEngine) -> None:
         assert (await served.client.get("/health")).status_code == 200
 
 
+def generations() -> list[Generation]:
+    return [each for each in gc.get_objects() if type(each) is Generation]
+
+
 async def test_answers_leave_nothing_for_the_garbage_collector(engine: FakeEngine) -> None:
     gc.collect()
+    before = generations()
     gc.disable()
     try:
         async with serve(engine) as served:
             for stream in (True, False):
                 answer = await post(served, "/v1/chat/completions", chat(stream=stream, n=2))
                 assert answer.status_code == 200
-        left = [each for each in gc.get_objects() if type(each) is Generation]
+        assert generations() == before
     finally:
         gc.enable()
-    assert not left
+
+
+async def test_clients_that_leave_take_everything_with_them(
+    engine: FakeEngine, tokenizer: Tokenizer
+) -> None:
+    engine.script = always(Script(says(tokenizer, REPLY).tokens, pause_after=2))
+    gc.collect()
+    before = generations()
+    async with serve(engine) as served:
+        for _ in range(3):
+            request = served.client.stream("POST", "/v1/chat/completions", json=chat(stream=True))
+            async with request as answer:
+                await anext(answer.aiter_bytes())
+            await engine.nothing_runs()
+    gc.collect()
+    assert generations() == before

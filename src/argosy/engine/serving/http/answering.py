@@ -39,7 +39,6 @@ LARGE_BODY_BYTES = 32 * 1024
 """Bodies from this size are parsed and tokenized in a thread, so that streams do not wait for them."""
 
 KEEP_ALIVE = comment(b"keep-alive")
-GONE = ApiError(499, "client_closed_request", "The client closed the connection.")
 _ANSWER = re.compile(r"([\x21-\x7e]{1,128}) (\d{1,12})")
 MAX_WEIGHT = 1e6
 MAX_TIER = 100
@@ -131,7 +130,7 @@ class Answering:
         replica = self._replica
         with Generation(replica.engine, frame.choices, recorder.progress) as generation:
             replica.generation_begins(generation)
-            watch = exchange.on_disconnect(partial(generation.fail, GONE))
+            watch = exchange.on_disconnect(partial(_leave, generation))
             try:
                 if body.stream:
                     writer = api.events(frame)
@@ -176,6 +175,11 @@ class Answering:
                 await exchange.start_stream()
             await exchange.write(data)
         await exchange.end_stream()
+
+
+def _leave(generation: Generation) -> None:
+    """The client has gone. An error of its own: what is raised holds on to all that its request held."""
+    generation.fail(ApiError(499, "client_closed_request", "The client closed the connection."))
 
 
 def _refuse_nothing(frame: Frame) -> None:

@@ -167,5 +167,6 @@ class Generation:
         if self._alarm is not None:
             self._alarm.cancel()
             self._alarm = None
+        self._error = None  # raised, it holds on to whoever waited here
         while self._streams:
             self._streams.popitem()[1].close()
