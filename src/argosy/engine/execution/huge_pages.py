@@ -45,20 +45,21 @@ def huge_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 class Ahead:
     """Takes the pages of tables before their rows are used. Memory is taken as it is needed, not all of it at once.
 
-    Tables are zeroed, contiguous and on the CPU; row i of each is used together with row i of the others, and rows
-    are used from the first one on. Where the system cannot do it, pages are taken as they are touched.
+    Tables are of one shape and dtype, contiguous and on the CPU; row i of each is used together with row i of the
+    others, and rows are used from the first one on. Where the system cannot do it, or has no thread left, pages are
+    taken as they are touched.
     """
 
     def __init__(self, tables: Sequence[Tensor]) -> None:
-        self._kept = tables  # while the worker is about them
-        self._tables = [(table.data_ptr(), table.stride(0) * table.itemsize) for table in tables]
-        self._rows = min((len(table) for table in tables), default=0)
-        widest = max((width for _, width in self._tables), default=1)
-        self._step = max(1, HUGE // max(1, widest))
-        """Rows for which one large page of the widest table lasts."""
+        self._tables = tables
+        self._rows = len(tables[0]) if tables else 0
+        self._width = tables[0].stride(0) * tables[0].itemsize if tables else 0
+        """Bytes of a row."""
+        self._step = max(1, HUGE // max(1, self._width))
+        """Rows for which one large page lasts."""
         self._asked = 0
         self._worker: ThreadPoolExecutor | None = None
-        if sys.platform == "linux" and self._tables:
+        if sys.platform == "linux" and self._rows:
             self._madvise = ctypes.CDLL(None).madvise  # does not hold the interpreter's lock
             self._madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="pages")
@@ -72,13 +73,17 @@ class Ahead:
         if self._worker is None or end <= self._asked:
             return None
         begin, self._asked = self._asked, end
-        return self._worker.submit(self._take, begin, end)
+        try:
+            return self._worker.submit(self._take, begin, end)
+        except RuntimeError:  # no thread is left for it, or the process is about to end
+            self._worker = None
+            return None
 
     def _take(self, begin: int, end: int) -> bool:
         for row in range(begin, end, self._step):
-            for address, width in self._tables:
-                start = address + row * width
-                stop = address + min(row + self._step, end) * width
+            for table in self._tables:
+                start = table.data_ptr() + row * self._width
+                stop = table.data_ptr() + min(row + self._step, end) * self._width
                 start -= start % mmap.PAGESIZE
                 if self._madvise(start, stop - start, POPULATE_WRITE) != 0:
                     self._asked = self._rows  # it will not be able to do the others either
