@@ -11,7 +11,9 @@ def main() -> None:
     from typer.main import get_command
 
     from argosy.cli.app import app
+    from argosy.cli.standard import keep_standard_streams
 
+    keep_standard_streams()
     command = get_command(app)
     if heeds:
         signal.signal(signal.SIGINT, signal.default_int_handler)
