@@ -52,6 +52,9 @@ class Whole:
 
     def serve(self) -> None:
         """Serve until told to stop. Raises ValueError, OSError or FleetFailedError, saying what to change."""
+        from argosy.web import raise_file_limit
+
+        raise_file_limit()
         configure_logs(self._server.log_format, self._server.log_level)
         path = locate(
             self._engine.model, self._engine.revision
@@ -186,19 +189,15 @@ class Whole:
     @contextlib.contextmanager
     def _listening(self) -> Iterator[socket.socket]:
         """The socket that clients reach. Raises OSError when the address is taken."""
-        from argosy.web import bind, bind_unix
+        from argosy.web import bind, bind_unix, leave
 
-        uds = self._server.uds
-        with (
-            bind(self._server.host, self._server.port)
-            if uds is None
-            else bind_unix(Path(uds)) as bound
-        ):
-            try:
-                yield bound
-            finally:
-                if uds is not None:
-                    Path(uds).unlink(missing_ok=True)
+        server = self._server
+        uds = server.uds
+        bound = bind(server.host, server.port) if uds is None else bind_unix(Path(uds))
+        try:
+            yield bound
+        finally:
+            leave(bound)
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:

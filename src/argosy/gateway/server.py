@@ -33,7 +33,16 @@ from argosy.gateway.serving import Serving
 from argosy.native import NativeUnavailable
 from argosy.store import Directory
 from argosy.telemetry import GatewayMetrics, GatewayReading, configure_logs
-from argosy.web import Certificates, Listener, bind, bind_unix, calm_collector, url_of
+from argosy.web import (
+    Certificates,
+    Listener,
+    bind,
+    bind_unix,
+    calm_collector,
+    leave,
+    raise_file_limit,
+    url_of,
+)
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
@@ -83,6 +92,7 @@ class GatewayServer:
                 await keeping.update(books.directory)
             if bound is None:
                 bound = self._bind(books)
+            closing.callback(leave, bound)
             fast_path = await self._fast_path()
             if fast_path is not None:
                 closing.callback(fast_path.close)
@@ -125,7 +135,7 @@ class GatewayServer:
         self, front: Front, bound: socket.socket, caring: list[Coroutine[Any, Any, None]]
     ) -> None:
         certificates = self._certificates
-        listener = Listener(front, certificates)
+        listener = Listener(front, certificates, descriptors=2)  # its own, and a replica's
         listening = asyncio.create_task(listener.serve(sockets=[bound]))
         leaving = asyncio.create_task(self._leave.wait())
         tasks = [asyncio.create_task(care) for care in caring]
@@ -148,7 +158,6 @@ class GatewayServer:
             for task in late:  # what did not end in time is ended, and counted
                 task.cancel()
             await asyncio.gather(*tasks, *late, return_exceptions=True)
-            self._unlink()
 
     async def _fast_path(self) -> FastPath | None:
         if self._config.fast_path == "off":
@@ -198,10 +207,6 @@ class GatewayServer:
         check_exposure(config.host, config.auth, Directory() if books is None else books.directory)
         return bind(config.host, config.port)
 
-    def _unlink(self) -> None:
-        if self._config.uds is not None:
-            Path(self._config.uds).unlink(missing_ok=True)
-
     def _close_upstreams(self) -> None:
         for replica in self.replicas:
             replica.upstream.close()
@@ -241,6 +246,7 @@ def _nothing() -> None:
 def serve_gateway(config: GatewayConfig, on_ready: Callable[[str], None]) -> None:
     """Serve until SIGTERM or SIGINT. Raises ValueError or OSError, saying what to change."""
     configure_logs(config.log_format, config.log_level)
+    raise_file_limit()
 
     def ready(url: str) -> None:
         calm_collector()

@@ -1,7 +1,9 @@
 """Serving HTTP/1.1: hardened connections, requests and answers under limits, listening sockets."""
 
+from argosy.web.accepting import leave
 from argosy.web.collector import calm_collector
 from argosy.web.deadlines import Deadlines
+from argosy.web.descriptors import raise_file_limit
 from argosy.web.exchange import (
     EXCHANGE,
     JSON,
@@ -38,5 +40,7 @@ __all__ = [
     "bind",
     "bind_unix",
     "calm_collector",
+    "leave",
+    "raise_file_limit",
     "url_of",
 ]

@@ -7,7 +7,8 @@ import errno
 import logging
 import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Sized
+from pathlib import Path
 
 AT_ONCE = 32
 """Connections that are accepted before those that are there get their turn again."""
@@ -16,6 +17,13 @@ FULL_FOR_S = 0.5
 _FULL = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 log = logging.getLogger("argosy.web")
+
+
+def leave(listening: socket.socket) -> None:
+    """Listen no more. A Unix socket's path goes first: once nobody listens there, somebody else may."""
+    if listening.fileno() >= 0 and listening.family == socket.AF_UNIX:
+        Path(listening.getsockname()).unlink(missing_ok=True)
+    listening.close()
 
 
 class Acceptor:
@@ -29,12 +37,16 @@ class Acceptor:
         listening: socket.socket,
         make: Callable[[], asyncio.BaseProtocol],
         tls: ssl.SSLContext | None,
+        clients: Sized,
+        most: int,
     ) -> None:
-        """Accept on `listening` from now on, until `close` closes it."""
+        """Accept on `listening` from now on, until `close` closes it, while there are fewer than `most` clients."""
         self._loop = asyncio.get_running_loop()
         self._listening = listening
         self._make = make
         self._tls = tls
+        self._clients = clients
+        self._most = most
         self._opening: set[asyncio.Task[None]] = set()
         self._again: asyncio.TimerHandle | None = None
         listening.settimeout(0)
@@ -46,7 +58,7 @@ class Acceptor:
             self._again.cancel()
         if self._listening.fileno() >= 0:
             self._loop.remove_reader(self._listening)
-            self._listening.close()
+            leave(self._listening)
 
     async def wait_closed(self) -> None:
         """End what has been accepted and is not open yet: TLS takes its time."""
@@ -57,24 +69,25 @@ class Acceptor:
 
     def _accept(self) -> None:
         for _ in range(AT_ONCE):
+            if len(self._clients) + len(self._opening) >= self._most:
+                self._rest("there is room for no more clients")
+                return
             try:
                 accepted, _ = self._listening.accept()
             except BlockingIOError:
                 return
             except OSError as error:
                 if error.errno in _FULL:
-                    self._rest(error)
+                    self._rest(str(error.strerror))
                     return
                 continue  # it has gone again
             opening = self._loop.create_task(self._open(accepted))
             self._opening.add(opening)
             opening.add_done_callback(self._opening.discard)
 
-    def _rest(self, error: OSError) -> None:
+    def _rest(self, reason: str) -> None:
         """Let those that wait do so: perhaps somebody leaves."""
-        log.error(
-            "no connection can be accepted (%s); raise the limit on open files", error.strerror
-        )
+        log.error("no connection can be accepted (%s); raise the limit on open files", reason)
         self._loop.remove_reader(self._listening)
         self._again = self._loop.call_later(
             FULL_FOR_S, self._loop.add_reader, self._listening, self._accept

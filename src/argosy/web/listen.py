@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 from collections.abc import Iterator
 from functools import partial
@@ -13,6 +14,7 @@ import uvicorn
 from argosy.web.accepting import Acceptor
 from argosy.web.connection import Connection
 from argosy.web.deadlines import Deadlines
+from argosy.web.descriptors import most_clients
 from argosy.web.exchange import App
 from argosy.web.tls import Certificates
 
@@ -29,7 +31,11 @@ GOODBYE_S = 5
 class Listener(uvicorn.Server):
     """uvicorn on our connections, without its signal handlers: what a signal means its owner decides."""
 
-    def __init__(self, app: App, certificates: Certificates | None = None) -> None:
+    def __init__(
+        self, app: App, certificates: Certificates | None = None, *, descriptors: int = 1
+    ) -> None:
+        """`descriptors`: how many a client takes."""
+        self._descriptors = descriptors
         shown = None if certificates is None else certificates.context
         super().__init__(
             uvicorn.Config(
@@ -51,7 +57,11 @@ class Listener(uvicorn.Server):
         heads = Deadlines(HEADER_TIMEOUT_S, Connection.late)
         idle = Deadlines(KEEP_ALIVE_S, Connection.leave)
         make = partial(Connection, heads, idle, self.config.loaded_app, self.server_state)
-        self.servers = [Acceptor(each, make, self.config.ssl) for each in sockets or ()]  # type: ignore[misc] # they do as asyncio's
+        clients, most = self.server_state.connections, most_clients(self._descriptors)
+        self.servers = [
+            Acceptor(each, make, self.config.ssl, clients, most)  # type: ignore[misc] # they do as asyncio's
+            for each in sockets or ()
+        ]
         self.started = True
 
     @contextlib.contextmanager
@@ -96,4 +106,4 @@ def url_of(listening: socket.socket, scheme: str = "http") -> str:
 
 def _somebody_listens(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        return probe.connect_ex(str(path)) == 0
+        return probe.connect_ex(str(path)) != errno.ECONNREFUSED

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import resource
 import signal
 import socket
 import subprocess
@@ -11,16 +13,19 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx2
+import psutil
 import pytest
+from tests.integration.rough_server import Asked, plain, rough_server
 
 GATEWAY = (sys.executable, "-m", "argosy.cli", "gateway", "--config")
 START_S = 60.0
 
 
-def configured(folder: Path, more: str = "") -> Path:
-    """The file of a gateway on a Unix socket, in front of nobody."""
+def configured(folder: Path, more: str = "", behind: str = "http://127.0.0.1:1") -> Path:
+    """The file of a gateway on a Unix socket, in front of that server or of nobody."""
     path = folder / "gateway.yaml"
-    behind = "models: [{name: big, replicas: [{url: 'http://127.0.0.1:1', kind: openai}]}]"
+    behind = f"models: [{{name: big, replicas: [{{url: '{behind}', kind: openai, model: rough}}]}}]"
     path.write_text(f"uds: {folder}/gateway.sock\n{behind}\n{more}")
     return path
 
@@ -53,6 +58,12 @@ def healthy(folder: Path, process: subprocess.Popen[str]) -> bool:
     return False
 
 
+def listens(folder: Path) -> bool:
+    """Whether somebody listens at its socket."""
+    with socket.socket(socket.AF_UNIX) as client:
+        return client.connect_ex(str(folder / "gateway.sock")) == 0
+
+
 @pytest.mark.parametrize("log_format", ["console", "json"])
 @pytest.mark.parametrize("stderr", ["2>/dev/full", "2>&-", "<&- >&- 2>&-", "2> >(exit)"])
 def test_who_cannot_say_anything_serves_all_the_same(
@@ -64,3 +75,58 @@ def test_who_cannot_say_anything_serves_all_the_same(
         assert healthy(tmp_path, process)
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
+
+
+def test_who_comes_while_another_drains_keeps_the_socket(tmp_path: Path) -> None:
+    config = str(configured(tmp_path, "drain_deadline_s: 60"))
+    with running(*GATEWAY, config) as first, socket.socket(socket.AF_UNIX) as client:
+        assert healthy(tmp_path, first)
+        client.connect(str(tmp_path / "gateway.sock"))
+        client.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\n"
+        )
+        client.sendall(b"{")  # it is not all there: the gateway waits for it
+        first.send_signal(signal.SIGTERM)
+        while (tmp_path / "gateway.sock").exists() and listens(tmp_path):
+            time.sleep(0.05)
+        with running(*GATEWAY, config) as second:
+            assert healthy(tmp_path, second)
+            client.close()
+            assert first.wait(30) == 0
+            assert healthy(tmp_path, second)
+
+
+def test_it_takes_as_many_descriptors_as_the_system_gives(tmp_path: Path) -> None:
+    def few_of_many() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, 512))
+
+    with running(*GATEWAY, str(configured(tmp_path)), preexec_fn=few_of_many) as process:
+        assert healthy(tmp_path, process)
+        assert psutil.Process(process.pid).rlimit(psutil.RLIMIT_NOFILE) == (512, 512)
+
+
+async def test_who_is_let_in_with_few_descriptors_left_is_answered(tmp_path: Path) -> None:
+    async def slow(asked: Asked) -> None:
+        await asyncio.sleep(0.1)
+        await plain(asked)
+
+    async with rough_server(slow) as server:
+        config = configured(tmp_path, behind=server.url)
+
+        def few() -> None:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+
+        with running(*GATEWAY, str(config), preexec_fn=few, stderr=subprocess.PIPE) as process:
+            assert await asyncio.to_thread(healthy, tmp_path, process)
+            statuses = await asyncio.gather(*(completed(tmp_path) for _ in range(60)))
+            assert statuses == [200] * 60
+            process.terminate()
+            assert "attempt_failed" not in process.communicate()[1]
+
+
+async def completed(folder: Path) -> int:
+    """The status of a completion by a client of its own."""
+    transport = httpx2.AsyncHTTPTransport(uds=str(folder / "gateway.sock"))
+    async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        body = {"model": "big", "prompt": "Say", "max_tokens": 3}
+        return (await client.post("/v1/completions", json=body, timeout=60)).status_code

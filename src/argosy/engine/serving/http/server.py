@@ -24,7 +24,17 @@ from argosy.engine.serving.http.routes import App
 from argosy.engine.serving.text.template import ChatTemplate
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.telemetry import configure_logs
-from argosy.web import GOODBYE_S, Certificates, Listener, bind, bind_unix, calm_collector, url_of
+from argosy.web import (
+    GOODBYE_S,
+    Certificates,
+    Listener,
+    bind,
+    bind_unix,
+    calm_collector,
+    leave,
+    raise_file_limit,
+    url_of,
+)
 
 WATCH_S = 0.5
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -102,7 +112,7 @@ class ReplicaServer:
             await listening
             with contextlib.suppress(asyncio.CancelledError):
                 await serving
-            self._unlink()
+            leave(bound)
             self._restore_signals()
 
     async def _serve(self, url: str) -> None:
@@ -148,10 +158,6 @@ class ReplicaServer:
             return bind_unix(Path(self._config.uds))
         return bind(self._config.host, self._config.port)
 
-    def _unlink(self) -> None:
-        if self._config.uds is not None:
-            Path(self._config.uds).unlink(missing_ok=True)
-
     def _install_signals(self) -> None:
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
@@ -181,6 +187,7 @@ def serve_replica(
     Raises EngineFailedError, ValueError or OSError, each saying what to change, when it cannot.
     """
     configure_logs(config.log_format, config.log_level, config.log_name)
+    raise_file_limit()
     path = locate(engine_config.model, engine_config.revision)
 
     def ready(url: str) -> None:
