@@ -12,6 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+from argosy.folders import cache_folder
+
 BUILD_TIMEOUT_S = 120.0
 
 
@@ -56,9 +58,8 @@ def _find_compiler(compiler: str | None) -> str:
 
 def _cache_folder() -> Path:
     """Where builds are kept; a private temporary directory when the cache cannot be written."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111
-    folder = Path(base) / "argosy" / "native"
     try:
+        folder = cache_folder() / "native"
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             return folder

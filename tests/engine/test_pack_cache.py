@@ -19,7 +19,7 @@ from structlog.testing import capture_logs
 
 from argosy.engine.execution.checkpoint import fingerprint
 from argosy.engine.execution.device import cpu_device
-from argosy.engine.execution.pack_cache import PackCache, cache_folder, open_packs
+from argosy.engine.execution.pack_cache import PackCache, open_packs, pack_folder
 from argosy.engine.serving.wire import EngineRequest
 from argosy.models import BUNDLED
 from argosy.protocol import SamplingParams
@@ -38,7 +38,7 @@ PAYLOADS = {"a": b"some weights" * 700, "b": b"", "c": b"x" * 4096}
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     cpu_device(1)  # builds its kernels where they always are
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return cache_folder()
+    return pack_folder()
 
 
 def fill(data: bytes) -> Callable[[Tensor], None]:
@@ -83,7 +83,7 @@ def test_what_was_packed_once_is_found(payloads: dict[str, bytes]) -> None:
             found = {key: packs.get(key, len(data), never) for key, data in payloads.items()}
             assert packs.mapped_bytes == sum(map(len, payloads.values()))
         assert {key: bytes(tensor.tolist()) for key, tensor in found.items()} == payloads
-        assert [file.suffix for file in cache_folder().iterdir()] == [".packed"]
+        assert [file.suffix for file in pack_folder().iterdir()] == [".packed"]
 
 
 def test_identities_do_not_share(folder: Path) -> None:

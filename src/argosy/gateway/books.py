@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import os
 import time
 from collections.abc import Awaitable, Callable
-from pathlib import Path
-from urllib.parse import urlsplit
 
 import structlog
 
@@ -22,6 +18,7 @@ from argosy.store import (
     StoreError,
     default_url,
     open_store,
+    usage_folder,
 )
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
@@ -114,14 +111,3 @@ def _open(url: str) -> Store:
     store = open_store(url)
     store.migrate()
     return store
-
-
-def usage_folder(url: str) -> Path:
-    """Where usage waits for the store: beside its file, or in the user's state folder, one folder for each database."""
-    parts = urlsplit(url)
-    if parts.scheme.startswith("sqlite"):
-        return Path(parts.path.removeprefix("/") + ".usage")
-    place = f"{parts.scheme}://{parts.hostname}:{parts.port}{parts.path}"
-    name = hashlib.sha256(place.encode()).hexdigest()[:16]
-    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(state) / "argosy" / "usage" / name

@@ -32,7 +32,7 @@ from argosy.store.rules import working
 from argosy.store.shared import MemoryState, SharedState, open_shared
 from argosy.store.slots import Slot
 from argosy.store.spool import Spool, SpoolError, SpoolFullError
-from argosy.store.store import Store, StoreConfig, default_url, open_store
+from argosy.store.store import Store, StoreConfig, default_url, open_store, usage_folder
 from argosy.store.usage import Group, ReportRow, UsageFilter, UsageLog, UsageSum
 
 __all__ = [
@@ -83,5 +83,6 @@ __all__ = [
     "open_shared",
     "open_store",
     "steady",
+    "usage_folder",
     "working",
 ]

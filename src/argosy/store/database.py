@@ -55,7 +55,7 @@ class Database:
     """
 
     def __init__(self, url: str) -> None:
-        parsed = _parse(url)
+        parsed = parse_url(url)
         self.name = parsed.database or "?"
         """For people; without user and password."""
         if parsed.get_backend_name() == "sqlite":
@@ -103,7 +103,8 @@ class Database:
             ) from error
 
 
-def _parse(url: str) -> URL:
+def parse_url(url: str) -> URL:
+    """Raises StoreError, not showing it, when it is none of a database that there is a driver for."""
     try:
         parsed = make_url(url)
     except (ArgumentError, ValueError):

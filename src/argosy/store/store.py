@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import hashlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,11 +11,13 @@ from typing import Annotated
 import msgspec
 from sqlalchemy import select
 
+from argosy.folders import state_folder
 from argosy.store import schema
 from argosy.store.accounts import Accounts
 from argosy.store.audit import Audit
 from argosy.store.changes import find
-from argosy.store.database import Database
+from argosy.store.database import Database, parse_url
+from argosy.store.errors import StoreError
 from argosy.store.records import Directory, Key, Limit, Organisation, Price, Project, User
 from argosy.store.usage import UsageLog
 
@@ -90,6 +92,28 @@ def open_store(url: str, *, clock: Callable[[], float] = time.time) -> Store:
 
 
 def default_url() -> str:
-    """SQLite in the user's state folder."""
-    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return f"sqlite:///{Path(state) / 'argosy' / 'argosy.db'}"
+    """SQLite in the user's state folder. Raises StoreError for a user without a home."""
+    try:
+        return f"sqlite:///{state_folder() / 'argosy.db'}"
+    except FileNotFoundError as error:
+        raise StoreError(f"There is no place for a store: {error}, or name a database.") from error
+
+
+def usage_folder(url: str) -> Path:
+    """Where usage waits for the store: beside its file, or in the user's state folder, one folder for each database.
+
+    Raises StoreError as `default_url` does, and for what is no URL.
+    """
+    parsed = parse_url(url)
+    if parsed.get_backend_name() == "sqlite":
+        return Path(f"{parsed.database}.usage")
+    host, port = (
+        given or parsed.query.get(name)
+        for given, name in ((parsed.host, "host"), (parsed.port, "port"))
+    )
+    place = f"postgresql://{host}:{port}/{parsed.database}"
+    name = hashlib.sha256(place.encode()).hexdigest()[:16]
+    try:
+        return state_folder() / "usage" / name
+    except FileNotFoundError as error:
+        raise StoreError(f"There is no place for usage: {error}.") from error

@@ -21,10 +21,19 @@ from tests.integration.gateway.limit_world import (
     request,
 )
 
-from argosy.gateway.books import Books, usage_folder
+from argosy.gateway.books import Books
 from argosy.gateway.limit_words import duration
 from argosy.gateway.limits import LimitsConfig, shared_state
-from argosy.store import Limit, MemoryState, Price, Spool, StoreConfig, UsageRow, open_store
+from argosy.store import (
+    Limit,
+    MemoryState,
+    Price,
+    Spool,
+    StoreConfig,
+    UsageRow,
+    open_store,
+    usage_folder,
+)
 from argosy.store.clock import SteadyClock
 
 NOON = datetime(2026, 11, 21, 12, tzinfo=UTC).timestamp()

@@ -15,6 +15,7 @@ import structlog
 import torch
 
 from argosy.engine.execution.pack_file import DamagedError, PackFile, PackWriter, read_packs
+from argosy.folders import cache_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -105,8 +106,8 @@ def open_packs(identity: tuple[str, ...], *, need_bytes: int, limit_bytes: int) 
     if limit_bytes <= 0:
         return PackCache()
     name = hashlib.sha256("\0".join(identity).encode()).hexdigest()[:32]
-    path = cache_folder() / f"{name}{PACKED}"
     try:
+        path = pack_folder() / f"{name}{PACKED}"
         with contextlib.suppress(FileNotFoundError, DamagedError):
             return PackCache(read_packs(path))
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -123,10 +124,9 @@ def open_packs(identity: tuple[str, ...], *, need_bytes: int, limit_bytes: int) 
     return PackCache(growing=growing) if made_meanwhile is None else PackCache(made_meanwhile)
 
 
-def cache_folder() -> Path:
-    """Where packed weights are kept: argosy/packed in the user's cache directory."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111
-    return Path(base) / "argosy" / "packed"
+def pack_folder() -> Path:
+    """Where packed weights are kept. Raises FileNotFoundError for a user without a home."""
+    return cache_folder() / "packed"
 
 
 class _Growing:
@@ -222,4 +222,4 @@ def _evict(kept: Path, limit_bytes: int) -> None:
 
 
 def _log_off(error: OSError) -> None:
-    log.warning("pack_cache.off", reason=str(error), folder=str(cache_folder()))
+    log.warning("pack_cache.off", reason=str(error))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import tempfile
 from pathlib import Path
 
 import msgspec
 import structlog
+
+from argosy.folders import cache_folder
 
 log = structlog.get_logger(__name__)
 
@@ -28,24 +29,23 @@ def read(key: str) -> int | None:
     except FileNotFoundError:
         return None
     except (OSError, msgspec.MsgspecError) as error:
-        log.warning("memory_plan.unreadable", path=str(_path(key)), error=str(error))
+        log.warning("memory_plan.unreadable", key=key, reason=str(error))
         return None
     return plan.working_bytes if plan.key == key and plan.working_bytes > 0 else None
 
 
 def write(key: str, working_bytes: int) -> None:
     """Keep it; where the disk does not take it, the next boot measures again."""
-    path = _path(key)
     try:
+        path = _path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
             file.write(msgspec.json.encode(Plan(key, working_bytes)))
         Path(file.name).replace(path)
     except OSError as error:
-        log.warning("memory_plan.not_kept", path=str(path), error=str(error))
+        log.warning("memory_plan.not_kept", reason=str(error))
 
 
 def _path(key: str) -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111
     name = hashlib.sha256(key.encode()).hexdigest()[:24]
-    return Path(base) / "argosy" / "memory" / f"{name}.json"
+    return cache_folder() / "memory" / f"{name}.json"
