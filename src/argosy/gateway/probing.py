@@ -27,6 +27,9 @@ WAITING_TOKENS = 512
 NOT_THERE = frozenset({401, 403, 404, 405, 501})
 """A server that answers this when asked for its load does not tell it that way."""
 
+WRONG = (UpstreamError, TimeoutError, msgspec.DecodeError, RecursionError)
+"""What comes of asking a server that is not well, or none; what it answers may be nested too deeply to be read."""
+
 
 async def get(upstream: Upstream, path: bytes) -> tuple[int, bytes]:
     """Status and body of what a server has there. Raises UpstreamError."""
@@ -73,7 +76,7 @@ class Prober:
                 met = self._met or await self._meet()
                 if met and await self._look():
                     outcome = Outcome.SUCCESS
-        except (UpstreamError, TimeoutError, msgspec.DecodeError) as error:
+        except WRONG as error:
             log.debug("probe_failed", replica=replica.name, reason=str(error))
         finally:
             if probing or outcome is Outcome.FAILURE:

@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,12 @@ from argosy.web import (
     raise_file_limit,
     url_of,
 )
+
+AGAIN_S = 5.0
+"""After how long something that failed is looked after again."""
+
+Care = Callable[[], Coroutine[Any, Any, None]]
+"""Looks after something for as long as the gateway runs, or as there is something to look after."""
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
@@ -96,9 +103,9 @@ class GatewayServer:
             fast_path = await self._fast_path()
             if fast_path is not None:
                 closing.callback(fast_path.close)
-            caring: list[Coroutine[Any, Any, None]] = []
+            caring: list[Care] = []
             if books is not None and keeping is not None:
-                caring = [books.keep_fresh(keeping.update), books.forget()]
+                caring = [partial(books.keep_fresh, keeping.update), books.forget]
             await self._serve(stages, keeping, bound, caring, fast_path)
 
     async def _serve(
@@ -106,7 +113,7 @@ class GatewayServer:
         stages: list[Stage],
         keeping: _Keeping | None,
         bound: socket.socket,
-        caring: list[Coroutine[Any, Any, None]],
+        caring: list[Care],
         fast_path: FastPath | None,
     ) -> None:
         serving = Serving(self._models, self._config, stages, fast_path)
@@ -126,23 +133,20 @@ class GatewayServer:
             limits=None if keeping is None else keeping.limits,
         )
         probers = [Prober(replica) for replica in self.replicas]
-        await asyncio.gather(*(prober.probe() for prober in probers))
-        caring += [serving.tend(), *(prober.run() for prober in probers)]
-        caring += [follower.run() for follower in followers(self._models.pools)]
+        first = [prober.probe() for prober in probers]
+        await asyncio.gather(*first, return_exceptions=True)  # `run` meets what went wrong, too
+        caring += [serving.tend, *(prober.run for prober in probers)]
+        caring += [follower.run for follower in followers(self._models.pools)]
         await self._listen(front, bound, caring)
 
-    async def _listen(
-        self, front: Front, bound: socket.socket, caring: list[Coroutine[Any, Any, None]]
-    ) -> None:
+    async def _listen(self, front: Front, bound: socket.socket, caring: list[Care]) -> None:
         certificates = self._certificates
         listener = Listener(front, certificates, descriptors=2)  # its own, and a replica's
         listening = asyncio.create_task(listener.serve(sockets=[bound]))
         leaving = asyncio.create_task(self._leave.wait())
-        tasks = [asyncio.create_task(care) for care in caring]
         if certificates is not None:
-            tasks.append(asyncio.create_task(certificates.watch()))
-        for tended in tasks:
-            tended.add_done_callback(_note_failure)
+            caring = [*caring, certificates.watch]
+        tasks = [asyncio.create_task(_look_after(care)) for care in caring]
         url = url_of(bound, "http" if certificates is None else "https")
         log.info("ready", url=url, models=[model.name for model in self._config.models])
         self._on_ready(url)
@@ -232,11 +236,14 @@ class _Keeping:
         await self.limits.seed(self.books.store.usage.spent)
 
 
-def _note_failure(task: asyncio.Task[None]) -> None:
-    """Something that is looked after as long as the gateway runs no longer is: say so while it runs on."""
-    error = None if task.cancelled() else task.exception()
-    if error is not None:
-        log.error("not_looked_after", what=repr(task.get_coro()), exc_info=error)
+async def _look_after(care: Care) -> None:
+    """Care until there is no more to care for: what went wrong, no thread left or no memory, may not go wrong again."""
+    while True:
+        try:
+            return await care()
+        except Exception:
+            log.exception("looked_after_again", what=repr(care), after_s=AGAIN_S)
+        await asyncio.sleep(AGAIN_S)
 
 
 def _nothing() -> None:

@@ -14,6 +14,7 @@ import httpx2
 import openai
 import pytest
 from tests.integration.rough_server import Rough, rough_server
+from tests.waiting import until
 from typer.testing import CliRunner
 
 from argosy.cli.app import app
@@ -24,7 +25,7 @@ from argosy.gateway import (
     ReplicaConfig,
     load_config,
 )
-from argosy.store import Role, StoreConfig, open_store
+from argosy.store import Role, Store, StoreConfig, open_store
 
 
 @pytest.fixture
@@ -148,6 +149,33 @@ async def test_a_change_by_the_command_line_counts_in_a_running_gateway(url: str
         revoked = await asyncio.to_thread(CliRunner().invoke, app, arguments)
         assert revoked.exit_code == 0, revoked.output
         async with asyncio.timeout(30):
+            while (await client.get("/v1/models", headers=chat)).status_code != 401:  # noqa: ASYNC110 - it looks each second
+                await asyncio.sleep(0.05)
+
+
+async def test_changes_count_again_once_they_can_be_read_again(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat, *_ = tenants(url)
+    read, failed = Store.version, []
+
+    def version(store: Store) -> int:
+        if failed:
+            return read(store)
+        failed.append(True)
+        raise RuntimeError("can't start new thread")
+
+    async with (
+        rough_server() as replica,
+        gateway(replica, url) as base,
+        httpx2.AsyncClient(base_url=base, timeout=30) as client,
+    ):
+        monkeypatch.setattr("argosy.gateway.server.AGAIN_S", 0.01)
+        monkeypatch.setattr(Store, "version", version)
+        async with asyncio.timeout(30):
+            await until(lambda: failed)
+            arguments = ("keys", "revoke", "chat", "--store", url)
+            await asyncio.to_thread(CliRunner().invoke, app, arguments)
             while (await client.get("/v1/models", headers=chat)).status_code != 401:  # noqa: ASYNC110 - it looks each second
                 await asyncio.sleep(0.05)
 

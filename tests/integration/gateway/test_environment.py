@@ -17,6 +17,9 @@ import httpx2
 import psutil
 import pytest
 from tests.integration.rough_server import Asked, plain, rough_server
+from tests.waiting import until
+
+from argosy.gateway import GatewayConfig, GatewayServer, ModelConfig, ReplicaConfig
 
 GATEWAY = (sys.executable, "-m", "argosy.cli", "gateway", "--config")
 START_S = 60.0
@@ -122,6 +125,35 @@ async def test_who_is_let_in_with_few_descriptors_left_is_answered(tmp_path: Pat
             assert statuses == [200] * 60
             process.terminate()
             assert "attempt_failed" not in process.communicate()[1]
+
+
+async def test_a_server_that_answers_rubbish_is_met_once_it_makes_sense() -> None:
+    deep = b'{"a":' + b"[" * 100_000
+    told = {"/v1/models": deep, "/info": deep, "/health": b"{}"}
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            while True:
+                path = (await reader.readuntil(b"\r\n\r\n")).split()[1].decode()
+                body = told.get(path, b"")
+                writer.write(b"HTTP/1.1 200 X\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        ready = asyncio.Event()
+        behind = [ReplicaConfig(url=f"http://127.0.0.1:{port}")]
+        config = GatewayConfig(port=0, models=[ModelConfig(name="big", replicas=behind)])
+        gateway = GatewayServer(config, lambda _: ready.set())
+        running = asyncio.create_task(gateway.run())
+        await until(lambda: ready.is_set() or running.done())
+        assert not running.done()
+        (replica,) = gateway.replicas
+        assert not replica.taking
+        told["/v1/models"], told["/info"] = b'{"data": [{"id": "big"}]}', b"{}"
+        await until(lambda: replica.taking and replica.breaker.closed)
+        gateway.stop()
+        await running
 
 
 async def completed(folder: Path) -> int:
