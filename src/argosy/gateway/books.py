@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 
 import structlog
 
+from argosy.gateway.aside import aside
 from argosy.gateway.ledger import settle_forever
 from argosy.store import (
     Directory,
@@ -26,6 +27,8 @@ log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gatewa
 FRESH_EACH_S = 1.0
 FORGET_EACH_S = 3600.0
 DAY_S = 86_400.0
+LAST_S = 10.0
+"""How long the store may take for what has ended, when the gateway leaves."""
 
 
 class Books:
@@ -45,16 +48,14 @@ class Books:
         """With the tables up to date, and usage that a dead gateway left recovered. Raises StoreError, SpoolError."""
         url = config.url or default_url()
         async with contextlib.AsyncExitStack() as failing:
-            store = await asyncio.to_thread(_open, url)
+            store = await aside(_open, url)
             failing.callback(store.close)
-            spool = await asyncio.to_thread(Spool, usage_folder(url))
+            spool = await aside(Spool, usage_folder(url))
             failing.callback(spool.close)
-            await asyncio.to_thread(spool.recover)
-            await asyncio.to_thread(
-                spool.drain, store.usage.add
-            )  # budgets begin with what is there
+            await aside(spool.recover)
+            await aside(spool.drain, store.usage.add)  # budgets begin with what is there
             books = cls(store, spool, config)
-            books.directory = await asyncio.to_thread(store.directory)
+            books.directory = await aside(store.directory)
             failing.pop_all()
         settling = settle_forever(books.spool, store.usage.add, books._ending)
         books._settling = asyncio.create_task(settling)
@@ -73,7 +74,7 @@ class Books:
                     await self._changed.wait()
             self._changed.clear()
             try:
-                self.directory = await asyncio.to_thread(self._read)
+                self.directory = await aside(self._read)
                 await update(self.directory)
             except StoreError as error:
                 if not failing:
@@ -87,18 +88,22 @@ class Books:
         days = self._config.keep_usage_days
         while days is not None:
             try:
-                await asyncio.to_thread(self.store.usage.forget, time.time() - days * DAY_S)
+                await aside(self.store.usage.forget, time.time() - days * DAY_S)
             except StoreError as error:
                 log.warning("usage_not_forgotten", reason=str(error))
             await asyncio.sleep(FORGET_EACH_S)
 
     async def close(self) -> None:
-        """Bring what has ended to the store; what it does not take is kept for the next start."""
+        """Bring what has ended to the store; what it does not take, or not soon, is kept for the next start."""
         self._ending.set()
         if self._settling is not None:
-            await self._settling
-        await asyncio.to_thread(self.spool.close)
-        await asyncio.to_thread(self.store.close)
+            await asyncio.wait({self._settling}, timeout=LAST_S)
+            if not self._settling.done():
+                log.warning("usage_left", waiting=self.spool.waiting, reason="the store hangs")
+                self._settling.cancel()
+                return  # a thread waits for the store still, with rows of the journal
+        await aside(self.spool.close)
+        await aside(self.store.close)
 
     def _read(self) -> Directory:
         """The accounts: the same object for as long as they have not changed. Raises StoreError."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import structlog
 
+from argosy.gateway.aside import aside
 from argosy.gateway.caller import TIERS
 from argosy.gateway.journey import Alone, Journey
 from argosy.policy import PriceList, Rates
@@ -116,7 +117,7 @@ async def settle_forever(spool: Spool, store: Store, leaving: asyncio.Event) -> 
     while not last:
         last = leaving.is_set()
         try:
-            await asyncio.to_thread(_settle, spool, store)
+            await aside(_settle, spool, store)
         except Exception as error:  # noqa: BLE001 - whatever the store has, the rows are kept
             if not failing:
                 log.warning("usage_not_settled", waiting=spool.waiting, reason=str(error))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 from collections import defaultdict
@@ -12,6 +11,7 @@ from itertools import pairwise
 import msgspec
 import structlog
 
+from argosy.gateway.aside import aside
 from argosy.gateway.ask import DEFAULT_OUTPUT
 from argosy.gateway.caller import TIERS, Caller
 from argosy.gateway.held import Held, Party, Unsure, use_of, wants_of
@@ -121,7 +121,7 @@ class Limits:
             if meter.counter.unknown
         ]
         if new:
-            told = await asyncio.to_thread(lambda: [_used(spent, *one, now) for one in new])
+            told = await aside(lambda: [_used(spent, *one, now) for one in new])
             for (_, meter, _), used in zip(new, told, strict=True):
                 meter.counter.recall(used)
 

@@ -32,7 +32,7 @@ from argosy.gateway.probing import Prober
 from argosy.gateway.recorder import Recorder
 from argosy.gateway.serving import Serving
 from argosy.native import NativeUnavailable
-from argosy.store import Directory
+from argosy.store import Directory, StoreConfig
 from argosy.telemetry import GatewayMetrics, GatewayReading, configure_logs
 from argosy.web import (
     Certificates,
@@ -88,7 +88,9 @@ class GatewayServer:
             closing.callback(self._close_upstreams)
             books, keeping = None, None
             if self._config.store is not None:
-                books = await Books.open(self._config.store)
+                books = await self._open(self._config.store)
+                if books is None:
+                    return
                 closing.push_async_callback(books.close)
                 limits = Limits(shared_state(self._config.limits))
                 await limits.start()
@@ -107,6 +109,17 @@ class GatewayServer:
             if books is not None and keeping is not None:
                 caring = [partial(books.keep_fresh, keeping.update), books.forget]
             await self._serve(stages, keeping, bound, caring, fast_path)
+
+    async def _open(self, config: StoreConfig) -> Books | None:
+        """The books; None: we are to leave before they can be opened. Raises as `Books.open` does."""
+        opening = asyncio.create_task(Books.open(config))
+        leaving = asyncio.create_task(self._leave.wait())
+        try:
+            await asyncio.wait({opening, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            return await opening if opening.done() else None
+        finally:
+            opening.cancel()
+            leaving.cancel()
 
     async def _serve(
         self,

@@ -157,7 +157,8 @@ async def test_changes_count_again_once_they_can_be_read_again(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chat, *_ = tenants(url)
-    read, failed = Store.version, []
+    read = Store.version
+    failed: list[bool] = []
 
     def version(store: Store) -> int:
         if failed:

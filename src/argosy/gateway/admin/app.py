@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -15,6 +14,7 @@ from starlette.routing import Route, Router
 from argosy.gateway.admin import keys, limits, reports, tenants
 from argosy.gateway.admin.openapi import add_document
 from argosy.gateway.admin.operation import Call, Desk, Operation, Operations
+from argosy.gateway.aside import aside
 from argosy.gateway.identity import Identity, check_role
 from argosy.protocol import ApiError, invalid, parse, parse_query
 from argosy.store import ConflictError, NotFoundError, Store, StoreError
@@ -81,7 +81,7 @@ class _Endpoint:
         )
         answer = await self._run(operation, call)
         if operation.method != "GET":
-            await asyncio.to_thread(self._refresh)
+            await aside(self._refresh)
             self._changed()
         if isinstance(answer, Iterator):
             await _stream(exchange, answer, operation.media_type)
@@ -110,7 +110,7 @@ class _Endpoint:
         with _refusals():
             if operation.quick:
                 return operation.run(desk, call)
-            return await asyncio.to_thread(operation.run, desk, call)
+            return await aside(operation.run, desk, call)
 
 
 @contextlib.contextmanager
@@ -143,7 +143,7 @@ async def _stream(exchange: Exchange, pieces: Iterator[str], media_type: str) ->
 
 async def _next(pieces: Iterator[str]) -> str | None:
     with _refusals():
-        return await asyncio.to_thread(next, pieces, None)
+        return await aside(next, pieces, None)
 
 
 def _parameters(query: bytes) -> dict[str, str]:

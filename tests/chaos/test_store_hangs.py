@@ -1,0 +1,100 @@
+"""A database that does not answer: requests go on, no row is lost, and whoever is told to leave does."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import psutil
+import psycopg
+import pytest
+from tests.gateways import MODEL, GatewayProcess, tenants
+from tests.integration.rough_server import rough_server
+from tests.services import PostgresServer, running_postgres
+
+from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig
+from argosy.store import StoreConfig
+from argosy.store.migrations import _LOCK as MIGRATING
+
+pytestmark = pytest.mark.timeout(180)
+
+LEAVES_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def own_postgres() -> Iterator[PostgresServer]:
+    """One that may be stopped."""
+    with running_postgres() as server:
+        yield server
+
+
+@contextlib.contextmanager
+def hanging(server: PostgresServer) -> Iterator[None]:
+    """Meanwhile none of its processes does anything."""
+    process = psutil.Process(server.program.process.pid)
+    stopped = [process, *process.children(recursive=True)]
+    for one in stopped:
+        one.suspend()
+    try:
+        yield
+    finally:
+        for one in stopped:
+            one.resume()
+
+
+@contextlib.contextmanager
+def gateway(replica: str, url: str, folder: Path) -> Iterator[GatewayProcess]:
+    """One to be started; killed at the end if it is still there."""
+    replicas = [ReplicaConfig(url=replica, kind="openai", model="rough")]
+    models = [ModelConfig(name=MODEL, replicas=replicas)]
+    config = GatewayConfig(port=0, models=models, store=StoreConfig(url=url))
+    made = GatewayProcess(config, folder / "gateway")
+    try:
+        yield made
+    finally:
+        if made.process is not None and made.process.returncode is None:
+            made.process.kill()
+
+
+async def test_who_is_told_to_leave_while_it_hangs_leaves_and_no_row_is_lost(
+    own_postgres: PostgresServer, tmp_path: Path
+) -> None:
+    url = own_postgres.create("hangs")
+    body = {"model": MODEL, "prompt": "Say", "max_tokens": 3}
+    async with rough_server() as replica:
+        with tenants(url), gateway(replica.url, url, tmp_path) as first:
+            await first.start()
+            async with httpx2.AsyncClient(base_url=first.url, timeout=30) as client:
+                await client.post("/v1/completions", json=body)
+                with hanging(own_postgres):
+                    answer = await client.post("/v1/completions", json=body)
+                    assert answer.status_code == 200
+                    async with asyncio.timeout(LEAVES_S):
+                        await first.stop()
+        with tenants(url, "other") as store, gateway(replica.url, url, tmp_path) as second:
+            await second.start()
+            assert [row.status for row in await store.settled(2)] == ["completed"] * 2
+            await second.stop()
+
+
+async def test_who_is_told_to_leave_while_others_migrate_leaves(
+    own_postgres: PostgresServer, tmp_path: Path
+) -> None:
+    url = own_postgres.create("migrating")
+    nobody = "http://127.0.0.1:1"
+    with psycopg.connect(url) as migrating, gateway(nobody, url, tmp_path) as one:
+        migrating.execute("SELECT pg_advisory_xact_lock(%s)", (MIGRATING,))
+        starting = asyncio.create_task(one.start())
+        waiting = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"
+        while migrating.execute(waiting).fetchone() != (1,):  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(0.05)
+        assert one.process is not None
+        one.process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(LEAVES_S):
+            assert await one.process.wait() == 0
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
