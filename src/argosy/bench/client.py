@@ -8,7 +8,6 @@ event loop, before anything is parsed.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ssl
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -200,12 +199,3 @@ class Client:
         if method == "POST":
             lines += ["content-type: application/json", f"content-length: {length}"]
         return ("\r\n".join(lines) + "\r\n\r\n").encode()
-
-
-def raise_file_limit() -> None:
-    """Let this process have as many connections as the system lets it."""
-    import resource
-
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -11,7 +11,7 @@ from typing import Protocol
 import msgspec
 
 from argosy.bench.arrivals import Arrivals
-from argosy.bench.client import Client, raise_file_limit
+from argosy.bench.client import Client
 from argosy.bench.drive import Driver
 from argosy.bench.measure import Objectives, Row, summarize
 from argosy.bench.plan import Plan
@@ -21,6 +21,7 @@ from argosy.bench.search import rate_search
 from argosy.bench.target import meet
 from argosy.bench.workload import Load, make_plan
 from argosy.bench.writer import Writer
+from argosy.process import raise_file_limit
 from argosy.protocol import parse_endpoint
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from argosy.cli.display import Display
 from argosy.cli.doorkeeping import Doorkeeping
 from argosy.engine import EngineConfig, ServerConfig, locate
 from argosy.fleet import LocalLauncher, Place, ReplicaSpec, Supervisor, runtime_folder
+from argosy.process import heeding, raise_file_limit
 from argosy.telemetry import configure_logs
 
 if TYPE_CHECKING:
@@ -52,8 +52,6 @@ class Whole:
 
     def serve(self) -> None:
         """Serve until told to stop. Raises ValueError, OSError or FleetFailedError, saying what to change."""
-        from argosy.web import raise_file_limit
-
         raise_file_limit()
         configure_logs(self._server.log_format, self._server.log_level)
         path = locate(
@@ -70,10 +68,14 @@ class Whole:
         if self._gateway is not None:
             self._gateway.stop()
 
+    def _renew(self) -> None:
+        if self._gateway is not None:  # else its certificates are still to be read
+            self._gateway.renew()
+
     async def _run(self, folder: Path, model: Path) -> None:
         launcher = LocalLauncher(folder, self._shown.progress)
         supervisor = Supervisor(launcher, self._specs(model))
-        with self._signals():
+        with heeding(self.stop, None if self._server.tls is None else self._renew):
             try:
                 await asyncio.gather(*supervisor.reconcile())  # they get ready during our imports
                 await self._serve(launcher, supervisor)
@@ -198,17 +200,3 @@ class Whole:
             yield bound
         finally:
             leave(bound)
-
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        loop, numbers = asyncio.get_running_loop(), [signal.SIGTERM, signal.SIGINT]
-        if self._server.tls is None and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
-            # The terminal was closed; over TLS it renews certificates.
-            numbers.append(signal.SIGHUP)
-        for number in numbers:
-            loop.add_signal_handler(number, self.stop)
-        try:
-            yield
-        finally:
-            for number in numbers:
-                loop.remove_signal_handler(number)

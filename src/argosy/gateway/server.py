@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 import socket
 import time
 from collections.abc import Callable, Coroutine
@@ -32,6 +31,7 @@ from argosy.gateway.probing import Prober
 from argosy.gateway.recorder import Recorder
 from argosy.gateway.serving import Serving
 from argosy.native import NativeUnavailable
+from argosy.process import heeding, raise_file_limit
 from argosy.store import Directory, StoreConfig
 from argosy.telemetry import GatewayMetrics, GatewayReading, configure_logs
 from argosy.web import (
@@ -41,7 +41,6 @@ from argosy.web import (
     bind_unix,
     calm_collector,
     leave,
-    raise_file_limit,
     url_of,
 )
 
@@ -77,6 +76,11 @@ class GatewayServer:
         if self._leave.is_set():
             self._at_once.set()
         self._leave.set()
+
+    def renew(self) -> None:
+        """Take in what the files of the certificates hold now."""
+        if self._certificates is not None:
+            self._certificates.reload()
 
     async def run(self, bound: socket.socket | None = None) -> None:
         """Serve until told to stop, on `bound` if that is given.
@@ -274,10 +278,7 @@ def serve_gateway(config: GatewayConfig, on_ready: Callable[[str], None]) -> Non
 
     async def run() -> None:
         server = GatewayServer(config, ready)
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            with contextlib.suppress(ValueError, RuntimeError):  # not in the main thread
-                loop.add_signal_handler(number, server.stop)
-        await server.run()
+        with heeding(server.stop, None if config.tls is None else server.renew):
+            await server.run()
 
     uvloop.run(run())

@@ -3,7 +3,6 @@
 from argosy.web.accepting import leave
 from argosy.web.collector import calm_collector
 from argosy.web.deadlines import Deadlines
-from argosy.web.descriptors import raise_file_limit
 from argosy.web.exchange import (
     EXCHANGE,
     JSON,
@@ -41,6 +40,5 @@ __all__ = [
     "bind_unix",
     "calm_collector",
     "leave",
-    "raise_file_limit",
     "url_of",
 ]

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import uvicorn
 
+from argosy.process import most_clients
 from argosy.web.accepting import Acceptor
 from argosy.web.connection import Connection
 from argosy.web.deadlines import Deadlines
-from argosy.web.descriptors import most_clients
 from argosy.web.exchange import App
 from argosy.web.tls import Certificates
 

@@ -1,10 +1,8 @@
-"""TLS for whoever listens: certificate and key from files, taken in again when they change, and at SIGHUP."""
+"""TLS for whoever listens: certificate and key from files, taken in again when they change, or when told to."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import signal
 import ssl
 from pathlib import Path
 
@@ -18,7 +16,7 @@ log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.web")
 
 
 class TlsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Listening over TLS. The files are PEM; new connections get what they hold since they changed, or since SIGHUP."""
+    """Listening over TLS. The files are PEM; new connections get what they hold since they changed, or SIGHUP came."""
 
     certificate: str
     """The certificate, and those between it and its authority."""
@@ -77,17 +75,10 @@ class Certificates:
         return self._times() != self._seen and self.reload()
 
     async def watch(self) -> None:
-        """Refresh again and again, and reload at SIGHUP, for as long as it is awaited."""
-        loop = asyncio.get_running_loop()
-        with contextlib.suppress(ValueError, RuntimeError):  # signals are the main thread's
-            loop.add_signal_handler(signal.SIGHUP, self.reload)
-        try:
-            while True:
-                await asyncio.sleep(LOOK_EACH_S)
-                self.refresh()
-        finally:
-            with contextlib.suppress(ValueError, RuntimeError):
-                loop.remove_signal_handler(signal.SIGHUP)
+        """Refresh again and again, for as long as it is awaited."""
+        while True:
+            await asyncio.sleep(LOOK_EACH_S)
+            self.refresh()
 
     def _times(self) -> list[int]:
         config = self._config

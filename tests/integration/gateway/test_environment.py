@@ -16,6 +16,7 @@ from pathlib import Path
 import httpx2
 import psutil
 import pytest
+from tests.integration.gateway.certificates import Authority
 from tests.integration.rough_server import Asked, plain, rough_server
 from tests.waiting import until
 
@@ -99,6 +100,48 @@ def test_who_comes_while_another_drains_keeps_the_socket(tmp_path: Path) -> None
             assert healthy(tmp_path, second)
 
 
+def hears_sighup() -> None:
+    """Whatever these tests run under: nohup has it ignored."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def test_who_loses_the_terminal_drains_first(tmp_path: Path) -> None:
+    config = str(configured(tmp_path))
+    with running(*GATEWAY, config, stderr=subprocess.PIPE, preexec_fn=hears_sighup) as process:
+        assert healthy(tmp_path, process)
+        process.send_signal(signal.SIGHUP)
+        assert "draining" in process.communicate(timeout=30)[1]
+        assert process.returncode == 0
+
+
+def test_sighup_renews_certificates_as_long_as_there_is_a_gateway(tmp_path: Path) -> None:
+    pair = Authority(tmp_path).pair("server", "127.0.0.1")
+    listening = f"tls: {{certificate: {pair.certificate}, key: {pair.key}}}"
+    path = tmp_path / "gateway.yaml"
+    path.write_text(
+        f"port: 0\nmodels: [{{name: m, replicas: [{{url: 'http://192.0.2.1'}}]}}]\n{listening}"
+    )
+    with running(*GATEWAY, str(path), stderr=subprocess.PIPE, preexec_fn=hears_sighup) as process:
+        heeds = 1 << (signal.SIGHUP - 1)
+        while not heeds & caught(process):
+            assert process.poll() is None
+        for number in (
+            signal.SIGHUP,
+            signal.SIGHUP,
+            signal.SIGTERM,
+        ):  # it looks for its replica yet
+            process.send_signal(number)
+        said = process.communicate(timeout=30)[1]
+        assert process.returncode == 0, said
+        assert "certificate_taken" in said
+
+
+def caught(process: subprocess.Popen[str]) -> int:
+    """The signals that it has handlers for, as bits."""
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    return int(status.partition("SigCgt:")[2].split()[0], 16)
+
+
 def test_it_takes_as_many_descriptors_as_the_system_gives(tmp_path: Path) -> None:
     def few_of_many() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, 512))
@@ -130,14 +173,18 @@ async def test_who_is_let_in_with_few_descriptors_left_is_answered(tmp_path: Pat
 async def test_a_server_that_answers_rubbish_is_met_once_it_makes_sense() -> None:
     deep = b'{"a":' + b"[" * 100_000
     told = {"/v1/models": deep, "/info": deep, "/health": b"{}"}
+    open_to: set[asyncio.StreamWriter] = set()
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        open_to.add(writer)
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             while True:
                 path = (await reader.readuntil(b"\r\n\r\n")).split()[1].decode()
                 body = told.get(path, b"")
                 writer.write(b"HTTP/1.1 200 X\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
         writer.close()
+        await writer.wait_closed()
+        open_to.discard(writer)
 
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
@@ -154,6 +201,7 @@ async def test_a_server_that_answers_rubbish_is_met_once_it_makes_sense() -> Non
         await until(lambda: replica.taking and replica.breaker.closed)
         gateway.stop()
         await running
+        await until(lambda: not open_to)
 
 
 async def completed(folder: Path) -> int:

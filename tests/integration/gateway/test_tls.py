@@ -28,6 +28,7 @@ from tests.integration.serving import CONFIG, MODEL, serve
 from tests.waiting import still
 
 from argosy.gateway import GatewayConfig, GatewayServer, ModelConfig, ReplicaConfig, UpstreamTls
+from argosy.process import heeding
 from argosy.web import App, Certificates, Listener, Receive, Scope, Send, TlsConfig, bind
 
 
@@ -251,17 +252,18 @@ async def test_sighup_takes_new_certificates_in_at_once(
     double = Vllm()
     async with (
         running(double),
-        gateway(ReplicaConfig(url=double.url, model="cat"), tls=config(server_pair)) as (_, url),
+        gateway(ReplicaConfig(url=double.url, model="cat"), tls=config(server_pair)) as (one, url),
     ):
         port = int(url.rsplit(":", 1)[1])
-        first = await shown(port)
-        authority.pair("server", "127.0.0.1")
-        os.kill(os.getpid(), signal.SIGHUP)
-        while (second := await shown(port)) == first:
-            pass
-        spoil(server_pair)
-        os.kill(os.getpid(), signal.SIGHUP)
-        assert await shown(port) == second
+        with heeding(one.stop, one.renew):
+            first = await shown(port)
+            authority.pair("server", "127.0.0.1")
+            os.kill(os.getpid(), signal.SIGHUP)
+            while (second := await shown(port)) == first:
+                pass
+            spoil(server_pair)
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert await shown(port) == second
 
 
 async def test_an_authority_that_is_withdrawn_opens_nothing(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from argosy.engine.serving.http.replica import Engine, Replica
 from argosy.engine.serving.http.routes import App
 from argosy.engine.serving.text.template import ChatTemplate
 from argosy.engine.serving.text.tokenizer import Tokenizer
+from argosy.process import heeding, raise_file_limit
 from argosy.telemetry import configure_logs
 from argosy.web import (
     GOODBYE_S,
@@ -32,12 +32,10 @@ from argosy.web import (
     bind_unix,
     calm_collector,
     leave,
-    raise_file_limit,
     url_of,
 )
 
 WATCH_S = 0.5
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.server")
 
@@ -92,7 +90,11 @@ class ReplicaServer:
 
     async def run(self) -> None:
         """Serve until told to stop. Raises EngineFailedError when the engine cannot (go on to) serve."""
-        self._install_signals()
+        certificates = self._certificates
+        with heeding(self.stop, None if certificates is None else certificates.reload):
+            await self._run()
+
+    async def _run(self) -> None:
         bound = self._bind()
         listening = asyncio.create_task(self._listener.serve(sockets=[bound]))
         scheme = "http" if self._certificates is None else "https"
@@ -113,7 +115,6 @@ class ReplicaServer:
             with contextlib.suppress(asyncio.CancelledError):
                 await serving
             leave(bound)
-            self._restore_signals()
 
     async def _serve(self, url: str) -> None:
         """Load, announce, and watch the engine; ends only by an error."""
@@ -157,19 +158,6 @@ class ReplicaServer:
         if self._config.uds is not None:
             return bind_unix(Path(self._config.uds))
         return bind(self._config.host, self._config.port)
-
-    def _install_signals(self) -> None:
-        loop = asyncio.get_running_loop()
-        for number in SIGNALS:
-            # Outside the main thread (tests, embedders) there are no signals to handle.
-            with contextlib.suppress(ValueError, RuntimeError):
-                loop.add_signal_handler(number, self.stop)
-
-    def _restore_signals(self) -> None:
-        loop = asyncio.get_running_loop()
-        for number in SIGNALS:
-            with contextlib.suppress(ValueError, RuntimeError):
-                loop.remove_signal_handler(number)
 
 
 def serve_replica(

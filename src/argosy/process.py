@@ -1,0 +1,51 @@
+"""What a process that serves asks of the system: as many descriptors as there are, and signals."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import resource
+import signal
+import sys
+from collections.abc import Callable, Iterator
+
+OWN = 48
+"""Descriptors that a server needs whoever is there: its files, its event loop, connections that are no client's."""
+
+
+def raise_file_limit() -> None:
+    """Let this process have as many descriptors as the system allows: the usual limit, 1024, is for old programs."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def most_clients(each: int) -> int:
+    """Clients that there is room for when each of them takes so many descriptors."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return sys.maxsize
+    return max(1, (limit - OWN) // each)
+
+
+@contextlib.contextmanager
+def heeding(stop: Callable[[], object], renew: Callable[[], object] | None) -> Iterator[None]:
+    """Inside, SIGTERM and SIGINT stop. SIGHUP renews certificates; without any it says that the terminal was closed.
+
+    What was started with nohup goes on then. Outside the main thread there are no signals to heed.
+    """
+    heeded = {signal.SIGTERM: stop, signal.SIGINT: stop}
+    if renew is not None:
+        heeded[signal.SIGHUP] = renew
+    elif signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+        heeded[signal.SIGHUP] = stop
+    loop = asyncio.get_running_loop()
+    for number, meaning in heeded.items():
+        with contextlib.suppress(ValueError, RuntimeError):
+            loop.add_signal_handler(number, meaning)
+    try:
+        yield
+    finally:
+        for number in heeded:
+            with contextlib.suppress(ValueError, RuntimeError):
+                loop.remove_signal_handler(number)
