@@ -25,6 +25,8 @@ FREE, RUNNING, ENDED = 0, 1, 2
 
 MOST_NANO_DOLLARS = 2**63 - 1
 """What a database can hold; only a price that is a mistake leads there."""
+LATEST = 2.0**40
+"""Later than any moment that a row may tell of, in seconds since the epoch."""
 
 SLOT_BYTES = 1024
 SLOT_WORDS = SLOT_BYTES // 8
@@ -38,6 +40,11 @@ TEXT, ROUTE = 96, 896
 """Where they are in the slot, in bytes."""
 LONGEST_REQUEST, LONGEST_TEXT = 160, 124
 """Bytes that are kept of the request's id and of each other text, where all of them would not fit."""
+
+
+def is_time(seconds: float) -> bool:
+    """Whether it can be seconds since the epoch."""
+    return 0 <= seconds < LATEST
 
 
 class Slot:
@@ -98,8 +105,13 @@ class Slot:
 
     @property
     def sound(self) -> bool:
-        """Whether it can be read whose it is. Only a power failure leaves one where it cannot."""
-        return zlib.crc32(self._read(TEXT, TEXT_SIZE)) == self._words[self._at + CHECK]
+        """Whether it can be read whose it is, how it ended and when. Only a failing disk, or power, leaves others."""
+        words, at = self._words, self._at
+        return (
+            FREE <= words[at + STATE] < ENDED + len(ENDINGS)
+            and all(is_time(self.table.times[at + word]) for word in (STARTED_AT, ENDED_AT))
+            and zlib.crc32(self._read(TEXT, TEXT_SIZE)) == words[at + CHECK]
+        )
 
     def row(self) -> UsageRow:
         """The row, of a request that has ended."""

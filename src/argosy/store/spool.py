@@ -36,7 +36,7 @@ import structlog
 
 from argosy.policy import NO_CHARGE, Rates
 from argosy.store.records import UsageRow
-from argosy.store.slots import FREE, RUNNING, SLOT_BYTES, Slot, Table
+from argosy.store.slots import FREE, RUNNING, SLOT_BYTES, Slot, Table, is_time
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.store")
 
@@ -195,6 +195,7 @@ class Spool:
     def _adopt(self, table: Table) -> list[UsageRow]:
         """Finish what a dead owner left; the rows that were running."""
         interrupted = []
+        died_at = table.alive_at if is_time(table.alive_at) else self._clock()
         for number in range(table.size, 0, -1):
             slot = Slot(table, number, self._ended)
             if slot.state != FREE and not slot.sound:
@@ -203,7 +204,7 @@ class Spool:
             if slot.state == FREE:
                 table.free.append(slot)
             elif slot.state == RUNNING:
-                slot.end("interrupted", "", table.alive_at)
+                slot.end("interrupted", "", died_at)
                 interrupted.append(slot.row())
             else:
                 self._ended.append(slot)
@@ -271,8 +272,9 @@ def _take_over(path: Path) -> Table | None:
         os.close(file)
         return None
     magic = int.from_bytes(os.pread(file, 8, 0), sys.byteorder)
-    if magic == MAGIC:
-        return Table(mmap.mmap(file, os.fstat(file).st_size), path, file)
+    size = os.fstat(file).st_size
+    if magic == MAGIC and size > SLOT_BYTES and size % SLOT_BYTES == 0:
+        return Table(mmap.mmap(file, size), path, file)
     os.close(file)
     if magic:
         raise SpoolError(

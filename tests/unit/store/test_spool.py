@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import shutil
+import struct
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -16,11 +18,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from argosy.policy import Rates
-from argosy.store import Slot, Spool, SpoolError, UsageRow
+from argosy.store import Slot, Spool, SpoolError, UsageRow, open_store
 from argosy.store import spool as spool_module
+from argosy.store.slots import SLOT_BYTES
 
 RATES = Rates(3, 1, 5)
 NOW = 1000.0
+DAMAGE = [(0, 99), (0, -1), (3, -5), (8, -1), (9, 0), (10, -1), (11, 1 << 40)]
+"""Words of a slot, and what they never hold."""
 
 Counts = tuple[int, int, int]
 Fate = tuple[str, Counts] | None
@@ -330,6 +335,50 @@ def test_a_torn_row_costs_itself_only(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes().replace(b"torn by", b"\0\0\0\0\0\0\0"))
     second = Spool(tmp_path)
     assert [one.request for one in second.recover()] == ["whole"]
+    second.close()
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        *((word, struct.pack("=q", value)) for word, value in DAMAGE),
+        *((word, struct.pack("=d", math.nan)) for word in (7, 8)),
+    ],
+)
+def test_a_row_with_a_damaged_word_keeps_no_other_from_the_store(
+    tmp_path: Path, word: int, value: bytes
+) -> None:
+    first = Spool(tmp_path)
+    slots = [first.begin(row(name), RATES) for name in ("damaged", "whole")]
+    for slot in slots:
+        slot.count(1, 0, 1)
+        slot.end("completed", "here", NOW)
+    first.close()
+    (file,) = tmp_path.glob("*.usage")
+    content = bytearray(file.read_bytes())
+    at = content.index(b"damaged") // SLOT_BYTES * SLOT_BYTES + word * 8
+    content[at : at + 8] = value
+    file.write_bytes(content)
+    second, store = Spool(tmp_path), open_store(f"sqlite:///{tmp_path}/store.db")
+    store.migrate()
+    second.recover()
+    second.drain(store.usage.add)
+    assert "whole" in [one.request for rows in store.usage.rows() for one in rows]
+    assert second.waiting == 0
+    store.close()
+    second.close()
+
+
+@pytest.mark.parametrize("size", [8, 100, SLOT_BYTES, SLOT_BYTES + 8])
+def test_a_file_that_was_cut_short_is_named(tmp_path: Path, size: int) -> None:
+    first = Spool(tmp_path)
+    first.begin(row("lost"))
+    first.close()
+    (file,) = tmp_path.glob("*.usage")
+    file.write_bytes(file.read_bytes()[:size])
+    second = Spool(tmp_path)
+    with pytest.raises(SpoolError, match=rf"{file.name} .*move the file away"):
+        second.recover()
     second.close()
 
 
