@@ -195,6 +195,9 @@ class RedisState:
             except Exception as error:  # noqa: BLE001 - whatever it is, nobody may wait for it
                 self._lost(error)
                 failures += 1
+                # Who answers that it must not be written to, is no primary any more: its name may be another's.
+                with contextlib.suppress(RedisError, OSError):
+                    await self._redis.connection_pool.disconnect()
                 draw = random.random()  # noqa: S311 - jitter
                 await asyncio.sleep(backoff_s(failures, draw, most_s=2.0))
             else:

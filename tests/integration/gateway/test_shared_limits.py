@@ -333,6 +333,31 @@ async def test_a_budget_that_is_set_later_counts_what_the_ledger_has(server: Red
         assert await _kept(server, f"project:shop:requests:month:big:{_month()}") == 50
 
 
+async def test_a_redis_whose_name_moves_to_its_successor_is_followed(
+    server: RedisServer, tmp_path: Path
+) -> None:
+    name = tmp_path / "name.sock"
+    name.symlink_to(server.url.removeprefix("unix://"))
+    state = RedisState(f"unix://{name}", wait_s=1.0)
+    await state.start()
+    try:
+        assert state.up
+        with running_redis() as successor:
+            async with Redis.from_url(server.url) as old:  # still there, as a replica of another
+                await old.replicaof("127.0.0.1", 1)
+            name.unlink()
+            name.symlink_to(successor.url.removeprefix("unix://"))
+
+            async def known() -> bool:
+                async with Redis.from_url(successor.url) as new:
+                    return await new.exists("{argosy}:gateways") == 1
+
+            await until(known)
+            assert state.up
+    finally:
+        await state.close()
+
+
 async def test_nobody_waits_for_a_redis_that_is_not_there() -> None:
     state = RedisState("unix:///nowhere/redis.sock")
     stage = Gate(state)
