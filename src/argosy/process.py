@@ -1,4 +1,4 @@
-"""What a process that serves asks of the system: as many descriptors as there are, and signals."""
+"""What a process that serves has to do with the system: descriptors, signals, and what it refuses."""
 
 from __future__ import annotations
 
@@ -26,6 +26,12 @@ def most_clients(each: int) -> int:
     if limit == resource.RLIM_INFINITY:
         return sys.maxsize
     return max(1, (limit - OWN) // each)
+
+
+def reason_of(error: OSError) -> str:
+    """What went wrong, for people: with the file, where it was one."""
+    reason = error.strerror or str(error)
+    return reason if error.filename is None else f"{error.filename}: {reason}"
 
 
 @contextlib.contextmanager

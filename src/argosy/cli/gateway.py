@@ -10,6 +10,7 @@ import typer
 
 from argosy.cli.failure import fail
 from argosy.cli.tls import TlsCert, TlsClientCa, TlsKey, tls_of
+from argosy.process import reason_of
 
 
 def gateway(
@@ -39,7 +40,7 @@ def gateway(
         )
         serve_gateway(settings, _quietly if settings.log_format == "json" else _tell)
     except OSError as error:
-        fail(error.strerror or str(error))
+        fail(reason_of(error))
     except ValueError as error:
         fail(str(error))
 

@@ -8,6 +8,7 @@ from argosy.cli import options
 from argosy.cli.failure import BROKEN, fail
 from argosy.cli.settings import with_settings
 from argosy.engine import EarlyCore, EngineConfig, ServerConfig
+from argosy.process import reason_of
 
 
 @with_settings
@@ -20,7 +21,7 @@ def replica(
         with EarlyCore() as early:  # its imports take longest: it does them during ours
             _serve(server, engine, early)
     except OSError as error:
-        fail(error.strerror or str(error))
+        fail(reason_of(error))
 
 
 def _serve(server: ServerConfig, engine: EngineConfig, early: EarlyCore) -> None:

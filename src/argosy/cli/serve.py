@@ -11,6 +11,7 @@ from argosy.cli.accounts import StoreUrl
 from argosy.cli.failure import BROKEN, fail
 from argosy.cli.settings import with_settings
 from argosy.engine import EngineConfig, ServerConfig
+from argosy.process import reason_of
 
 
 @with_settings
@@ -44,4 +45,4 @@ def serve(
                 fail(str(error), BROKEN)
             fail(str(error))
         except OSError as error:
-            fail(error.strerror or str(error))
+            fail(reason_of(error))

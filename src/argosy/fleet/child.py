@@ -38,6 +38,7 @@ def _serve(line: bytes, reports: int, early: EarlyCore) -> int:
 
     from argosy.engine import EngineFailedError, serve_replica
     from argosy.fleet.wire import Loading, Refused, ReplicaSpec, Report, Serving
+    from argosy.process import reason_of
 
     def report(message: Report) -> None:
         os.write(reports, msgspec.json.encode(message) + b"\n")
@@ -55,7 +56,7 @@ def _serve(line: bytes, reports: int, early: EarlyCore) -> int:
         report(Refused(str(error)))
         return BROKEN
     except OSError as error:
-        report(Refused(error.strerror or str(error)))
+        report(Refused(reason_of(error)))
         return BROKEN
     return 0
 

@@ -238,6 +238,17 @@ def test_a_log_in_json_has_no_other_lines(tmp_path: Path) -> None:
         assert [json.loads(line)["event"] for line in process.stderr][-1] == "draining"
 
 
+def test_what_the_system_refuses_is_said_with_its_file(tmp_path: Path, url: str) -> None:
+    strange = tmp_path / "argosy.db.usage" / "1.usage"
+    strange.mkdir(parents=True)
+    path = tmp_path / "gateway.yaml"
+    models = "models: [{name: m, replicas: [{url: 'http://127.0.0.1:1'}]}]"
+    path.write_text(f"port: 0\n{models}\nstore: {{url: '{url}'}}")
+    said = CliRunner().invoke(app, ["gateway", "--config", str(path)])
+    assert said.exit_code == 2
+    assert f"{strange}: Is a directory" in said.output
+
+
 async def test_listening_to_everybody_without_keys_is_refused(url: str) -> None:
     async with rough_server() as replica:
         config = settings(replica, url, host="0.0.0.0")  # noqa: S104 - what is refused
