@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -67,6 +68,24 @@ def test_a_file_that_is_something_else(tmp_path: Path) -> None:
     store = open_store(f"sqlite:///{tmp_path}/store.db")
     with pytest.raises(StoreError, match=r"not a database\. Move that file away"):
         store.migrate()
+    store.close()
+
+
+def test_a_file_that_is_damaged(migrated_file: Path, tmp_path: Path) -> None:
+    content = bytearray(migrated_file.read_bytes())
+    content[4096:] = b"\xff" * (len(content) - 4096)
+    (tmp_path / "store.db").write_bytes(content)
+    store = open_store(f"sqlite:///{tmp_path}/store.db")
+    with pytest.raises(StoreError, match=r"malformed\. .*from a backup"):
+        store.version()
+    store.close()
+
+
+def test_a_file_whose_folder_has_gone(tmp_path: Path) -> None:
+    store = open_store(f"sqlite:///{tmp_path}/new/store.db")
+    shutil.rmtree(tmp_path / "new")
+    with pytest.raises(StoreError, match=r"unable to open database file\. .*its folder"):
+        store.version()
     store.close()
 
 
