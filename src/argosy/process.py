@@ -1,14 +1,19 @@
-"""What a process that serves has to do with the system: descriptors, signals, and what it refuses."""
+"""What a process that serves has to do with the system: descriptors, signals, sockets, and what it refuses."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import resource
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
+LONGEST_SOCKET = 107
+"""Bytes that the path of a Unix socket may have: see unix(7)."""
 OWN = 48
 """Descriptors that a server needs whoever is there: its files, its event loop, connections that are no client's."""
 
@@ -32,6 +37,18 @@ def reason_of(error: OSError) -> str:
     """What went wrong, for people: with the file, where it was one."""
     reason = error.strerror or str(error)
     return reason if error.filename is None else f"{error.filename}: {reason}"
+
+
+def socket_folder(prefix: str, longest: int) -> Path:
+    """A new folder, for this user alone (mode 0700), for Unix sockets whose names have at most so many bytes.
+
+    It is among temporary files, or, where these are so deep that a socket's path would be too long, in /tmp.
+    """
+    folder = Path(tempfile.mkdtemp(prefix=prefix))
+    if len(os.fsencode(folder)) + 1 + longest <= LONGEST_SOCKET:
+        return folder
+    folder.rmdir()
+    return Path(tempfile.mkdtemp(prefix=prefix, dir="/tmp"))
 
 
 @contextlib.contextmanager

@@ -203,6 +203,23 @@ def test_nobody_is_asked_when_that_is_said_by_name(tmp_path: Path) -> None:
     assert "Traceback" not in refused.stderr
 
 
+@pytest.mark.parametrize("name", ["ü %41 b", "deep" * 20])
+def test_wherever_temporary_files_are(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        monkeypatch.context() as patch,
+        contextlib.ExitStack() as stack,
+    ):
+        (Path(folder) / name).mkdir()
+        patch.setenv("TMPDIR", str(Path(folder) / name))
+        server = stack.enter_context(serving())
+        client = stack.enter_context(server.client())
+        model = client.models.list().data[0].id
+        answer = client.completions.create(model=model, prompt="Say", max_tokens=3, timeout=30)
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens
+
+
 def test_it_gives_up_loudly_when_no_replica_can_be_started_any_more(tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(BUNDLED, model)

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import quote
 
 import msgspec
 import uvloop
@@ -171,7 +172,9 @@ class Whole:
                     aliases=tuple(aliases),
                     replicas=[
                         ReplicaConfig(
-                            name=replica, url=f"unix:{launcher.socket(replica)}", kind="argosy"
+                            name=replica,
+                            url=f"unix:{quote(str(launcher.socket(replica)))}",
+                            kind="argosy",
                         )
                         for replica in self._replicas
                     ],

@@ -16,6 +16,7 @@ import msgspec
 import structlog
 
 from argosy.fleet.gpus import VISIBLE
+from argosy.fleet.runtime import keep_folder
 from argosy.fleet.wire import Loading, Refused, ReplicaSpec, Report, Serving
 from argosy.policy import Life
 
@@ -55,6 +56,7 @@ class LocalLauncher:
         if child is not None and child.life.ended_at is None:
             return
         socket = self.socket(spec.name)
+        keep_folder(self._folder)
         process = await _spawn(self._environment(spec))
         child = _Child(spec, socket, process, self._progress, self.changed)
         self._children[spec.name] = child

@@ -177,6 +177,16 @@ async def test_what_died_or_hangs_is_replaced_behind_the_same_socket(folder: Pat
     assert not launched()
 
 
+async def test_who_tidies_temporary_files_up_ends_no_fleet(folder: Path) -> None:
+    launcher = launcher_in(folder)
+    async with supervised(launcher, spec("a")):
+        first = await ready(launcher, "a")
+        shutil.rmtree(folder)
+        os.kill(first, signal.SIGKILL)
+        assert await ready(launcher, "a", not_pid=first)
+        assert folder.stat().st_mode & 0o777 == 0o700  # noqa: ASYNC240 - nothing runs beside
+
+
 async def test_a_model_that_is_not_there_is_given_up_at_once(folder: Path) -> None:
     supervisor = Supervisor(launcher_in(folder), [spec("a", model="/no/such/model")])
     with pytest.raises(FleetFailedError, match="there is no directory /no/such/model"):

@@ -8,10 +8,8 @@ import os
 import shutil
 import signal
 import subprocess
-import tempfile
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 import zmq
@@ -20,6 +18,7 @@ from argosy.engine.config import EngineConfig
 from argosy.engine.serving.core.process import Launch
 from argosy.engine.serving.core.start import start_process
 from argosy.engine.serving.wire import FromCore, ToCore
+from argosy.process import socket_folder
 from argosy.telemetry import LogFormat
 
 LAST_WORDS_S = 0.1
@@ -55,7 +54,7 @@ class CoreHandle:
         self._loop = asyncio.get_running_loop()
         self._decode = msgspec.msgpack.Decoder(FromCore).decode
         self._encode = msgspec.msgpack.Encoder().encode
-        self._directory = Path(tempfile.mkdtemp(prefix="argosy-"))  # mode 0700
+        self._directory = socket_folder("argosy-", len("beats"))
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._channel = self._bind(zmq.DEALER, "core")
         self._beats = self._bind(zmq.PULL, "beats")
