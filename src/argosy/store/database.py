@@ -12,7 +12,7 @@ from sqlite3 import OperationalError
 from typing import Any
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError
+from sqlalchemy.exc import ArgumentError, DBAPIError, NoResultFound
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from argosy.store.errors import StoreError
@@ -35,6 +35,12 @@ _POSTGRES_PATIENCE = {
 _ADVICE = (
     ("no such table", "It has no tables yet: call migrate() first."),
     ("UndefinedTable", "It has no tables yet: call migrate() first."),
+    (
+        "No row was found",
+        "It is damaged: put it back from a backup, or move it away to begin anew.",
+    ),
+    ("UniqueViolation", "Somebody else did the same at this moment: try again."),
+    ("already exists", "It has tables that are not ours: give another database."),
     ("not a database", "Move that file away, or give another path."),
     ("locked", "Another process has been writing to it for long: try again."),
     ("readonly", "Let this user write to the file and to its folder."),
@@ -99,7 +105,7 @@ class Database:
     def _explained(self) -> Iterator[None]:
         try:
             yield
-        except (DBAPIError, PoolTimeoutError) as error:
+        except (DBAPIError, PoolTimeoutError, NoResultFound) as error:
             said = error.orig if isinstance(error, DBAPIError) else error
             told = f"{type(said).__name__}: {said}"
             advice = next(advice for words, advice in _ADVICE if words in told)

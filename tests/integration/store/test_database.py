@@ -81,6 +81,26 @@ def test_a_file_that_is_damaged(migrated_file: Path, tmp_path: Path) -> None:
     store.close()
 
 
+def test_tables_that_are_not_ours(empty_url: str) -> None:
+    database = Database(empty_url)
+    with database.write() as connection:
+        connection.execute(sa.text("CREATE TABLE organisations (name TEXT)"))
+    database.close()
+    store = open_store(empty_url)
+    with pytest.raises(StoreError, match="not ours: give another database"):
+        store.migrate()
+    store.close()
+
+
+def test_a_row_that_should_be_there(store: Store, url: str) -> None:
+    database = Database(url)
+    with database.write() as connection:
+        connection.execute(sa.text("DELETE FROM state"))
+    database.close()
+    with pytest.raises(StoreError, match="damaged: put it back from a backup"):
+        store.version()
+
+
 def test_a_file_whose_folder_has_gone(tmp_path: Path) -> None:
     store = open_store(f"sqlite:///{tmp_path}/new/store.db")
     shutil.rmtree(tmp_path / "new")
