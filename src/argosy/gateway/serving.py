@@ -30,6 +30,7 @@ from argosy.gateway.journey import (
 )
 from argosy.gateway.models import Models
 from argosy.gateway.relay import Relay, Ways
+from argosy.gateway.shortcut import Shortcut
 from argosy.gateway.stream import ClientStream
 from argosy.protocol import ApiError, event
 from argosy.web import Deadlines, DisconnectedError, Exchange, SlowReaderError
@@ -160,7 +161,7 @@ class Serving:
             visits=visits,
             charge=partial(dispatcher.charge, journey),
             leave=task.cancel,
-            fast_path=self._fast_path,
+            shortcut=self._shortcut(journey.ask, out, visits),
         )
         journey.exchange.watch(stream)
         self._streams.add(stream)
@@ -182,6 +183,12 @@ class Serving:
             return  # passed on as it came
         await out.end()
         journey.status = "completed" if stream.stopped is None else "stopped"
+
+    def _shortcut(self, ask: Ask, out: Out, visits: Sequence[Visit]) -> Shortcut | None:
+        """The way by the fast path, for a stream that may go there: it knows one choice."""
+        if self._fast_path is None or ask.choices > 1 or not isinstance(out, Streamed):
+            return None
+        return Shortcut(self._fast_path, out, visits)
 
 
 def _too_late(attempt: Attempt) -> None:

@@ -11,7 +11,7 @@ from argosy.gateway.ask import BYTES_PER_TOKEN
 from argosy.gateway.attempt import Attempt
 from argosy.gateway.closing import closing
 from argosy.gateway.dialects import Carrier, Identity, StreamReader, Usage, usage_of
-from argosy.gateway.fast_path import FastPath, News
+from argosy.gateway.fast_path import News
 from argosy.gateway.journey import Journey, Visit
 from argosy.gateway.replicas import Replica
 from argosy.gateway.shortcut import Shortcut
@@ -54,7 +54,7 @@ class ClientStream:
         visits: Sequence[Visit],
         charge: Callable[[int], None],
         leave: Callable[[], object],
-        fast_path: FastPath | None,
+        shortcut: Shortcut | None,
     ) -> None:
         self.gone = False
         self.stopped: str | None = None
@@ -66,9 +66,7 @@ class ClientStream:
         self._visits = visits
         self._charge = charge
         self._leave = leave
-        self._shortcut: Shortcut | None = None
-        if fast_path is not None and journey.ask.stream and journey.ask.choices == 1:
-            self._shortcut = Shortcut(fast_path, visits)
+        self._shortcut = shortcut
         self._told = 0
         self._before = 0
         """Output tokens that the client had when the attempt began."""
@@ -141,12 +139,8 @@ class ClientStream:
     def slow_down(self) -> bytes:
         """Take the stream back from the fast path, if it is there; what came from the replica and was not read."""
         news = None if self._shortcut is None else self._shortcut.leave()
-        if news is None:
-            return b""
         self._catch_up(news, self._visits)
-        if news.unsent:
-            self._out.pass_on(news.unsent)
-        return news.rest
+        return b"" if news is None else news.rest
 
     def settle(self) -> None:
         """Charge the tenant's share for what came since the last time."""
@@ -219,7 +213,7 @@ class ClientStream:
         if self._shortcut is None or attempt is None or reader is None:
             return
         if reader.steady and not (self._full or self.gone or self.stopped):
-            self._shortcut.take(self._out, attempt, self._told, self._read_on)
+            self._shortcut.take(attempt, self._told, self._read_on)
 
     def _read_on(self) -> None:
         """Take the stream back from there, and go on."""

@@ -39,10 +39,6 @@ class Told:
     def push(self, data: bytes) -> None:
         self.data += data
 
-    def lend(self) -> None: ...
-
-    def pass_on(self, chunks: bytes) -> None: ...
-
     def keep_alive(self) -> None: ...
 
     def retract(self) -> bool:
@@ -107,7 +103,7 @@ def feeding(
         visits=[] if limit is None else [limit],
         charge=lambda _: None,
         leave=lambda: None,
-        fast_path=None,
+        shortcut=None,
     )
     picked = pool.pick(ask, "", (), 0.0)
     assert picked is not None
