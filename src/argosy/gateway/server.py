@@ -22,7 +22,7 @@ from argosy.gateway.fast_path import FastPath, load_fast_path
 from argosy.gateway.front import Front
 from argosy.gateway.identity import Identity, check_exposure
 from argosy.gateway.journey import Stage
-from argosy.gateway.kv_events import followers
+from argosy.gateway.kv import follow_all
 from argosy.gateway.ledger import Ledger
 from argosy.gateway.limits import Limits, shared_state
 from argosy.gateway.operating import Operating, read_replicas
@@ -118,7 +118,7 @@ class GatewayServer:
         probers = [Prober(replica) for replica in self.replicas]
         await asyncio.gather(*(prober.probe() for prober in probers))
         caring += [serving.tend(), *(prober.run() for prober in probers)]
-        caring += [follower.run() for follower in followers(self._models.pools)]
+        caring += follow_all(self._models.pools)
         await self._listen(front, bound, caring)
 
     async def _listen(
