@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from argosy.gateway.caller import TIERS
+from argosy.gateway.config import QueueConfig
 from argosy.gateway.journey import Journey
 from argosy.gateway.replicas import Picked, Pool, Replica
 from argosy.policy import (
@@ -25,14 +26,7 @@ from argosy.policy import (
 )
 from argosy.protocol import ApiError
 
-
-@dataclass(frozen=True, slots=True)
-class QueueLimits:
-    """How much may wait in front of a pool."""
-
-    requests: int = 5000
-    bytes: int = 1 << 30
-    wait_s: float = 60.0
+RETRY_AFTER_S = 1.0
 
 
 @dataclass(slots=True)
@@ -44,7 +38,7 @@ class _Ticket:
 class Dispatcher:
     """One pool's. Belongs to one event loop."""
 
-    def __init__(self, pool: Pool, limits: QueueLimits, clock: Callable[[], float]) -> None:
+    def __init__(self, pool: Pool, limits: QueueConfig, clock: Callable[[], float]) -> None:
         self._pool = pool
         self._limits = limits
         self._clock = clock
@@ -54,7 +48,7 @@ class Dispatcher:
         """When each tier asked last."""
         self._ahead: dict[int, int] = {}
         """Tokens that were charged and have not come, of each request that was placed, by its identity as an object."""
-        pool.on_change = self.pump
+        pool.watch(self.pump)
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -179,9 +173,6 @@ class Dispatcher:
     def _contended(self, why: str) -> ApiError:
         message = f"Too many requests wait for {self._pool.model!r} ({why}). Try again shortly."
         return ApiError(429, "overloaded", message, retry_after_s=RETRY_AFTER_S)
-
-
-RETRY_AFTER_S = 1.0
 
 
 def unavailable(pool: Pool) -> ApiError:

@@ -194,7 +194,6 @@ class Pool:
         self.model = model
         self.rule = rule
         """Name of the chooser."""
-        self._all = replicas
         self.replicas = {replica.name: replica for replica in replicas}
         self.retries = RetryBudget()
         self.hedging = hedging
@@ -208,19 +207,14 @@ class Pool:
         told = [r.max_model_len for r in self.replicas.values() if r.max_model_len is not None]
         return max(told, default=None)
 
-    @property
-    def on_change(self) -> Callable[[], None]:
-        """Called when a replica may have room that it had not before."""
-        return next(iter(self.replicas.values())).on_change
-
-    @on_change.setter
-    def on_change(self, changed: Callable[[], None]) -> None:
+    def watch(self, changed: Callable[[], None]) -> None:
+        """Have `changed` called when a replica may have room that it had not before."""
         for replica in self.replicas.values():
             replica.on_change = changed
 
     def alive(self) -> list[Replica]:
         """The replicas that may be used at all."""
-        taking = [replica for replica in self._all if replica.taking]
+        taking = [replica for replica in self.replicas.values() if replica.taking]
         if all(replica.breaker.closed for replica in taking):
             return taking
         return [self.replicas[name] for name in usable({r.name: r.breaker for r in taking})]

@@ -6,7 +6,6 @@ import asyncio
 import random
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from argosy.gateway.answer import Gathered, Out, Streamed
@@ -15,7 +14,7 @@ from argosy.gateway.attempt import Attempt
 from argosy.gateway.caller import Caller
 from argosy.gateway.config import GatewayConfig
 from argosy.gateway.dialects import Carrier
-from argosy.gateway.dispatch import Dispatcher, QueueLimits
+from argosy.gateway.dispatch import Dispatcher
 from argosy.gateway.explain import Trace
 from argosy.gateway.fast_path import FastPath
 from argosy.gateway.journey import (
@@ -31,17 +30,9 @@ from argosy.gateway.journey import (
 from argosy.gateway.models import Models
 from argosy.gateway.relay import Relay, Ways
 from argosy.gateway.shortcut import Shortcut
-from argosy.gateway.stream import ClientStream
+from argosy.gateway.stream import ClientStream, StreamLimits
 from argosy.protocol import ApiError, event
 from argosy.web import Deadlines, DisconnectedError, Exchange, SlowReaderError
-
-
-@dataclass(frozen=True, slots=True)
-class _StreamLimits:
-    first_token_s: float
-    between_tokens_s: float
-    keep_alive_s: float
-    slow_reader_s: float
 
 
 class Serving:
@@ -59,15 +50,14 @@ class Serving:
         self._stages = stages
         self._fast_path = fast_path
         self._clock = time.monotonic
-        self._limits = _StreamLimits(
+        self._limits = StreamLimits(
             config.timeouts.first_token_s,
             config.timeouts.between_tokens_s,
             config.keep_alive_s,
             config.slow_reader_timeout_s,
         )
-        queue = QueueLimits(config.queue.requests, config.queue.bytes, config.queue.wait_s)
         self._dispatchers = {
-            pool.model: Dispatcher(pool, queue, self._clock) for pool in models.pools
+            pool.model: Dispatcher(pool, config.queue, self._clock) for pool in models.pools
         }
         self._streams: set[ClientStream] = set()
         self._ways = Ways(

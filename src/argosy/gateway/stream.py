@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from dataclasses import dataclass
 
 from argosy.gateway.answer import Out
 from argosy.gateway.ask import BYTES_PER_TOKEN
@@ -18,24 +18,18 @@ from argosy.gateway.shortcut import Shortcut
 from argosy.gateway.upstream_connection import UpstreamError
 
 
-class StreamLimits(Protocol):
+@dataclass(frozen=True, slots=True)
+class StreamLimits:
     """How long a stream may be silent, in seconds."""
 
-    @property
-    def first_token_s(self) -> float:
-        """The replica, before its first token: then it counts as stalled."""
-
-    @property
-    def between_tokens_s(self) -> float:
-        """The same, after it."""
-
-    @property
-    def keep_alive_s(self) -> float:
-        """Towards the client: then it gets a comment."""
-
-    @property
-    def slow_reader_s(self) -> float:
-        """The client, while much waits for it to be taken: then it is cut off."""
+    first_token_s: float
+    """The replica, before its first token: then it counts as stalled."""
+    between_tokens_s: float
+    """The same, after it."""
+    keep_alive_s: float
+    """Towards the client: then it gets a comment."""
+    slow_reader_s: float
+    """The client, while much waits for it to be taken: then it is cut off."""
 
 
 class ClientStream:

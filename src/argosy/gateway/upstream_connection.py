@@ -62,8 +62,6 @@ class Connection(asyncio.Protocol):
         self._whole = False
         """The answer's end was parsed; what it means waits until all bytes at hand are."""
         self.closed = False
-        self.answers = 0
-        """Whole answers so far: above 0 it is a kept connection."""
 
     # --- for whoever asks ------------------------------------------------------------------------
 
@@ -198,7 +196,6 @@ class Connection(asyncio.Protocol):
     def _end(self) -> None:
         sink, self._sink = self._sink, None
         self._whole = self._framed = self._between = False
-        self.answers += 1
         if self.closed and self.transport is not None:
             self.transport.abort()
         self.resume()  # whoever paused it has the whole answer; the next one is to be read

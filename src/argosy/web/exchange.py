@@ -132,8 +132,6 @@ class Exchange:
         """The status that was sent, once it was."""
         self.complete = False
         """Whether the whole answer was sent."""
-        self.gone = False
-        """Whether the client went away, as far as `on_disconnect` saw."""
         self.failure: str | None = None
         """Code of the error that it ended with."""
 
@@ -190,12 +188,7 @@ class Exchange:
 
     def on_disconnect(self, gone: Callable[[], object]) -> Leaving:
         """Call `gone` when the client goes away; cancel what is returned when that is over."""
-
-        def left() -> None:
-            self.gone = True
-            gone()
-
-        leaving = Leaving(self._wire, left)
+        leaving = Leaving(self._wire, gone)
         self._wire.watch(leaving)
         return leaving
 
@@ -300,7 +293,7 @@ class Exchange:
 class Leaving:
     """A `Watcher` that only wants to know when the client has gone."""
 
-    def __init__(self, wire: Wire, gone: Callable[[], None]) -> None:
+    def __init__(self, wire: Wire, gone: Callable[[], object]) -> None:
         self._wire = wire
         self._gone = gone
 
