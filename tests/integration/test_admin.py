@@ -27,9 +27,18 @@ from schemathesis.specs.openapi.checks import (
 from argosy.gateway.admin import build_admin
 from argosy.gateway.admin.app import OPERATIONS
 from argosy.gateway.identity import AuthConfig, Identity
-from argosy.protocol import ApiError
 from argosy.store import Directory, Role, Store, UsageRow, open_store
-from argosy.web import Exchange, Listener, Receive, Scope, Send, bind, bind_unix, url_of
+from argosy.web import (
+    Exchange,
+    Listener,
+    Receive,
+    Scope,
+    Send,
+    answered,
+    bind,
+    bind_unix,
+    url_of,
+)
 
 Cards = Callable[[str], dict[str, Any] | None]
 Keys = dict[Role, dict[str, str]]
@@ -60,10 +69,7 @@ async def admin(
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send, Limits())
-        try:
-            await exchange.hand_to(answer)
-        except ApiError as error:
-            await exchange.refuse(error)
+        await answered(exchange, exchange.hand_to(answer))
 
     bound = bind("127.0.0.1", 0) if unix is None else bind_unix(unix)
     url = url_of(bound) if unix is None else "http://localhost"

@@ -16,6 +16,7 @@ from argosy.web.exchange import (
     Watcher,
 )
 from argosy.web.listen import GOODBYE_S, Listener, bind, bind_unix, url_of
+from argosy.web.refusing import answered, check_method
 from argosy.web.tls import Certificates, TlsConfig
 
 __all__ = [
@@ -35,8 +36,10 @@ __all__ = [
     "SlowReaderError",
     "TlsConfig",
     "Watcher",
+    "answered",
     "bind",
     "bind_unix",
     "calm_collector",
+    "check_method",
     "url_of",
 ]

@@ -6,7 +6,7 @@ import asyncio
 import random
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Protocol
 
 from argosy.protocol import SSE_CONTENT_TYPE, ApiError
@@ -15,7 +15,6 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
-Headers = Iterable[tuple[bytes, bytes]]
 
 JSON = b"application/json"
 WIRE = "argosy.wire"
@@ -192,35 +191,28 @@ class Exchange:
         self._wire.watch(leaving)
         return leaving
 
-    async def answer(
-        self, status: int, body: bytes, content_type: bytes = JSON, extra: Headers = ()
-    ) -> None:
+    async def answer(self, status: int, body: bytes, content_type: bytes = JSON) -> None:
         """Send a whole answer."""
-        length = b"%d" % len(body)
-        headers = [(b"content-type", content_type), (b"content-length", length), *extra]
+        headers = [(b"content-type", content_type), (b"content-length", b"%d" % len(body))]
         if self._wire.full:
             await self._room()
         self._wire.answer(status, self._headed(status, headers), body)
         self.complete = True
 
-    async def refuse(self, error: ApiError, extra: Headers = ()) -> None:
+    async def refuse(self, error: ApiError) -> None:
         """Send an error body, with the headers that tell clients when to try again."""
-        headers = list(extra)
         if error.retry_after_s is not None:
             seconds = str(max(1, round(error.retry_after_s))).encode()
             milliseconds = str(round(error.retry_after_s * 1000)).encode()
-            headers += [(b"retry-after", seconds), (b"retry-after-ms", milliseconds)]
-        await self.answer(error.status, error.body(self.request_id), JSON, headers)
+            self.extra += [(b"retry-after", seconds), (b"retry-after-ms", milliseconds)]
+        await self.answer(error.status, error.body(self.request_id))
 
-    async def start_stream(
-        self, extra: Headers = (), content_type: bytes = SSE_CONTENT_TYPE
-    ) -> None:
+    async def start_stream(self, content_type: bytes = SSE_CONTENT_TYPE) -> None:
         """Begin a stream, by default one of events."""
         headers = [
             (b"content-type", content_type),
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),
-            *extra,
         ]
         if self._wire.full:
             await self._room()
