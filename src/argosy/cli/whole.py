@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -79,11 +78,14 @@ class Whole:
 
     async def _serve(self, launcher: LocalLauncher, supervisor: Supervisor) -> None:
         from argosy.gateway import GatewayServer
+        from argosy.web import listening_socket
 
+        server = self._server
         keeping = asyncio.create_task(supervisor.run())
         try:
             gateway = GatewayServer(self._config(launcher), self._ready)
-            with self._listening() as bound:  # who connects now waits for the first replica
+            with listening_socket(server.host, server.port, server.uds) as bound:
+                # Who connects now waits for the first replica.
                 preparing = asyncio.create_task(asyncio.to_thread(self._door.prepare))
                 first = await self._first_replica(supervisor, keeping)
                 self._key = await preparing
@@ -182,23 +184,6 @@ class Whole:
         )
 
     # --- the process -----------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _listening(self) -> Iterator[socket.socket]:
-        """The socket that clients reach. Raises OSError when the address is taken."""
-        from argosy.web import bind, bind_unix
-
-        uds = self._server.uds
-        with (
-            bind(self._server.host, self._server.port)
-            if uds is None
-            else bind_unix(Path(uds)) as bound
-        ):
-            try:
-                yield bound
-            finally:
-                if uds is not None:
-                    Path(uds).unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:

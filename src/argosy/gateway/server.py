@@ -8,7 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Coroutine
-from pathlib import Path
+from contextlib import AbstractContextManager
 from typing import Any
 
 import structlog
@@ -33,7 +33,7 @@ from argosy.gateway.serving import Serving
 from argosy.native import NativeUnavailable
 from argosy.store import Directory
 from argosy.telemetry import GatewayMetrics, GatewayReading, configure_logs
-from argosy.web import Certificates, Listener, bind, bind_unix, calm_collector, url_of
+from argosy.web import Certificates, Listener, calm_collector, listening_socket, url_of
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
@@ -82,7 +82,7 @@ class GatewayServer:
                 keeping = _Keeping(books, self._identity, limits, ledger)
                 await keeping.update(books.directory)
             if bound is None:
-                bound = self._bind(books)
+                bound = closing.enter_context(self._bind(books))
             fast_path = await self._fast_path()
             if fast_path is not None:
                 closing.callback(fast_path.close)
@@ -148,7 +148,6 @@ class GatewayServer:
             for task in late:  # what did not end in time is ended, and counted
                 task.cancel()
             await asyncio.gather(*tasks, *late, return_exceptions=True)
-            self._unlink()
 
     async def _fast_path(self) -> FastPath | None:
         if self._config.fast_path == "off":
@@ -190,17 +189,13 @@ class GatewayServer:
         at_once.cancel()
         listener.force_exit = not front.idle.is_set()
 
-    def _bind(self, books: Books | None) -> socket.socket:
-        """Raises ValueError when anybody could come in who should not, OSError when the address is taken."""
+    def _bind(self, books: Books | None) -> AbstractContextManager[socket.socket]:
+        """Raises ValueError when anybody could come in who should not."""
         config = self._config
-        if config.uds is not None:
-            return bind_unix(Path(config.uds))
-        check_exposure(config.host, config.auth, Directory() if books is None else books.directory)
-        return bind(config.host, config.port)
-
-    def _unlink(self) -> None:
-        if self._config.uds is not None:
-            Path(self._config.uds).unlink(missing_ok=True)
+        if config.uds is None:
+            known = Directory() if books is None else books.directory
+            check_exposure(config.host, config.auth, known)
+        return listening_socket(config.host, config.port, config.uds)
 
     def _close_upstreams(self) -> None:
         for replica in self.replicas:

@@ -15,7 +15,7 @@ from argosy.web.exchange import (
     SlowReaderError,
     Watcher,
 )
-from argosy.web.listen import GOODBYE_S, Listener, bind, bind_unix, url_of
+from argosy.web.listen import GOODBYE_S, Listener, bind, bind_unix, listening_socket, url_of
 from argosy.web.refusing import answered, check_method
 from argosy.web.tls import Certificates, TlsConfig
 
@@ -41,5 +41,6 @@ __all__ = [
     "bind_unix",
     "calm_collector",
     "check_method",
+    "listening_socket",
     "url_of",
 ]

@@ -60,6 +60,17 @@ class Listener(uvicorn.Server):
         yield
 
 
+@contextlib.contextmanager
+def listening_socket(host: str, port: int, uds: str | None) -> Iterator[socket.socket]:
+    """A socket at the path `uds`, which vanishes with it, else at host and port. Raises OSError, with the remedy."""
+    with bind(host, port) if uds is None else bind_unix(Path(uds)) as bound:
+        try:
+            yield bound
+        finally:
+            if uds is not None:
+                Path(uds).unlink(missing_ok=True)
+
+
 def bind(host: str, port: int) -> socket.socket:
     """A listening socket; port 0 takes a free one. Raises OSError (with the remedy) when it is taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

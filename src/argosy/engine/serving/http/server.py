@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from argosy.engine.serving.http.routes import App
 from argosy.engine.serving.text.template import ChatTemplate
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.telemetry import configure_logs
-from argosy.web import GOODBYE_S, Certificates, Listener, bind, bind_unix, calm_collector, url_of
+from argosy.web import GOODBYE_S, Certificates, Listener, calm_collector, listening_socket, url_of
 
 WATCH_S = 0.5
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -82,8 +82,11 @@ class ReplicaServer:
 
     async def run(self) -> None:
         """Serve until told to stop. Raises EngineFailedError when the engine cannot (go on to) serve."""
-        self._install_signals()
-        bound = self._bind()
+        config = self._config
+        with self._signals(), listening_socket(config.host, config.port, config.uds) as bound:
+            await self._listen(bound)
+
+    async def _listen(self, bound: socket.socket) -> None:
         listening = asyncio.create_task(self._listener.serve(sockets=[bound]))
         scheme = "http" if self._certificates is None else "https"
         serving = asyncio.create_task(self._serve(url_of(bound, scheme)))
@@ -102,8 +105,6 @@ class ReplicaServer:
             await listening
             with contextlib.suppress(asyncio.CancelledError):
                 await serving
-            self._unlink()
-            self._restore_signals()
 
     async def _serve(self, url: str) -> None:
         """Load, announce, and watch the engine; ends only by an error."""
@@ -141,29 +142,19 @@ class ReplicaServer:
         drained.cancel()
         at_once.cancel()
 
-    # --- the socket ------------------------------------------------------------------------------
-
-    def _bind(self) -> socket.socket:
-        if self._config.uds is not None:
-            return bind_unix(Path(self._config.uds))
-        return bind(self._config.host, self._config.port)
-
-    def _unlink(self) -> None:
-        if self._config.uds is not None:
-            Path(self._config.uds).unlink(missing_ok=True)
-
-    def _install_signals(self) -> None:
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
-        for number in SIGNALS:
-            # Outside the main thread (tests, embedders) there are no signals to handle.
-            with contextlib.suppress(ValueError, RuntimeError):
+        # Outside the main thread (tests, embedders) there are no signals to handle.
+        with contextlib.suppress(ValueError, RuntimeError):
+            for number in SIGNALS:
                 loop.add_signal_handler(number, self.stop)
-
-    def _restore_signals(self) -> None:
-        loop = asyncio.get_running_loop()
-        for number in SIGNALS:
+        try:
+            yield
+        finally:
             with contextlib.suppress(ValueError, RuntimeError):
-                loop.remove_signal_handler(number)
+                for number in SIGNALS:
+                    loop.remove_signal_handler(number)
 
 
 def serve_replica(
