@@ -15,10 +15,10 @@ from argosy.gateway.explain import ExplainConfig
 from argosy.gateway.identity import AuthConfig
 from argosy.gateway.limits import LimitsConfig
 from argosy.gateway.upstream_tls import UpstreamTls
+from argosy.policy import Rule
 from argosy.store import StoreConfig
 from argosy.web import TlsConfig
 
-Routing = Literal["least-cost", "round-robin", "power-of-two", "latency", "hash"]
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _HEADER_VALUE = re.compile(r"[\x20-\x7e]*")
 Positive = Annotated[float, Meta(gt=0)]
@@ -57,7 +57,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     name: str
     aliases: tuple[str, ...] = ()
-    routing: Routing = "least-cost"
+    routing: Rule = "least-cost"
     hedge_after_s: Positive | None = None
     """Ask a second replica too when the first has given nothing of an answer for so long; None: never."""
     replicas: Annotated[list[ReplicaConfig], Meta(min_length=1)]

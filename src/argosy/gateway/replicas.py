@@ -16,10 +16,10 @@ from argosy.gateway.dialects import Carry, Dialect, Kind, KvAddress, dialect_of,
 from argosy.gateway.upstream import Upstream
 from argosy.policy import (
     BLOCK_BYTES,
+    CHOOSERS,
     Answered,
     Breaker,
     Candidate,
-    Chooser,
     Cost,
     Hedging,
     Mean,
@@ -31,6 +31,7 @@ from argosy.policy import (
     ReplicaLoad,
     RetryBudget,
     RouteRequest,
+    Rule,
     chain,
     cost,
     usable,
@@ -187,18 +188,16 @@ class Pool:
         self,
         model: str,
         replicas: list[Replica],
-        chooser: Chooser,
-        rule: str = "",
+        rule: Rule = "least-cost",
         hedging: Hedging | None = None,
     ) -> None:
         self.model = model
         self.rule = rule
-        """Name of the chooser."""
         self.replicas = {replica.name: replica for replica in replicas}
         self.retries = RetryBudget()
         self.hedging = hedging
         """None: it does not."""
-        self._chooser = chooser
+        self._chooser = CHOOSERS[rule]()
         self._outputs = Mean(OUTPUT_HALF_LIFE, DEFAULT_OUTPUT)
 
     @property

@@ -23,7 +23,6 @@ from argosy.gateway.replicas import Pool, Replica
 from argosy.gateway.stream import ClientStream, StreamLimits
 from argosy.gateway.upstream import Upstream
 from argosy.gateway.upstream_connection import UpstreamError
-from argosy.policy import LeastCost
 from argosy.protocol import EventParser, parse_endpoint
 from argosy.web import Exchange
 
@@ -91,7 +90,7 @@ def feeding(
     body = {"model": "m", "messages": [], "stream": True, "n": choices}
     ask = read(json.dumps(body).encode(), "messages")
     replica = Replica("r", "argosy", "m", Upstream(parse_endpoint("http://r")))
-    pool = Pool("m", [replica], LeastCost())
+    pool = Pool("m", [replica])
     exchange = cast("Exchange", None)  # nobody is cut off
     journey = Journey(exchange, ask, CHAT, pool, b"chatcmpl-1 5", ANYONE)
     if limit is not None:
