@@ -8,14 +8,21 @@ import msgspec
 from msgspec import Meta
 
 Role = Literal["admin", "operator", "viewer", "caller"]
-"""What a key or a token may do: everything; run the fleet; look; ask models. Each may do what the later ones may,
-but only callers and admins ask models."""
+"""What a key or a token may do, the most first: everything; run the fleet; look; ask models. Each may do what the later
+ones may, but only callers and admins ask models."""
 
 RoleScope = Literal["organisation", "gateway"]
 """Where a role is held: in the organisation of its key or user, or for the whole gateway. For the role caller they are
 the same."""
 
 Tier = Literal["premium", "standard", "free"]
+"""The first is served first."""
+
+Ending = Literal["completed", "cancelled", "failed", "stopped", "interrupted"]
+"""How a request ended: as it should; the client left; it could not be answered; a limit ended it; the gateway died.
+
+`slots.py` keeps their places: only ever add at the end.
+"""
 
 Unit = Literal["requests", "tokens", "input_tokens", "output_tokens", "concurrency", "nano_dollars"]
 
@@ -156,8 +163,7 @@ class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
     """The replica that ended it."""
     started_at: float
     ended_at: float
-    status: Literal["completed", "cancelled", "failed", "stopped", "interrupted"]
-    """As it should; the client left; it could not be answered; a limit ended it; the gateway died."""
+    status: Ending
     input_tokens: int = 0
     """Of the prompt, cached ones included."""
     cached_tokens: int = 0

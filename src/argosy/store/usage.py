@@ -10,7 +10,7 @@ import io
 import math
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 from sqlalchemy import (
@@ -41,7 +41,7 @@ PAGE = 1000
 LONGEST = 200
 """Characters of a text."""
 
-_GROUPS: tuple[Group, ...] = ("day", "organisation", "project", "key", "user", "model", "route")
+_GROUPS: tuple[Group, ...] = get_args(Group)
 _COUNTED = ("input_tokens", "cached_tokens", "output_tokens", "nano_dollars")
 _INSERTS: dict[str, Callable[[Table], sqlite.Insert | postgresql.Insert]] = {
     "sqlite": sqlite.insert,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import get_args
 
 from argosy.gateway.caller import Caller
 from argosy.protocol import ApiError
 from argosy.store import Role, RoleScope
 
-_RANKS: dict[Role, int] = {"caller": 0, "viewer": 1, "operator": 2, "admin": 3}
+_RANKS: dict[Role, int] = {role: rank for rank, role in enumerate(reversed(get_args(Role)))}
 
 
 def allows(caller: Caller, role: Role, scope: RoleScope = "organisation") -> bool:
