@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import os
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ from argosy.store import (
     StoreError,
     default_url,
     open_store,
+    state_folder,
 )
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
@@ -123,5 +123,4 @@ def usage_folder(url: str) -> Path:
         return Path(parts.path.removeprefix("/") + ".usage")
     place = f"{parts.scheme}://{parts.hostname}:{parts.port}{parts.path}"
     name = hashlib.sha256(place.encode()).hexdigest()[:16]
-    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(state) / "argosy" / "usage" / name
+    return state_folder() / "usage" / name

@@ -32,7 +32,7 @@ from argosy.store.rules import working
 from argosy.store.shared import MemoryState, SharedState, open_shared
 from argosy.store.slots import Slot
 from argosy.store.spool import Spool, SpoolError, SpoolFullError
-from argosy.store.store import Store, StoreConfig, default_url, open_store
+from argosy.store.store import Store, StoreConfig, default_url, open_store, state_folder
 from argosy.store.usage import Group, ReportRow, UsageFilter, UsageLog, UsageSum
 
 __all__ = [
@@ -82,6 +82,7 @@ __all__ = [
     "digest",
     "open_shared",
     "open_store",
+    "state_folder",
     "steady",
     "working",
 ]

@@ -91,5 +91,10 @@ def open_store(url: str, *, clock: Callable[[], float] = time.time) -> Store:
 
 def default_url() -> str:
     """SQLite in the user's state folder."""
+    return f"sqlite:///{state_folder() / 'argosy.db'}"
+
+
+def state_folder() -> Path:
+    """Where Argosy keeps the user's durable state."""
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return f"sqlite:///{Path(state) / 'argosy' / 'argosy.db'}"
+    return Path(state) / "argosy"
