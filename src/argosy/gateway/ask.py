@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 import re
+from typing import Annotated
 
 import msgspec
-from msgspec import Raw
+from msgspec import Meta, Raw
 
 from argosy.protocol import ApiError, parse
 
@@ -44,6 +45,7 @@ class _Known(msgspec.Struct, gc=False):
     max_completion_tokens: int | None = None
     seed: int | None = None
     session_id: str | None = None
+    timeout_s: Annotated[float, Meta(gt=0, le=86_400)] | None = None
 
 
 class Ask(msgspec.Struct, frozen=True, eq=False):
@@ -58,6 +60,8 @@ class Ask(msgspec.Struct, frozen=True, eq=False):
     prompt: bytes
     """The prompt or the messages, as they came."""
     session: str
+    timeout_s: float | None = None
+    """Seconds from its arrival that the client allows; None: as many as it takes."""
     media: int = 0
     """Pictures and sounds in the prompt,"""
     media_bytes: int = 0
@@ -114,6 +118,7 @@ def read(raw: bytes, prompt_field: str, domain: str = "") -> Ask:
         max_output=None if limit is None else max(0, min(limit, MOST)),
         prompt=bytes(prompt),
         session=known.session_id or "",
+        timeout_s=known.timeout_s,
         media=len(media),
         media_bytes=sum(map(len, media)),
         include_usage=options is not None and bool(options.include_usage),

@@ -72,6 +72,7 @@ class Dispatcher:
                 weight=caller.weight,
                 cost=float(ask.prompt_tokens + self._pool.expected(ask)),
                 arrival=now,
+                deadline=journey.deadline,
                 size=len(ask.prompt),
             )
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import Mapping, Sequence
@@ -132,6 +133,7 @@ class Serving:
             pool,
             f"{answer_id} {int(time.time())}".encode(),
             caller,
+            deadline=exchange.arrived + (math.inf if ask.timeout_s is None else ask.timeout_s),
             headers=exchange.extra,
             trace=Trace(arrived=exchange.arrived, read=self._clock()),
         )
@@ -139,7 +141,7 @@ class Serving:
         return journey
 
     async def _pass(self, journey: Journey, visits: list[Visit], out: Out) -> None:
-        """Let the request in and answer it, unless the client goes away."""
+        """Let the request in and answer it, unless the client goes away or its deadline passes."""
         task = asyncio.current_task()
         assert task is not None  # noqa: S101 - this is a coroutine
         dispatcher = self._dispatchers[journey.pool.model]
@@ -153,6 +155,10 @@ class Serving:
             leave=task.cancel,
             shortcut=self._shortcut(journey.ask, out, visits),
         )
+        alarm = None
+        if journey.ask.timeout_s is not None:
+            left_s = max(0.0, journey.deadline - self._clock())
+            alarm = asyncio.get_running_loop().call_later(left_s, stream.expire)
         journey.exchange.watch(stream)
         self._streams.add(stream)
         try:
@@ -160,11 +166,16 @@ class Serving:
             journey.trace.admitted = self._clock()
             await Relay(self._ways, dispatcher, journey, carrier, stream, out).run()
         except asyncio.CancelledError:
-            if not stream.gone:
+            if not stream.left:
                 raise
             task.uncancel()
-            raise DisconnectedError from None
+            if stream.gone:
+                raise DisconnectedError from None
+            if stream.stopped is None:
+                raise _out_of_time(journey) from None
         finally:
+            if alarm is not None:
+                alarm.cancel()
             self._streams.discard(stream)
             stream.settle()
             dispatcher.ended(journey)
@@ -179,6 +190,12 @@ class Serving:
         if self._fast_path is None or ask.choices > 1 or not isinstance(out, Streamed):
             return None
         return Shortcut(self._fast_path, out, visits)
+
+
+def _out_of_time(journey: Journey) -> ApiError:
+    journey.headers.append((b"x-should-retry", b"false"))  # or SDKs would, with as little time
+    message = f"No answer had begun when the {journey.ask.timeout_s:g} s of timeout_s were over."
+    return ApiError(504, "deadline_exceeded", f"{message} Allow more, or try again later.")
 
 
 def _too_late(attempt: Attempt) -> None:

@@ -36,7 +36,7 @@ class ClientStream:
     """Watches the client and passes on what its replica gives, piece by piece, without a task between.
 
     The `visits` of the stages are told of each piece that brought tokens, once it was passed on; a finish reason that
-    one gives ends the answer there. `charge` is called each second, `leave` when the client has gone.
+    one gives ends the answer there. `charge` is called each second, `leave` when nobody is to work for it any more.
     """
 
     def __init__(
@@ -52,7 +52,9 @@ class ClientStream:
     ) -> None:
         self.gone = False
         self.stopped: str | None = None
-        """The finish reason with which a limit ended it."""
+        """The finish reason with which a limit ended it, or its deadline."""
+        self.left = False
+        """It has called `leave`."""
         self._journey = journey
         self._delivered = journey.delivered
         self._out = out
@@ -135,6 +137,14 @@ class ClientStream:
         news = None if self._shortcut is None else self._shortcut.leave()
         self._catch_up(news, self._visits)
         return b"" if news is None else news.rest
+
+    def expire(self) -> None:
+        """The request's deadline has passed: its answer ends with what there is."""
+        self.slow_down()
+        if self._replica is not None:
+            self._stop("timeout")
+        else:
+            self._give_up()
 
     def settle(self) -> None:
         """Charge the tenant's share for what came since the last time."""
@@ -252,11 +262,10 @@ class ClientStream:
         replica.streamed(self._told - self._before - 1, attempt.last - first)
 
     def _stop(self, reason: str) -> None:
-        """A limit ends the answer here, unless its replica just has."""
-        journey, attempt, replica = self._journey, self._attempt, self._replica
-        assert attempt is not None  # noqa: S101 - it gave what passed the limit
-        assert replica is not None  # noqa: S101 - it gave what passed the limit
-        if len(self._delivered.finished) == journey.ask.choices:
+        """End the answer here, unless its replica just has."""
+        journey, replica = self._journey, self._replica
+        assert replica is not None  # noqa: S101 - it gave what there is
+        if self.stopped is not None or len(self._delivered.finished) == journey.ask.choices:
             return
         self.stopped = reason
         name, _, created = journey.identity.decode().partition(" ")
@@ -265,7 +274,14 @@ class ClientStream:
         self._push(self._carrier.held_back() + closing(journey, identity, reason))
         for choice in range(journey.ask.choices):
             self._delivered.finished.setdefault(choice, reason)
-        attempt.abandon("a limit has ended the answer")
+        if self._attempt is not None:
+            self._attempt.abandon("the answer was ended here")
+        else:  # the next replica is waited for
+            self._give_up()
+
+    def _give_up(self) -> None:
+        self.left = True
+        self._leave()
 
     def _push(self, data: bytes) -> None:
         if data and not self.gone:
@@ -290,4 +306,4 @@ class ClientStream:
         """Nobody waits any more: the replica learns of it at once."""
         self.gone = True
         self.slow_down()
-        self._leave()
+        self._give_up()
