@@ -428,7 +428,7 @@ async def test_a_hosted_api_gets_its_key_and_no_field_that_it_does_not_know(
     }
     async with running(double), gateway(behind(double, **settings)) as (server, client):
         assert server.replicas[0].kind == "openai"
-        extras = {"session_id": "s", "cache_salt": "c", "timeout_s": 3.0, "priority": -1}
+        extras = {"session_id": "s", "cache_salt": "c", "timeout_s": 30.0, "priority": 1}
         seen = await stream(client, CHAT, **extras)
         assert (seen.text, seen.done, seen.errors) == (WHOLE, 1, [])
         asked = double.asked[0]

@@ -46,6 +46,7 @@ class _Known(msgspec.Struct, gc=False):
     seed: int | None = None
     session_id: str | None = None
     timeout_s: Annotated[float, Meta(gt=0, le=86_400)] | None = None
+    priority: Annotated[int, Meta(ge=0, le=8)] | None = None
 
 
 class Ask(msgspec.Struct, frozen=True, eq=False):
@@ -62,6 +63,8 @@ class Ask(msgspec.Struct, frozen=True, eq=False):
     session: str
     timeout_s: float | None = None
     """Seconds from its arrival that the client allows; None: as many as it takes."""
+    priority: int = 0
+    """By how many tiers the client sets it back behind its others."""
     media: int = 0
     """Pictures and sounds in the prompt,"""
     media_bytes: int = 0
@@ -119,6 +122,7 @@ def read(raw: bytes, prompt_field: str, domain: str = "") -> Ask:
         prompt=bytes(prompt),
         session=known.session_id or "",
         timeout_s=known.timeout_s,
+        priority=known.priority or 0,
         media=len(media),
         media_bytes=sum(map(len, media)),
         include_usage=options is not None and bool(options.include_usage),

@@ -12,7 +12,7 @@ import msgspec
 import structlog
 
 from argosy.gateway.ask import Ask
-from argosy.gateway.caller import Caller
+from argosy.gateway.caller import TIERS, Caller
 from argosy.gateway.dialects import CHAT_PATH, COMPLETION_PATH
 from argosy.gateway.explain import Trace, Try
 from argosy.gateway.journal import Delivered
@@ -85,6 +85,11 @@ class Journey(msgspec.Struct, eq=False):
     def id(self) -> str:
         """Names it in the ledger and in explanations: the answer's id, which no client can choose."""
         return self.identity.partition(b" ")[0].decode()
+
+    @property
+    def tier(self) -> int:
+        """The rank that it waits in: its caller's, or a lower one that it asks for."""
+        return min(self.caller.tier + self.ask.priority, len(TIERS) - 1)
 
     @property
     def card(self) -> dict[str, Any]:

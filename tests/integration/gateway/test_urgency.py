@@ -1,4 +1,4 @@
-"""`timeout_s`: the queue goes by it, and an answer ends there with what there is, whoever gives it."""
+"""What a request says of its own urgency: `timeout_s`, at which it ends with what there is, and `priority`."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ async def test_one_of_which_nothing_came_is_refused(tokenizer: Tokenizer, stream
     assert (trace.status, trace.error, trace.output_tokens) == ("failed", "deadline_exceeded", 0)
 
 
-async def test_the_queue_goes_by_deadlines_and_drops_who_is_too_late() -> None:
+async def test_the_queue_goes_by_them_and_drops_who_is_too_late() -> None:
     gate, order = asyncio.Event(), []
 
     async def answer(asked: Asked) -> None:
@@ -139,30 +139,46 @@ async def test_the_queue_goes_by_deadlines_and_drops_who_is_too_late() -> None:
         replica = ReplicaConfig(url=rough.url, kind="openai", max_requests=1)
         async with front([], replica) as running:
 
-            def ask(user: str, timeout_s: float | None) -> asyncio.Task[httpx2.Response]:
-                post = running.client.post(CHAT, json=body(timeout_s, user=user))
-                return asyncio.create_task(post)
+            def ask(
+                user: str, timeout_s: float | None, priority: int = 0
+            ) -> asyncio.Task[httpx2.Response]:
+                asked = body(timeout_s, user=user, priority=priority)
+                return asyncio.create_task(running.client.post(CHAT, json=asked))
 
             asked = [ask("first", None)]
             await until(lambda: order == ["first"])
-            for place, (user, timeout_s) in enumerate(
-                (("patient", None), ("later", 60.0), ("sooner", 30.0)), 1
-            ):
-                asked.append(ask(user, timeout_s))
+            urgencies = (
+                ("modest", 10.0, 1),
+                ("patient", None, 0),
+                ("later", 60.0, 0),
+                ("sooner", 30.0, 0),
+            )
+            for place, urgency in enumerate(urgencies, 1):
+                asked.append(ask(*urgency))
                 await running.queued(place)
             refused(await ask("too late", 0.05))
-            await running.queued(3)
+            await running.queued(4)
             gate.set()
-            assert [(await each).status_code for each in asked] == [200] * 4
-    assert order == ["first", "sooner", "later", "patient"]
+            assert [(await each).status_code for each in asked] == [200] * 5
+    assert order == ["first", "sooner", "later", "patient", "modest"]
 
 
-@pytest.mark.parametrize("wrong", [0, -1, "soon", 1e9])
-async def test_a_time_that_is_none_is_refused(wrong: object) -> None:
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"timeout_s": 0},
+        {"timeout_s": "soon"},
+        {"timeout_s": 1e9},
+        {"priority": -1},
+        {"priority": 9},
+    ],
+    ids=str,
+)
+async def test_what_cannot_be_is_refused_by_name(wrong: dict[str, object]) -> None:
     async with (
         rough_server() as rough,
         front([], ReplicaConfig(url=rough.url, kind="openai")) as running,
     ):
-        answer = await running.client.post(CHAT, json=body(wrong))
+        answer = await running.client.post(CHAT, json=body(1.0) | wrong)
     assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "timeout_s"
+    assert [answer.json()["error"]["param"]] == list(wrong)
