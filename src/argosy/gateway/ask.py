@@ -45,6 +45,7 @@ class _Known(msgspec.Struct, gc=False):
     max_completion_tokens: int | None = None
     seed: int | None = None
     session_id: str | None = None
+    prompt_cache_key: str | None = None
     timeout_s: Annotated[float, Meta(gt=0, le=86_400)] | None = None
     priority: Annotated[int, Meta(ge=0, le=8)] | None = None
 
@@ -61,6 +62,7 @@ class Ask(msgspec.Struct, frozen=True, eq=False):
     prompt: bytes
     """The prompt or the messages, as they came."""
     session: str
+    """What it belongs together with: of equal sessions, all go to one replica where the pool's rule is `hash`."""
     timeout_s: float | None = None
     """Seconds from its arrival that the client allows; None: as many as it takes."""
     priority: int = 0
@@ -95,8 +97,11 @@ class Ask(msgspec.Struct, frozen=True, eq=False):
         return self.fields.keys().isdisjoint(WHOLE_ONLY)
 
 
-def read(raw: bytes, prompt_field: str, domain: str = "") -> Ask:
-    """Read the body of who has `domain`. Raises ApiError 400: a field that is needed is missing or ill-typed."""
+def read(raw: bytes, prompt_field: str, domain: str = "", session: str = "") -> Ask:
+    """Read the body of who has `domain`; `session` is what the headers say of that.
+
+    Raises ApiError 400: a field that is needed is missing or ill-typed.
+    """
     known = parse(_Known, raw)
     prompt = known.messages if prompt_field == "messages" else known.prompt
     if known.model is None or not prompt:
@@ -120,7 +125,7 @@ def read(raw: bytes, prompt_field: str, domain: str = "") -> Ask:
         choices=max(1, min(known.n or 1, MOST)) * _prompts(prompt),
         max_output=None if limit is None else max(0, min(limit, MOST)),
         prompt=bytes(prompt),
-        session=known.session_id or "",
+        session=known.session_id or session or known.prompt_cache_key or "",
         timeout_s=known.timeout_s,
         priority=known.priority or 0,
         media=len(media),

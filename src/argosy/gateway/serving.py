@@ -98,7 +98,8 @@ class Serving:
     # --- one request ---------------------------------------------------------------------------
 
     async def _answer(self, exchange: Exchange, caller: Caller, api: Api) -> None:
-        ask = read(await exchange.body(), api.prompt_field, caller.domain)
+        session = exchange.header(b"x-session-affinity")
+        ask = read(await exchange.body(), api.prompt_field, caller.domain, session)
         journey = self._journey(exchange, ask, api, caller)
         visits: list[Visit] = []
         out: Out = Streamed(exchange) if ask.stream else Gathered(journey)

@@ -22,6 +22,8 @@ WIRE = "argosy.wire"
 EXCHANGE = "argosy.exchange"
 """Key of the scope's state: the `Exchange`, for an application that it was handed to."""
 
+OPENAI_VERSION = b"2020-10-01"
+"""Of the API that is spoken; there is no other."""
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -108,7 +110,7 @@ class ExchangeLimits(Protocol):
 
 
 class Exchange:
-    """One request and its answer. Every answer carries `x-request-id` and `openai-processing-ms`."""
+    """One request and its answer. Every answer carries `x-request-id`, `openai-processing-ms` and `openai-version`."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, limits: ExchangeLimits) -> None:
         self._scope = scope
@@ -269,6 +271,7 @@ class Exchange:
             *self.extra,
             (b"x-request-id", self.request_id.encode("latin-1")),
             (b"openai-processing-ms", spent_ms),
+            (b"openai-version", OPENAI_VERSION),
         ]
         return headers
 
