@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from typing import Annotated
@@ -63,8 +64,8 @@ class Ask(msgspec.Struct, frozen=True, eq=False):
     """The prompt or the messages, as they came."""
     session: str
     """What it belongs together with: of equal sessions, all go to one replica where the pool's rule is `hash`."""
-    timeout_s: float | None = None
-    """Seconds from its arrival that the client allows; None: as many as it takes."""
+    timeout_s: float = math.inf
+    """Seconds from its arrival that the client allows."""
     priority: int = 0
     """By how many tiers the client sets it back behind its others."""
     media: int = 0
@@ -126,7 +127,7 @@ def read(raw: bytes, prompt_field: str, domain: str = "", session: str = "") -> 
         max_output=None if limit is None else max(0, min(limit, MOST)),
         prompt=bytes(prompt),
         session=known.session_id or session or known.prompt_cache_key or "",
-        timeout_s=known.timeout_s,
+        timeout_s=math.inf if known.timeout_s is None else known.timeout_s,
         priority=known.priority or 0,
         media=len(media),
         media_bytes=sum(map(len, media)),

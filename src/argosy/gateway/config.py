@@ -66,8 +66,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class Timeouts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How long a replica may take.
 
-    Streams are bounded by their pauses, never as a whole: who no longer wants one leaves it. Our own replicas are asked
-    for streams, too, where the client's whole answer can be put together from one.
+    Streams are bounded by their pauses: who no longer wants one leaves it. Our own replicas are asked for streams, too,
+    where the client's whole answer can be put together from one.
     """
 
     connect_s: Positive = 2.0
@@ -77,6 +77,8 @@ class Timeouts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """From one piece of a stream to the next."""
     total_s: Positive = 3600.0
     """For an answer that the replica sends in one piece."""
+    request_s: Positive | None = None
+    """For any request, from its arrival: then its answer ends with what there is, as at its own `timeout_s`."""
     recovery_s: Positive = 30.0
     """How long a request waits for replicas that have died to be replaced."""
 

@@ -50,6 +50,7 @@ class Serving:
         self._config = config
         self._stages = stages
         self._fast_path = fast_path
+        self._longest_s = config.timeouts.request_s or math.inf
         self._clock = time.monotonic
         self._limits = StreamLimits(
             config.timeouts.first_token_s,
@@ -134,7 +135,7 @@ class Serving:
             pool,
             f"{answer_id} {int(time.time())}".encode(),
             caller,
-            deadline=exchange.arrived + (math.inf if ask.timeout_s is None else ask.timeout_s),
+            deadline=exchange.arrived + min(ask.timeout_s, self._longest_s),
             headers=exchange.extra,
             trace=Trace(arrived=exchange.arrived, read=self._clock()),
         )
@@ -157,7 +158,7 @@ class Serving:
             shortcut=self._shortcut(journey.ask, out, visits),
         )
         alarm = None
-        if journey.ask.timeout_s is not None:
+        if journey.deadline < math.inf:
             left_s = max(0.0, journey.deadline - self._clock())
             alarm = asyncio.get_running_loop().call_later(left_s, stream.expire)
         journey.exchange.watch(stream)
@@ -195,7 +196,10 @@ class Serving:
 
 def _out_of_time(journey: Journey) -> ApiError:
     journey.headers.append((b"x-should-retry", b"false"))  # or SDKs would, with as little time
-    message = f"No answer had begun when the {journey.ask.timeout_s:g} s of timeout_s were over."
+    allowed_s = journey.deadline - journey.exchange.arrived
+    message = (
+        f"No answer had begun in the {allowed_s:g} s that its timeout_s, or the server, allows."
+    )
     return ApiError(504, "deadline_exceeded", f"{message} Allow more, or try again later.")
 
 

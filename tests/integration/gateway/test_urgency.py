@@ -163,6 +163,14 @@ async def test_the_queue_goes_by_them_and_drops_who_is_too_late() -> None:
     assert order == ["first", "sooner", "later", "patient", "modest"]
 
 
+async def test_the_operator_may_bound_all_requests(tokenizer: Tokenizer) -> None:
+    async with serve(stuck(tokenizer, 0)) as served:
+        replica = ReplicaConfig(url=served.url, model=MODEL)
+        async with front([], replica, timeouts=Timeouts(request_s=0.1)) as running:
+            refused(await running.client.post(CHAT, json=body(None)))
+            refused(await running.client.post(CHAT, json=body(30.0)))
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
