@@ -10,9 +10,10 @@ from argosy.gateway.answer import Out
 from argosy.gateway.ask import BYTES_PER_TOKEN
 from argosy.gateway.attempt import Attempt
 from argosy.gateway.closing import closing
-from argosy.gateway.dialects import Carrier, Identity, StreamReader, Usage, usage_of
+from argosy.gateway.dialects import Carrier, Identity, Usage, usage_of
 from argosy.gateway.fast_path import News
 from argosy.gateway.journey import Journey, Visit
+from argosy.gateway.reader import StreamReader
 from argosy.gateway.replicas import Replica
 from argosy.gateway.shortcut import Shortcut
 from argosy.gateway.upstream_connection import UpstreamError

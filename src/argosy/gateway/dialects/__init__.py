@@ -13,9 +13,9 @@ from argosy.gateway.dialects.dialect import (
     Reading,
 )
 from argosy.gateway.dialects.finding import Found, find
-from argosy.gateway.dialects.kv_sources import KvAddress
+from argosy.gateway.dialects.kv_sources import KvAddress, KvSource
 from argosy.gateway.dialects.opening import Opening
-from argosy.gateway.dialects.passing import Identity, StreamReader, Usage, usage_of
+from argosy.gateway.dialects.passing import Identity, Usage, usage_of
 
 __all__ = [
     "CHAT_PATH",
@@ -27,11 +27,11 @@ __all__ = [
     "Identity",
     "Kind",
     "KvAddress",
+    "KvSource",
     "Leg",
     "LoadSource",
     "Opening",
     "Reading",
-    "StreamReader",
     "Usage",
     "dialect_of",
     "find",

@@ -11,7 +11,7 @@ import asyncio
 import msgspec
 import structlog
 
-from argosy.gateway.dialects import KvAddress
+from argosy.gateway.dialects import KvAddress, KvSource
 from argosy.gateway.kv.batches import Batches, Cleared, Removed, Stored
 from argosy.gateway.kv.feed import Feed, LostError, UnmetError
 from argosy.gateway.kv.texts import AGAIN_S, LATER_S, TextsOf, TooMuchError, texts_of
@@ -33,8 +33,10 @@ WRONG = (ValueError, OverflowError, msgspec.DecodeError, TooMuchError, UnmetErro
 class EngineFollower:
     """Follows one replica."""
 
-    def __init__(self, replica: Replica, texts: TextsOf) -> None:
+    def __init__(self, replica: Replica, source: KvSource, texts: TextsOf) -> None:
+        """`source` is where it says that it publishes, unless `kv_events` does."""
         self._replica = replica
+        self._source = source
         self._texts = texts
         self._batches = Batches(replica.model)
         self._index: ExactIndex | None = None
@@ -69,12 +71,9 @@ class EngineFollower:
 
     async def _find(self) -> KvAddress | None:
         """Ask the server where it publishes. Raises UpstreamError, TimeoutError, or one of `WRONG`."""
-        source = self._replica.dialect.kv_source
-        if source is None:
-            return None
         async with asyncio.timeout(TIMEOUT_S):
-            status, body = await get(self._replica.upstream, source.path)
-        ports = source.read(body) if status == 200 else None
+            status, body = await get(self._replica.upstream, self._source.path)
+        ports = self._source.read(body) if status == 200 else None
         return None if ports is None else ports.at(self._replica.upstream.endpoint)
 
     async def _receive(self, feed: Feed, number: int, payload: bytes) -> None:

@@ -31,4 +31,5 @@ async def follow(replica: Replica, texts: TextsOf) -> None:
 def _follower(replica: Replica, texts: TextsOf) -> EventFollower | EngineFollower | None:
     if replica.kind == "argosy":
         return EventFollower(replica, texts)
-    return None if replica.dialect.kv_source is None else EngineFollower(replica, texts)
+    source = replica.dialect.kv_source
+    return None if source is None else EngineFollower(replica, source, texts)
