@@ -158,7 +158,6 @@ class Limits:
             journey.card["limits"] = kept_out(found)
             raise refused(found) if answered or party.trusted else unavailable()
         journey.card["limits"] = let_in(found)
-        enough = output if found.covers(likely) else 0
         return Held(
             self._state,
             self._unsure,
@@ -166,10 +165,10 @@ class Limits:
             self._estimates,
             party,
             journey,
-            found,
-            rates,
-            prompt,
-            enough,
+            reservation=found,
+            rates=rates,
+            prompt=prompt,
+            output=output if found.covers(likely) else 0,
         )
 
     # --- what generates nothing --------------------------------------------------------------------

@@ -14,12 +14,17 @@ from typing import Protocol, cast
 
 import httptools
 
+from argosy.policy import Outcome
+
 OVERHEAD_LIMIT_BYTES = 64 * 1024
 """Most bytes in a row that are no body: heads, interim answers, chunk sizes, trailers."""
 
 
 class UpstreamError(Exception):
     """The transport to a replica failed: no connection, a cut, or what is no HTTP."""
+
+    outcome = Outcome.FAILURE
+    """What that says of the replica."""
 
     def __init__(self, message: str, *, untouched: bool = False) -> None:
         super().__init__(message)
