@@ -87,6 +87,8 @@ class Limits:
         self._estimates = OutputEstimates()
         self._meters: dict[str, tuple[Limit, Meter]] = {}
         self._owners: dict[tuple[str, str], list[Meter]] = {}
+        self._heirs: dict[str, str] = {}
+        """Keys that were rotated, and which took their places, limits included."""
         self._closed: frozenset[str] = frozenset()
         """Projects that refuse while nobody can say how much is used."""
         self._parties: dict[tuple[str, ...], Party] = {}
@@ -105,6 +107,7 @@ class Limits:
             owners[limit.owner_kind, limit.owner].append(meter)
         self._meters, self._owners = meters, owners
         self._prices = PriceList(directory.prices)
+        self._heirs = directory.heirs
         self._closed = frozenset(p.id for p in directory.projects if p.when_unsure == "closed")
         self._parties.clear()
 
@@ -242,7 +245,7 @@ class Limits:
             if len(self._parties) >= MOST_PARTIES:
                 self._parties.clear()
             owners = (
-                ("key", caller.key),
+                ("key", self._heir(caller.key)),
                 ("user", caller.user),
                 ("project", caller.project),
                 ("organisation", caller.organisation),
@@ -257,6 +260,12 @@ class Limits:
             party = Party(meters, caller.project not in self._closed, asker, Headers(meters))
             self._parties[name] = party
         return party
+
+    def _heir(self, key: str) -> str:
+        """The key that took this one's place at last: both are under its limits."""
+        while key in self._heirs:
+            key = self._heirs[key]
+        return key
 
 
 def _used(

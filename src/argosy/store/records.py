@@ -186,6 +186,8 @@ class Directory(msgspec.Struct, frozen=True, kw_only=True):
     keys: tuple[Key, ...] = ()
     limits: tuple[Limit, ...] = ()
     prices: tuple[Price, ...] = ()
+    heirs: dict[str, str] = {}
+    """Ids of all keys that were ever rotated, and of those that took their places."""
     had_keys: bool = False
     """Whether a key was ever made, one that is revoked by now too."""
 

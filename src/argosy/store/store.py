@@ -63,7 +63,7 @@ class Store:
 
     def directory(self) -> Directory:
         """All accounts, as of one version."""
-        expired = self._clock() - EXPIRED_STAY_S
+        expired, keys = self._clock() - EXPIRED_STAY_S, schema.keys.c
         with self._database.read() as connection:
             return Directory(
                 version=connection.execute(select(schema.state.c.version)).scalar_one(),
@@ -77,7 +77,13 @@ class Store:
                 ),
                 limits=tuple(find(connection, Limit)),
                 prices=tuple(find(connection, Price)),
-                had_keys=connection.execute(select(schema.keys.c.id).limit(1)).first() is not None,
+                heirs={
+                    row.id: row.replaced_by
+                    for row in connection.execute(
+                        select(keys.id, keys.replaced_by).where(keys.replaced_by.is_not(None))
+                    )
+                },
+                had_keys=connection.execute(select(keys.id).limit(1)).first() is not None,
             )
 
 

@@ -161,10 +161,19 @@ class UsageLog:
     def spent(
         self, owner_kind: OwnerKind, owner: str, since: float, model: str | None = None
     ) -> UsageSum:
-        """What the owner with this id used since a moment, of one model or of all."""
+        """What the owner with this id used since a moment, of one model or of all.
+
+        A key used also what those did that it was rotated from.
+        """
         where = UsageFilter(since=since, model=model)
-        (row,) = self.report((), msgspec.structs.replace(where, **{owner_kind: owner}))
-        return UsageSum(**{name: getattr(row, name) for name in UsageSum.__struct_fields__})
+        owners = self._line(owner, since) if owner_kind == "key" else [owner]
+        rows = [
+            row
+            for one in owners
+            for row in self.report((), msgspec.structs.replace(where, **{owner_kind: one}))
+        ]
+        names = UsageSum.__struct_fields__
+        return UsageSum(**{name: sum(getattr(row, name) for row in rows) for name in names})
 
     def rows(self, where: UsageFilter = ALL) -> Iterator[list[UsageRow]]:
         """The rows themselves, by the time they ended, page by page; no transaction is open in between."""
@@ -199,6 +208,19 @@ class UsageLog:
         while (oldest := self._oldest()) is not None and oldest < kept_from:
             gone += self._forget_until((oldest // DAY_S + 1) * DAY_S)
         return gone
+
+    def _line(self, key: str, since: float) -> list[str]:
+        """The key with this id, and those it was rotated from that still worked at a moment or later."""
+        keys, line = schema.keys.c, [key]
+        with self._database.read() as connection:
+            while True:
+                before = select(keys.id).where(
+                    keys.replaced_by == line[-1], keys.expires_at >= since
+                )
+                found: str | None = connection.execute(before).scalar()
+                if found is None:
+                    return line
+                line.append(found)
 
     def _owned(self, table: Table, where: UsageFilter) -> list[ColumnElement[bool]]:
         asked = {name: getattr(where, name) for name in _GROUPS if name != "day"}

@@ -7,10 +7,12 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.integration.gateway.limit_world import (
+    CALLER,
     OTHER,
     Gate,
     deliver,
@@ -24,7 +26,16 @@ from tests.integration.gateway.limit_world import (
 from argosy.gateway.books import Books, usage_folder
 from argosy.gateway.limit_words import duration
 from argosy.gateway.limits import LimitsConfig, shared_state
-from argosy.store import Limit, MemoryState, Price, Spool, StoreConfig, UsageRow, open_store
+from argosy.store import (
+    Directory,
+    Limit,
+    MemoryState,
+    Price,
+    Spool,
+    StoreConfig,
+    UsageRow,
+    open_store,
+)
 from argosy.store.clock import SteadyClock
 
 NOON = datetime(2026, 11, 21, 12, tzinfo=UTC).timestamp()
@@ -262,6 +273,23 @@ async def test_a_limit_that_is_changed_keeps_what_is_in_use(clock: Clock) -> Non
     limits.update(directory())
     assert await refusal(limits, request()) is None
     leave(limits, journey)
+
+
+async def test_a_key_and_what_it_was_rotated_into_share_their_limits(clock: Clock) -> None:
+    def held_by(key: str) -> Directory:
+        return msgspec.structs.replace(
+            directory(msgspec.structs.replace(limit("requests", 2), owner=key)),
+            heirs={"k0": "k1", "k1": "k2"},
+        )
+
+    limits = Gate(MemoryState(), clock)
+    limits.update(held_by("k2"))
+    for key in ("k0", "k1"):
+        await limits.enter(request(msgspec.structs.replace(CALLER, key=key)))
+    for key in ("k0", "k1", "k2"):
+        assert await refusal(limits, request(msgspec.structs.replace(CALLER, key=key))) is not None
+    assert await refusal(limits, request(OTHER)) is not None, "that is k2"
+    assert await refusal(limits, request(msgspec.structs.replace(CALLER, key="k3"))) is None
 
 
 async def test_after_a_restart_the_ledger_tells_what_was_used(clock: Clock, tmp_path: Path) -> None:

@@ -311,6 +311,7 @@ def test_a_rotated_key_works_until_the_overlap_ends(
     assert store.directory().keys == (old, new)
     (limit,) = accounts.list_limits("key", new.id)
     assert (limit.unit, limit.amount, limit.window) == ("requests", 5, "second")
+    assert accounts.list_limits("key", old.id) == [], "both are under the new one's"
     with pytest.raises(ConflictError, match=f"rotate {new.id}"):
         accounts.rotate_key(old.id, 10, actor=ME)
     assert accounts.rotate_key(new.id, 1000, actor=ME)[0].expires_at == START + 140

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.integration.store.conftest import START, at_once
+from tests.integration.store.conftest import START, Clock, at_once
 from tests.integration.store.rows import usage_row
 
 from argosy.store import Group, ReportRow, Store, UsageFilter, UsageRow, UsageSum
@@ -178,6 +178,26 @@ def test_what_an_owner_spent(store: Store) -> None:
     )
     assert store.usage.spent("organisation", "org_a", START - 5).requests == 4
     assert store.usage.spent("user", "nobody", 0) == UsageSum()
+
+
+def test_what_a_key_spent_is_also_what_it_was_rotated_from_did(store: Store, clock: Clock) -> None:
+    accounts = store.accounts
+    organisation = accounts.create_organisation("o", actor="me").id
+    project = accounts.create_project(organisation, "p", actor="me").id
+    line = [accounts.create_key(project, "k", actor="me")[0].id]
+    for _ in range(2):
+        clock.now += 100
+        line.append(accounts.rotate_key(line[-1], 0, actor="me")[0].id)
+    store.usage.add(
+        [
+            usage_row(key, key=key, ended_at=clock.now, nano_dollars=10**n)
+            for n, key in enumerate(line)
+        ]
+    )
+    accounts.revoke_key(line[1], actor="me")
+    assert store.usage.spent("key", line[2], START).nano_dollars == 111
+    assert store.usage.spent("key", line[2], START + 101).nano_dollars == 110, "the first had ended"
+    assert store.usage.spent("key", line[1], START).nano_dollars == 11
 
 
 def test_reports_say_what_they_can_be_by(store: Store) -> None:
