@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sqlite3
 import subprocess
 import sys
 import time
@@ -62,6 +63,29 @@ def test_the_first_key_takes_one_command(url: str) -> None:
     assert first.actor.startswith("cli")
     assert plain[18:] not in run("keys", "list")
     assert run("keys", "create").strip() != plain
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("usage",),
+        ("audit", "verify"),
+        ("keys", "list"),
+        ("keys", "revoke", "app"),
+        ("tenants", "list"),
+        ("tenants", "limits", "set", "tokens", "5", "-p", "default"),
+        ("tenants", "prices", "list"),
+        ("tenants", "organisations", "list"),
+        ("tenants", "users", "create", "ann@acme.test"),
+    ],
+)
+def test_a_mistyped_store_is_not_made(url: str, tmp_path: Path, command: tuple[str, ...]) -> None:
+    assert "Argosy keeps nothing in" in refused(*command)
+    assert not (tmp_path / "state").exists()
+    others = tmp_path / "others.db"
+    sqlite3.connect(others).execute("CREATE TABLE bookmarks (id)")
+    assert "argosy keys create" in refused(*command, "--store", f"sqlite:///{others}")
+    assert sqlite3.connect(others).execute("SELECT count(*) FROM sqlite_schema").fetchone() == (1,)
 
 
 def test_keys_are_made_with_everything_they_may_have(url: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import getpass
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
@@ -42,11 +42,28 @@ DEFAULT = "default"
 
 @contextmanager
 def opened(url: str | None) -> Iterator[Store]:
-    """The store, its tables up to date. Whatever it refuses ends the command with a sentence."""
-    from argosy.store import default_url, open_store
+    """The store that is there, its tables up to date. Whatever it refuses ends the command with a sentence."""
+    from argosy.store import find_store
+
+    with _using(find_store, url) as store:
+        yield store
+
+
+@contextmanager
+def opened_or_made(url: str | None) -> Iterator[Store]:
+    """The same for what may come first: the store is made where there is none."""
+    from argosy.store import open_store
+
+    with _using(open_store, url) as store:
+        yield store
+
+
+@contextmanager
+def _using(find: Callable[[str], Store], url: str | None) -> Iterator[Store]:
+    from argosy.store import default_url
 
     try:
-        store = open_store(url or default_url())
+        store = find(url or default_url())
         try:
             store.migrate()
             yield store

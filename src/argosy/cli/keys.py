@@ -19,6 +19,7 @@ from argosy.cli.accounts import (
     find_user,
     home_project,
     opened,
+    opened_or_made,
     show_scope,
 )
 from argosy.cli.moments import parse_duration, parse_future, show_moment
@@ -62,7 +63,7 @@ def create(
     json: AsJson = False,
 ) -> None:
     """Make a key. It is shown this once; without --project it is the default project's."""
-    with opened(store) as opened_store:
+    with opened_or_made(store) as opened_store:
         home = home_project(opened_store, project)
         made, plain = opened_store.accounts.create_key(
             home.id,

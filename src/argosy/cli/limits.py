@@ -19,6 +19,7 @@ from argosy.cli.accounts import (
     find_user,
     names,
     opened,
+    opened_or_made,
 )
 from argosy.cli.moments import parse_future, show_moment
 from argosy.cli.money import parse_dollars, parse_price, show_dollars, show_price
@@ -158,7 +159,7 @@ def set_price(
     """Set what a million tokens of a model cost, in dollars, from a moment on."""
     from argosy.store import Price
 
-    with opened(store) as opened_store:
+    with opened_or_made(store) as opened_store:
         price = Price(
             model=model,
             tier=tier,

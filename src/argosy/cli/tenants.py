@@ -19,6 +19,7 @@ from argosy.cli.accounts import (
     find_project,
     home_organisation,
     opened,
+    opened_or_made,
 )
 from argosy.cli.moments import show_moment
 from argosy.cli.tables import AsJson, show, show_json, tell
@@ -90,7 +91,7 @@ def create(
     json: AsJson = False,
 ) -> None:
     """Make a project; the default organisation too, when it is meant and there is none."""
-    with opened(store) as opened_store:
+    with opened_or_made(store) as opened_store:
         made = opened_store.accounts.create_project(
             home_organisation(opened_store, organisation).id,
             name,

@@ -32,7 +32,14 @@ from argosy.store.rules import working
 from argosy.store.shared import MemoryState, SharedState, open_shared
 from argosy.store.slots import Slot
 from argosy.store.spool import Spool, SpoolError, SpoolFullError
-from argosy.store.store import Store, StoreConfig, default_url, open_store, state_folder
+from argosy.store.store import (
+    Store,
+    StoreConfig,
+    default_url,
+    find_store,
+    open_store,
+    state_folder,
+)
 from argosy.store.usage import Group, ReportRow, UsageFilter, UsageLog, UsageSum
 
 __all__ = [
@@ -80,6 +87,7 @@ __all__ = [
     "Window",
     "default_url",
     "digest",
+    "find_store",
     "open_shared",
     "open_store",
     "state_folder",

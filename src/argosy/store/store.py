@@ -95,6 +95,11 @@ def open_store(url: str, *, clock: Callable[[], float] = time.time) -> Store:
     return Store(Database(url), clock)
 
 
+def find_store(url: str, *, clock: Callable[[], float] = time.time) -> Store:
+    """The store at a URL, where there is one: a mistyped URL makes none. Raises StoreError; else as `open_store`."""
+    return Store(Database.existing(url), clock)
+
+
 def default_url() -> str:
     """SQLite in the user's state folder."""
     return f"sqlite:///{state_folder() / 'argosy.db'}"
