@@ -14,6 +14,7 @@ from argosy.gateway.dialects import Carry, Kind, KvAddress
 from argosy.gateway.explain import ExplainConfig
 from argosy.gateway.identity import AuthConfig
 from argosy.gateway.limits import LimitsConfig
+from argosy.gateway.settings_file import decode
 from argosy.gateway.upstream_tls import UpstreamTls
 from argosy.policy import Rule
 from argosy.store import StoreConfig
@@ -125,11 +126,11 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 def load_config(path: Path) -> GatewayConfig:
     """Read the file. Raises ValueError, naming the file and the key."""
     try:
-        config = msgspec.yaml.decode(path.read_bytes(), type=GatewayConfig)
-    except msgspec.DecodeError as error:
-        raise ValueError(f"{path}: {error}") from error
+        config = decode(path.read_bytes(), GatewayConfig)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
     names = [name for model in config.models for name in (model.name, *model.aliases)]
     _refuse_twice(path, "the model name", names)
     for model in config.models:

@@ -176,6 +176,14 @@ def test_settings_that_need_a_store_say_so(tmp_path: Path, useless: str) -> None
             "of 'm' the replica 'x' is there twice",
         ),
         ("models: [{name: m, aliases: [m], replicas: [{url: 'http://a'}]}]", "name 'm' is there"),
+        ("auth:\n  mode: keys\n  mode: 'off'", "'mode' is there twice, in line 3 and in line 4"),
+        ("port: 1\nport: 2", "'port' is there twice, in line 2 and in line 3; keep one"),
+        ("models: [{name: m, replicas: [{url: x, url: y}]}]", "'url' is there twice"),
+        ("prot: 1", "unknown field `prot`; did you mean `port`"),
+        ("auth: {jwt: {audience: [a], isuer: x}}", r"auth.jwt`; did you mean `issuer`"),
+        ("models: [{name: m, replicas: [{url: x, tls: {caa: x}}]}]", "did you mean `ca`"),
+        ("port: 2026-13-45", "month must be in"),
+        ("port: [", "parsing"),
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused_with_their_file(
