@@ -203,8 +203,9 @@ class Traces:
                 del self._by_request[kept.request]
 
     def find(self, name: str) -> Trace | None:
-        """The trace of an answer's id, or of a request id."""
-        found = self._by_request.get(name, name)
+        """The trace of an answer's id, else the latest of a request id: clients choose those, and hide no answer."""
+        known = name in self._running or name in self._kept
+        found = name if known else self._by_request.get(name, name)
         running = self._running.get(found)
         if running is not None:
             return running
