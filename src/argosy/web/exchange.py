@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import re
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any, Protocol
 
 from argosy.protocol import SSE_CONTENT_TYPE, ApiError
@@ -125,7 +126,7 @@ class Exchange:
         self.path: str = scope["path"]
         self.query: bytes = scope.get("query_string", b"")
         """What came after the path's `?`."""
-        self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.headers = _by_name(scope["headers"])
         self.request_id = self._find_request_id()
         self.extra: list[tuple[bytes, bytes]] = []
         """Headers of the answer, whatever it will be."""
@@ -204,8 +205,8 @@ class Exchange:
     async def refuse(self, error: ApiError) -> None:
         """Send an error body, with the headers that tell clients when to try again."""
         if error.retry_after_s is not None:
-            seconds = str(max(1, round(error.retry_after_s))).encode()
-            milliseconds = str(round(error.retry_after_s * 1000)).encode()
+            seconds = str(max(1, math.ceil(error.retry_after_s))).encode()
+            milliseconds = str(math.ceil(error.retry_after_s * 1000)).encode()
             self.extra += [(b"retry-after", seconds), (b"retry-after-ms", milliseconds)]
         await self.answer(error.status, error.body(self.request_id))
 
@@ -305,6 +306,17 @@ class Leaving:
     def on_gone(self) -> None:
         """See `Watcher`."""
         self._gone()
+
+
+def _by_name(headers: Sequence[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
+    """Headers by name; several lines of one are a list with commas (RFC 9110, 5.3), which proxies add to by lines."""
+    found = dict(headers)
+    if len(found) < len(headers):
+        lines: dict[bytes, list[bytes]] = {}
+        for name, value in headers:
+            lines.setdefault(name, []).append(value)
+        found = {name: b", ".join(values) for name, values in lines.items()}
+    return found
 
 
 def _too_large(limit: int) -> ApiError:

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx2
+import msgspec
 import openai
 import pytest
 from tests.integration.rough_server import Rough, rough_server
@@ -18,6 +19,7 @@ from typer.testing import CliRunner
 
 from argosy.cli.app import app
 from argosy.gateway import (
+    AuthConfig,
     GatewayConfig,
     GatewayServer,
     ModelConfig,
@@ -25,6 +27,8 @@ from argosy.gateway import (
     load_config,
 )
 from argosy.store import Role, StoreConfig, open_store
+
+ANYBODY = AuthConfig()
 
 
 @pytest.fixture
@@ -44,9 +48,9 @@ def settings(replica: Rough, url: str, host: str = "127.0.0.1") -> GatewayConfig
 
 
 @contextlib.asynccontextmanager
-async def gateway(replica: Rough, url: str) -> AsyncIterator[str]:
+async def gateway(replica: Rough, url: str, auth: AuthConfig = ANYBODY) -> AsyncIterator[str]:
     """The base URL of a gateway with a store, in front of a server for `big` and `small`."""
-    config = settings(replica, url)
+    config = msgspec.structs.replace(settings(replica, url), auth=auth)
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     server = GatewayServer(config, ready.set_result)
     running = asyncio.create_task(server.run())
@@ -150,6 +154,33 @@ async def test_a_change_by_the_command_line_counts_in_a_running_gateway(url: str
         async with asyncio.timeout(30):
             while (await client.get("/v1/models", headers=chat)).status_code != 401:  # noqa: ASYNC110 - it looks each second
                 await asyncio.sleep(0.05)
+
+
+async def test_every_line_of_proxies_is_read(url: str) -> None:
+    """A proxy may add a line of its own: the last one alone names a proxy where there are two."""
+    store = open_store(url)
+    store.migrate()
+    organisation = store.accounts.create_organisation("acme", actor="test").id
+    project = store.accounts.create_project(organisation, "web", actor="test").id
+    _, key = store.accounts.create_key(project, "in", networks=["127.0.0.0/8"], actor="test")
+    store.close()
+    auth = AuthConfig(trusted_proxies=("127.0.0.0/8",))
+    async with (
+        rough_server() as replica,
+        gateway(replica, url, auth) as base,
+        httpx2.AsyncClient(base_url=base, timeout=30) as client,
+    ):
+        asking = [("authorization", f"Bearer {key}")]
+        for hops, status in (
+            (["127.0.0.2"], 200),
+            (["198.51.100.7, 127.0.0.2"], 403),
+            (["198.51.100.7", "127.0.0.2"], 403),
+            (["127.0.0.3", "198.51.100.7"], 403),
+            (["127.0.0.3", "127.0.0.2"], 200),
+        ):
+            headers = [*asking, *(("x-forwarded-for", hop) for hop in hops)]
+            assert (await client.get("/v1/models", headers=headers)).status_code == status, hops
+        assert (await client.get("/v1/models", headers=asking * 2)).status_code == 401
 
 
 @pytest.mark.parametrize("useless", ["limits: {redis: 'redis://localhost'}", "auth: {mode: keys}"])
