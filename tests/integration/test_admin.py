@@ -316,6 +316,7 @@ async def test_nobody_makes_or_takes_a_key_above_their_own_role(store: Store, ke
         ("GET", "/admin/keys?limit=x", None, (400, "invalid_type", "limit")),
         ("GET", "/admin/keys?offset=1", None, (400, "unknown_parameter", "offset")),
         ("GET", "/admin/keys?project=%00", None, (400, "invalid_value", "project")),
+        ("GET", "/admin/usage?group_by=day&group_by=key", None, (400, "invalid_value", "group_by")),
         ("GET", "/admin/usage?group_by=colour", None, (400, "invalid_value", None)),
         ("GET", "/admin/usage?since=1e308", None, (400, "invalid_type", "since")),
         ("GET", "/admin/keys/nobody", None, (404, "not_found", None)),

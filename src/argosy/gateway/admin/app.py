@@ -137,11 +137,14 @@ async def _next(pieces: Iterator[str]) -> str | None:
 
 
 def _parameters(query: bytes) -> dict[str, str]:
-    """What the URL asks for, by name; the last of each counts."""
-    found = dict(parse_qsl(query.decode("latin-1"), keep_blank_values=True))
-    for name, value in found.items():
+    """What the URL asks for, by name. Raises ApiError 400."""
+    found: dict[str, str] = {}
+    for name, value in parse_qsl(query.decode("latin-1"), keep_blank_values=True):
+        if name in found:
+            raise invalid(f"'{name[:100]}' is there twice. Give it once.", name[:100])
         if not value.isprintable():
             raise invalid(f"'{name[:100]}' takes printable text.", name[:100])
+        found[name] = value
     return found
 
 
