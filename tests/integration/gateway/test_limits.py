@@ -100,6 +100,21 @@ async def test_what_never_fits_is_told_so(clock: Clock) -> None:
     assert "This request needs 101 tokens, and never fits into" in refused.message
 
 
+@pytest.mark.parametrize(
+    ("limited", "said"),
+    [
+        (limit("requests", 0), "the key's limit of 0 requests per minute. Have it raised."),
+        (limit("concurrency", 0), "0 requests at a time. Have it raised."),
+        (limit("tokens", 0), "0 tokens per minute. Have it raised."),
+        (limit("input_tokens", 5), "5 input tokens per minute. Send a shorter prompt, or have it"),
+    ],
+)
+async def test_a_remedy_is_one(clock: Clock, limited: Limit, said: str) -> None:
+    refused = await refusal(in_force(clock, limited), request(prompt=100))
+    assert refused is not None
+    assert said in refused.message
+
+
 async def test_every_answer_tells_what_is_left_of_the_tightest_limits(clock: Clock) -> None:
     limits = in_force(
         clock,
@@ -183,7 +198,7 @@ async def test_a_budget_ends_a_stream_as_a_budget_and_is_renewed_at_midnight(clo
     assert refused is not None
     assert (refused.status, refused.code) == (429, "insufficient_quota")
     assert "the project's budget of $0.00021 per day: $0.00022 is used" in refused.message
-    assert "may cost $2e-05" in refused.message
+    assert "may cost $0.00002." in refused.message
     assert refused.retry_after_s == 12 * 3600
     clock.now += 12 * 3600
     assert await refusal(limits, request(prompt=10, most=1)) is None
