@@ -31,7 +31,7 @@ from argosy.store.records import (
     User,
     Window,
 )
-from argosy.store.rules import R
+from argosy.store.rules import R, checked
 
 _OWNERS: dict[OwnerKind, type[Organisation | Project | User | Key]] = {
     "organisation": Organisation,
@@ -313,12 +313,7 @@ class Accounts:
             raise ValueError(f"The owner of a limit is one of {', '.join(_OWNERS)}.")
         with self._change(actor) as change:
             change.get_living(_OWNERS[owner_kind], owner)
-            same = change.find(
-                Limit, owner_kind=owner_kind, owner=owner, unit=unit, window=window, model=model
-            )
-            if same:
-                return change.change(same[0], "change", amount=amount)
-            return change.create(
+            limit = checked(
                 Limit(
                     id=new_id("limit"),
                     owner_kind=owner_kind,
@@ -329,6 +324,17 @@ class Accounts:
                     model=model,
                 )
             )
+            same = change.find(
+                Limit,
+                owner_kind=owner_kind,
+                owner=owner,
+                unit=unit,
+                window=window,
+                model=limit.model,
+            )
+            if same:
+                return change.change(same[0], "change", amount=amount)
+            return change.create(limit)
 
     def get_limit(self, limit: str) -> Limit:
         """The one with this id."""
@@ -347,6 +353,7 @@ class Accounts:
 
     def set_price(self, price: Price, *, actor: str) -> Price:
         """A price, in place of the one for the same model, tier and moment, if there is one."""
+        price = checked(msgspec.structs.replace(price, id=new_id("price")))
         with self._change(actor) as change:
             same = change.find(Price, model=price.model, tier=price.tier, since=price.since)
             if same:
@@ -357,7 +364,7 @@ class Accounts:
                     cached_input=price.cached_input,
                     output=price.output,
                 )
-            return change.create(msgspec.structs.replace(price, id=new_id("price")))
+            return change.create(price)
 
     def list_prices(self, model: str | None = None) -> list[Price]:
         """Those of one model, or all, past and coming ones too."""

@@ -35,6 +35,8 @@ Window = Literal["second", "minute", "hour", "day", "month"]
 
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
 Amount = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+TokenPrice = Annotated[int, Meta(ge=0, le=10**9)]
+"""Nano-dollars for a token: a dollar at most, so that what a ledger sums up stays within 64 bits."""
 Weight = Annotated[float, Meta(gt=0, le=1e6)]
 Moment = Annotated[float, Meta(ge=0, le=253_402_300_799)]
 """Seconds since the epoch, until the year 9999."""
@@ -141,10 +143,10 @@ class Price(Record, frozen=True, kw_only=True):
     """Public name."""
     tier: Tier | None = None
     """None: for every tier that has no price of its own."""
-    input: Amount
-    """Nano-dollars for each token that was not cached."""
-    cached_input: Amount
-    output: Amount
+    input: TokenPrice
+    """For each token that was not cached."""
+    cached_input: TokenPrice
+    output: TokenPrice
     since: Moment = 0.0
 
 

@@ -249,6 +249,9 @@ def test_wrong_values_are_refused_by_name(store: Store, project: Project) -> Non
             1,
             actor=ME,
         ),
+        r"<= 1000000000 - at .\$.input": lambda: accounts.set_price(
+            Price(model="m", input=10**9 + 1, cached_input=0, output=0), actor=ME
+        ),
         r"\$.output": lambda: accounts.set_price(
             Price(model="m", input=0, cached_input=0, output=-1), actor=ME
         ),
@@ -345,6 +348,7 @@ def test_a_limit_takes_the_place_of_the_one_before(store: Store, project: Projec
 
     first, of_model = set_limit(5), set_limit(7, "m")
     assert set_limit(6).id == first.id
+    assert set_limit(7, " m ").id == of_model.id
     assert {(limit.amount, limit.model) for limit in accounts.list_limits("project")} == {
         (6, None),
         (7, "m"),
@@ -355,12 +359,13 @@ def test_a_limit_takes_the_place_of_the_one_before(store: Store, project: Projec
 
 
 def test_prices_have_a_history(store: Store) -> None:
-    def set_price(output: int, since: float) -> Price:
-        price = Price(model="m", input=1, cached_input=1, output=output, since=since)
+    def set_price(output: int, since: float, model: str = "m") -> Price:
+        price = Price(model=model, input=1, cached_input=1, output=output, since=since)
         return store.accounts.set_price(price, actor=ME)
 
     first, later = set_price(1, 0), set_price(1, 5)
     assert set_price(2, 0).id == first.id
+    assert set_price(2, 0, " m ").id == first.id
     assert [price.output for price in store.accounts.list_prices()] == [2, 1]
     assert store.accounts.list_prices()[1] == later
 

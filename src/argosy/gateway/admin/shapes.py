@@ -24,6 +24,7 @@ from argosy.store import (
     Role,
     RoleScope,
     Tier,
+    TokenPrice,
     Unit,
     Unsure,
     UsageFilter,
@@ -291,8 +292,8 @@ class NewPrice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     model: Name
     tier: Tier | None = None
-    input: Amount
-    cached_input: Amount
-    output: Amount
+    input: TokenPrice
+    cached_input: TokenPrice
+    output: TokenPrice
     since: Moment | None = None
     """By default from now on."""
