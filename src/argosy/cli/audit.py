@@ -66,8 +66,16 @@ def _details(entry: AuditEntry) -> str:
     if entry.action.endswith((".create", ".delete")):
         told = {name: value for name, value in entry.details.items() if value not in (None, [], "")}
         return ", ".join(f"{name} {_text(value)}" for name, value in told.items())
-    changes = entry.details.items()
-    return ", ".join(f"{name} {_text(old)} -> {_text(new)}" for name, (old, new) in changes)
+    return ", ".join(f"{name} {_change(change)}" for name, change in entry.details.items())
+
+
+def _change(change: object) -> str:
+    """The old value and the new one; what it is where somebody has altered it."""
+    match change:
+        case [old, new]:
+            return f"{_text(old)} -> {_text(new)}"
+        case _:
+            return _text(change)
 
 
 def _text(value: object) -> str:

@@ -12,7 +12,7 @@ from sqlite3 import OperationalError
 from typing import Any
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, inspect, make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError
+from sqlalchemy.exc import ArgumentError, DBAPIError, NoResultFound
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from argosy.store.errors import StoreError
@@ -110,6 +110,10 @@ class Database:
     def _explained(self) -> Iterator[None]:
         try:
             yield
+        except NoResultFound as error:
+            raise StoreError(
+                f"The database {self.name} lacks its row of state, which nobody should remove: restore a backup."
+            ) from error
         except (DBAPIError, PoolTimeoutError) as error:
             said = error.orig if isinstance(error, DBAPIError) else error
             told = f"{type(said).__name__}: {said}"
