@@ -41,7 +41,7 @@ from argosy.store.store import (
     open_store,
     state_folder,
 )
-from argosy.store.usage import Group, ReportRow, UsageFilter, UsageLog, UsageSum
+from argosy.store.usage import Group, ReportRow, UsageFilter, UsageLog, UsageSum, csv_lines
 
 __all__ = [
     "Accounts",
@@ -87,6 +87,7 @@ __all__ = [
     "Wants",
     "Weight",
     "Window",
+    "csv_lines",
     "default_url",
     "digest",
     "find_store",

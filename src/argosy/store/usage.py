@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any, Literal, get_args
 
@@ -194,9 +194,9 @@ class UsageLog:
 
     def csv(self, where: UsageFilter = ALL) -> Iterator[str]:
         """The rows as CSV text, a piece at a time: a line of names, then the fields of each UsageRow."""
-        yield _csv([UsageRow.__struct_fields__])
+        yield csv_lines([UsageRow.__struct_fields__])
         for page in self.rows(where):
-            yield _csv([msgspec.structs.astuple(row) for row in page])
+            yield csv_lines([msgspec.structs.astuple(row) for row in page])
 
     def forget(self, before: float) -> int:
         """Keep of the days that ended before a moment only the sums, and return how many rows went.
@@ -302,7 +302,17 @@ def _report_row(values: dict[str, Any]) -> ReportRow:
     return ReportRow(**values)
 
 
-def _csv(lines: Sequence[Sequence[object]]) -> str:
+def csv_lines(lines: Iterable[Sequence[object]]) -> str:
+    """CSV text. An apostrophe comes before texts that a spreadsheet would compute: users choose some of them."""
     file = io.StringIO()
-    csv.writer(file, lineterminator="\n").writerows(lines)
+    safe = ([_harmless(cell) for cell in line] for line in lines)
+    csv.writer(file, lineterminator="\n").writerows(safe)
     return file.getvalue()
+
+
+def _harmless(cell: object) -> object:
+    if not isinstance(cell, str):
+        return cell
+    computed = cell.startswith(("=", "+", "-", "@", "\t"))
+    text = cell.replace("\r", " ")  # the writer does not quote it, and readers end the line there
+    return f"'{text}" if computed else text

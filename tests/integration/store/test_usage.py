@@ -200,6 +200,19 @@ def test_what_a_key_spent_is_also_what_it_was_rotated_from_did(store: Store, clo
     assert store.usage.spent("key", line[1], START).nano_dollars == 11
 
 
+@pytest.mark.parametrize(
+    ("user", "told"),
+    [
+        *((user, f"'{user}") for user in ("=1+2", "+49", "-1", "@SUM(A1)", "\t=1")),
+        ("a\rb", "a b"),
+    ],
+)
+def test_no_cell_of_a_csv_is_a_formula_or_ends_the_line(store: Store, user: str, told: str) -> None:
+    store.usage.add([usage_row("1", user=user, started_at=-1.0)])
+    (line,) = csv.DictReader(io.StringIO("".join(store.usage.csv()), newline=""))
+    assert (line["user"], line["started_at"]) == (told, "-1.0")
+
+
 def test_reports_say_what_they_can_be_by(store: Store) -> None:
     with pytest.raises(ValueError, match=r"A report is by day, .*not by 'week'"):
         store.usage.report(["week"])  # type: ignore[list-item]
