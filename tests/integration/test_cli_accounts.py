@@ -219,6 +219,37 @@ def test_what_cannot_be_done_is_one_sentence(url: str, command: tuple[str, ...],
     assert said in refused(*command)
 
 
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (("tenants", "change", "web"), "give what to change"),
+        (("tenants", "change", "web", "--name", ""), "length >= 1 - at `$.name`"),
+        (("tenants", "change", "web", "--network", "::/0", "--anywhere"), "not both"),
+        (("tenants", "users", "change", "ann@acme.test"), "give what to change"),
+        (
+            ("tenants", "users", "change", "ann@acme.test", "--email", ""),
+            "length >= 1 - at `$.email`",
+        ),
+        (("keys", "create", ""), "length >= 1 - at `$.name`"),
+    ],
+)
+def test_a_change_of_nothing_is_none(url: str, command: tuple[str, ...], said: str) -> None:
+    run("tenants", "create", "web")
+    run("tenants", "users", "create", "Ann@Acme.test")
+    assert said in refused(*command)
+
+
+def test_nobody_is_in_the_way_of_an_id_by_taking_it_for_a_name(url: str) -> None:
+    web, zeta = told("tenants", "create", "web"), told("tenants", "organisations", "create", "zeta")
+    run("tenants", "organisations", "create", zeta["id"])
+    run("tenants", "create", web["id"], "-o", "zeta")
+    run("tenants", "create", "default/web", "-o", "zeta")
+    assert told("tenants", "change", web["id"], "--weight", "2")["id"] == web["id"]
+    assert told("tenants", "create", "shop", "-o", zeta["id"])["organisation"] == zeta["id"]
+    run("tenants", "users", "create", "Ann@Acme.test", "-o", "zeta")
+    run("tenants", "users", "disable", "Ann@Acme.test")
+
+
 def test_usage_is_summed_by_name_and_exported(url: str, tmp_path: Path) -> None:
     key = told("keys", "create", "app")
     store = opened(url)

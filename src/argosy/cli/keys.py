@@ -67,7 +67,7 @@ def create(
         home = home_project(opened_store, project)
         made, plain = opened_store.accounts.create_key(
             home.id,
-            name or _free_name(opened_store, home.id),
+            _free_name(opened_store, home.id) if name is None else name,
             user=None if user is None else find_user(opened_store, user).id,
             role=role,
             scope=scope or _usual_scope(role, project),

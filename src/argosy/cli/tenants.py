@@ -6,7 +6,6 @@ import shlex
 from typing import Annotated, Literal
 
 import typer
-from msgspec import UNSET
 
 from argosy.cli import limits, organisations, users
 from argosy.cli.accounts import (
@@ -16,6 +15,7 @@ from argosy.cli.accounts import (
     StoreUrl,
     TierName,
     actor,
+    changes,
     find_project,
     home_organisation,
     opened,
@@ -123,16 +123,18 @@ def change(
 ) -> None:
     """Change what is given."""
     with opened(store) as opened_store:
-        changed = opened_store.accounts.change_project(
-            find_project(opened_store, project).id,
-            name=name or UNSET,
-            tier=tier or UNSET,
-            weight=UNSET if weight is None else weight,
-            share_cache=UNSET if share_cache is None else share_cache,
-            when_unsure=when_unsure or UNSET,
-            networks=() if anywhere else network or UNSET,
-            actor=actor(),
+        if anywhere and network:
+            raise ValueError("give --network or --anywhere, not both")
+        given = changes(
+            name=name,
+            tier=tier,
+            weight=weight,
+            share_cache=share_cache,
+            when_unsure=when_unsure,
+            networks=() if anywhere else network or None,
         )
+        found = find_project(opened_store, project)
+        changed = opened_store.accounts.change_project(found.id, **given, actor=actor())
     tell(changed, f"{changed.name} is changed.", json=json)
 
 
