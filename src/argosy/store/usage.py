@@ -18,9 +18,11 @@ from sqlalchemy import (
     ColumnElement,
     Select,
     Table,
+    and_,
     cast,
     delete,
     func,
+    or_,
     select,
     text,
     tuple_,
@@ -48,6 +50,13 @@ _INSERTS: dict[str, Callable[[Table], sqlite.Insert | postgresql.Insert]] = {
     "postgresql": postgresql.insert,
 }
 _COLUMNS = (*UsageRow.__struct_fields__, "day")
+_DONE = func.count().filter(
+    or_(
+        schema.usage.c.output_tokens > 0,
+        and_(schema.usage.c.status != "failed", schema.usage.c.route != ""),
+    )
+)
+"""Requests that count against limits: not those that got nothing because of us, or never went to a replica."""
 _NAMES = ", ".join(f'"{name}"' for name in _COLUMNS)
 _ADD = {
     dialect: f"INSERT INTO usage ({_NAMES}) VALUES ({', '.join([mark] * len(_COLUMNS))}) "  # noqa: S608
@@ -137,11 +146,14 @@ class UsageLog:
         unknown = set(group_by) - set(_GROUPS)
         if unknown:
             raise ValueError(f"A report is by {', '.join(_GROUPS)}; not by {min(unknown)!r}.")
-        groups = tuple(dict.fromkeys(group_by))
+        return self._report(tuple(dict.fromkeys(group_by)), where, func.count())
+
+    def _report(
+        self, groups: Sequence[Group], where: UsageFilter, requests: ColumnElement[Any]
+    ) -> list[ReportRow]:
+        """The same; `requests` says of which rows they are counted."""
         both = union_all(
-            _sums(
-                schema.usage, func.count(), groups, _ended(where) + self._owned(schema.usage, where)
-            ),
+            _sums(schema.usage, requests, groups, _ended(where) + self._owned(schema.usage, where)),
             _sums(
                 schema.usage_days,
                 func.sum(schema.usage_days.c.requests),
@@ -161,16 +173,16 @@ class UsageLog:
     def spent(
         self, owner_kind: OwnerKind, owner: str, since: float, model: str | None = None
     ) -> UsageSum:
-        """What the owner with this id used since a moment, of one model or of all.
+        """What the owner with this id used since a moment, of one model or of all, as limits count it.
 
-        A key used also what those did that it was rotated from.
+        A key used also what those did that it was rotated from. A request for which nothing was done is none.
         """
         where = UsageFilter(since=since, model=model)
         owners = self._line(owner, since) if owner_kind == "key" else [owner]
         rows = [
             row
             for one in owners
-            for row in self.report((), msgspec.structs.replace(where, **{owner_kind: one}))
+            for row in self._report((), msgspec.structs.replace(where, **{owner_kind: one}), _DONE)
         ]
         names = UsageSum.__struct_fields__
         return UsageSum(**{name: sum(getattr(row, name) for row in rows) for name in names})

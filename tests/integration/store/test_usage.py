@@ -7,6 +7,7 @@ import io
 import itertools
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from typing import Any
 
 import msgspec
 import pytest
@@ -178,6 +179,22 @@ def test_what_an_owner_spent(store: Store) -> None:
     )
     assert store.usage.spent("organisation", "org_a", START - 5).requests == 4
     assert store.usage.spent("user", "nobody", 0) == UsageSum()
+
+
+def test_what_got_nothing_because_of_us_is_not_spent(store: Store) -> None:
+    nothing: dict[str, Any] = {"key": "k", "input_tokens": 0, "output_tokens": 0}
+    store.usage.add(
+        [
+            usage_row("refused", status="failed", **nothing),
+            usage_row("left the queue", status="cancelled", route="", **nothing),
+            usage_row("left its replica", status="cancelled", **nothing),
+            usage_row("broke", **nothing | {"status": "failed", "output_tokens": 1}),
+            usage_row("died with us", status="interrupted", route="", key="k"),
+        ]
+    )
+    assert store.usage.spent("key", "k", 0).requests == 3
+    (whole,) = store.usage.report()
+    assert whole.requests == 5
 
 
 def test_what_a_key_spent_is_also_what_it_was_rotated_from_did(store: Store, clock: Clock) -> None:
