@@ -304,11 +304,21 @@ async def test_nobody_makes_or_takes_a_key_above_their_own_role(store: Store, ke
 # --- refusals ------------------------------------------------------------------------------------
 
 
+TOO_MANY = {"project": "p", "name": "k", "networks": [f"10.0.0.{last}" for last in range(101)]}
+
+
 @pytest.mark.parametrize(
     ("method", "path", "body", "refusal"),
     [
         ("POST", "/admin/keys", {}, (400, "missing_required_parameter", "project")),
         ("POST", "/admin/keys", {"nam": 1}, (400, "unknown_parameter", "nam")),
+        (
+            "POST",
+            "/admin/keys",
+            {"project": "p", "name": "k", "models": ["m"] * 1001},
+            (400, "invalid_type", "models"),
+        ),
+        ("POST", "/admin/keys", TOO_MANY, (400, "invalid_type", "networks")),
         ("POST", "/admin/organisations", {"name": ""}, (400, "invalid_type", "name")),
         ("POST", "/admin/organisations", {"name": "a\u0000b"}, (400, "invalid_value", None)),
         ("POST", "/admin/organisations", {"name": "acme"}, (409, "conflict", None)),

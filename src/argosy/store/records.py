@@ -34,6 +34,9 @@ Window = Literal["second", "minute", "hour", "day", "month"]
 """Day and month are the calendar's, in UTC; the others slide."""
 
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
+Names = Annotated[tuple[str, ...], Meta(max_length=1000)]
+Networks = Annotated[tuple[str, ...], Meta(max_length=100)]
+"""In CIDR notation. Every request of whom they fence in is compared with each."""
 Amount = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 TokenPrice = Annotated[int, Meta(ge=0, le=10**9)]
 """Nano-dollars for a token: a dollar at most, so that what a ledger sums up stays within 64 bits."""
@@ -72,8 +75,8 @@ class Project(Record, frozen=True, kw_only=True):
     """Whether it shares cached prompts with its organisation's other projects that share."""
     when_unsure: Unsure = "open"
     """What its limits do while the state that gateways share is down: go on locally, or refuse."""
-    networks: tuple[str, ...] = ()
-    """CIDR networks that its callers may come from; none: from anywhere."""
+    networks: Networks = ()
+    """Those that its callers may come from; none: from anywhere."""
     created_at: float
     archived_at: float | None = None
 
@@ -103,9 +106,9 @@ class KeyInfo(Record, frozen=True, kw_only=True):
     """The beginning of the key, by which people know it; not secret."""
     role: Role = "caller"
     scope: RoleScope = "organisation"
-    models: tuple[str, ...] = ()
+    models: Names = ()
     """Public model names it may use; none: all."""
-    networks: tuple[str, ...] = ()
+    networks: Networks = ()
     created_at: float
     expires_at: Moment | None = None
     revoked_at: float | None = None
@@ -130,7 +133,7 @@ class Limit(Record, frozen=True, kw_only=True):
     amount: Amount
     window: Window | None = None
     """None: concurrency has no window."""
-    model: str | None = None
+    model: Name | None = None
     """Public model name; None: all models together."""
 
 
