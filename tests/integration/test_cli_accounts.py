@@ -210,6 +210,8 @@ def test_the_default_project_is_there_when_it_is_meant_whatever_was_made_before(
         (("tenants", "prices", "set", "x", "--input", "1e999999", "--output", "1"), "no amount"),
         (("tenants", "prices", "set", "x", "--input", "1e9", "--output", "1"), "1000000000"),
         (("usage", "--by", "colour"), "A report is by"),
+        (("audit", "--limit", "99999999999999999999"), "to 1000000"),
+        (("explain", "\udcff", "--url", "http://127.0.0.1:1"), "no gateway answers"),
         (("usage", "--since", "yesterday"), "write a date like"),
         (("keys", "list", "--store", "mysql://x"), "sqlite:///path"),
     ],
@@ -237,6 +239,11 @@ def test_a_change_of_nothing_is_none(url: str, command: tuple[str, ...], said: s
     run("tenants", "create", "web")
     run("tenants", "users", "create", "Ann@Acme.test")
     assert said in refused(*command)
+
+
+def test_a_name_is_shown_as_it_is(url: str) -> None:
+    run("tenants", "create", "[bold]:fire: x")
+    assert "[bold]:fire: x" in run("tenants", "list")
 
 
 def test_nobody_is_in_the_way_of_an_id_by_taking_it_for_a_name(url: str) -> None:

@@ -24,7 +24,7 @@ def audit(
     *,
     subject: Annotated[str | None, typer.Option(help="Id of what was changed.")] = None,
     organisation: OfOrganisation = None,
-    limit: Annotated[int, typer.Option(min=1, help="Most entries to list.")] = 50,
+    limit: Annotated[int, typer.Option(min=1, max=10**6, help="Most entries to list.")] = 50,
     store: StoreUrl = None,
     json: AsJson = False,
 ) -> None:

@@ -25,7 +25,8 @@ def show(columns: Sequence[str], rows: Iterable[Sequence[object]], none: str) ->
         typer.echo(none)
         return
     console = Console()
-    Console(width=console.width if console.is_terminal else WIDE, markup=False).print(table)
+    width = console.width if console.is_terminal else WIDE
+    Console(width=width, markup=False, emoji=False).print(table)
 
 
 def tell(record: object, sentence: str, *, json: AsJson) -> None:
