@@ -246,6 +246,15 @@ def test_a_name_is_shown_as_it_is(url: str) -> None:
     assert "[bold]:fire: x" in run("tenants", "list")
 
 
+def test_nobody_commands_the_terminal_of_an_operator(url: str) -> None:
+    run("keys", "create")
+    store = opened(url)
+    row = {"request": "r", "user": "\x1b[2Jann", "model": "m", "started_at": 1.0, "ended_at": 2.0}
+    store.usage.add([UsageRow(status="completed", **row)])
+    store.close()
+    assert "\ufffd[2Jann" in run("usage", "--by", "user")
+
+
 def test_nobody_is_in_the_way_of_an_id_by_taking_it_for_a_name(url: str) -> None:
     web, zeta = told("tenants", "create", "web"), told("tenants", "organisations", "create", "zeta")
     run("tenants", "organisations", "create", zeta["id"])
