@@ -250,6 +250,24 @@ async def test_a_request_that_got_nothing_because_of_us_costs_nothing(clock: Clo
     assert "1 request per minute" in refused.message
 
 
+async def test_who_leaves_before_the_first_token_has_used_the_prompt(clock: Clock) -> None:
+    limits = in_force(
+        clock,
+        limit("input_tokens", 30),
+        limit("nano_dollars", 31_000, "day"),
+        prices=(msgspec.structs.replace(PRICE, output=1),),
+    )
+    for _ in range(2):
+        journey = request(prompt=15, most=1)
+        await limits.enter(journey)
+        leave(limits, journey, "cancelled")
+    refused = await refusal(limits, request(prompt=15, most=1))
+    assert refused is not None
+    assert "30 input tokens are used" in refused.message
+    clock.now += 62
+    assert await refusal(limits, request(prompt=30, most=1)) is None, "nobody pays for that"
+
+
 async def test_places_come_back_when_requests_end(clock: Clock) -> None:
     limits = in_force(clock, limit("concurrency", 2))
     running = [request(), request()]
