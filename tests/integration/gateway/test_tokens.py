@@ -302,6 +302,14 @@ def test_a_good_token_lasts_until_it_expires_whatever_the_issuer_does(issuing: I
     assert refusal(who, token) == (401, "The token has expired. Sign in again.")
 
 
+@pytest.mark.parametrize("expires", [1e308, 10**400])
+def test_a_token_may_last_for_ever(issuing: Issuer, expires: float) -> None:
+    token = issuing.token(project="chat", exp=expires)
+    who = trusting(issuing)
+    for _ in range(2):
+        assert identify(who, bearer(token)).project == "proj_chat"
+
+
 def test_rotated_keys_are_found_and_withdrawn_ones_forgotten(issuing: Issuer) -> None:
     clock = Clock()
     who = trusting(issuing, clock)
