@@ -249,7 +249,13 @@ def test_a_name_is_shown_as_it_is(url: str) -> None:
 def test_nobody_commands_the_terminal_of_an_operator(url: str) -> None:
     run("keys", "create")
     store = opened(url)
-    row = {"request": "r", "user": "\x1b[2Jann", "model": "m", "started_at": 1.0, "ended_at": 2.0}
+    row: dict[str, Any] = {
+        "request": "r",
+        "user": "\x1b[2Jann",
+        "model": "m",
+        "started_at": 1.0,
+        "ended_at": 2.0,
+    }
     store.usage.add([UsageRow(status="completed", **row)])
     store.close()
     assert "\ufffd[2Jann" in run("usage", "--by", "user")

@@ -79,8 +79,8 @@ async def shop(folder: Path, tokenizer: Tokenizer, *, daily: int = 1000) -> Asyn
             1
         ],
     }
-    accounts.set_limit("project", web.id, "output_tokens", daily, window="day", actor=actor)
-    accounts.set_price(Price(model="big", input=5, cached_input=1, output=20), actor=actor)
+    store.terms.set_limit("project", web.id, "output_tokens", daily, window="day", actor=actor)
+    store.terms.set_price(Price(model="big", input=5, cached_input=1, output=20), actor=actor)
     engine = FakeEngine(tokenizer, lambda _: Script(list(TOKENS), finish="length"))
     async with serve(engine) as served:
         config = GatewayConfig(

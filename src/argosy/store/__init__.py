@@ -35,6 +35,7 @@ from argosy.store.rules import working
 from argosy.store.shared import MemoryState, SharedState, open_shared
 from argosy.store.slots import Slot
 from argosy.store.spool import Spool, SpoolError, SpoolFullError
+from argosy.store.spreadsheet import csv_lines
 from argosy.store.store import (
     Store,
     StoreConfig,
@@ -43,7 +44,8 @@ from argosy.store.store import (
     open_store,
     state_folder,
 )
-from argosy.store.usage import Group, ReportRow, UsageFilter, UsageLog, UsageSum, csv_lines
+from argosy.store.terms import Terms
+from argosy.store.usage import Group, ReportRow, UsageFilter, UsageLog, UsageSum
 
 __all__ = [
     "Accounts",
@@ -78,6 +80,7 @@ __all__ = [
     "Store",
     "StoreConfig",
     "StoreError",
+    "Terms",
     "Tier",
     "TokenPrice",
     "Unit",

@@ -17,6 +17,7 @@ from argosy.store.audit import Audit
 from argosy.store.changes import find
 from argosy.store.database import Database
 from argosy.store.records import Directory, Key, Limit, Organisation, Price, Project, User
+from argosy.store.terms import Terms
 from argosy.store.usage import UsageLog
 
 EXPIRED_STAY_S = 30 * 86_400
@@ -43,6 +44,7 @@ class Store:
         self._database = database
         self._clock = clock
         self.accounts = Accounts(database, clock)
+        self.terms = Terms(database, clock)
         self.audit = Audit(database)
         self.usage = UsageLog(database)
 

@@ -5,10 +5,8 @@ A row counts for the moment when its request ended; days are those of UTC.
 
 from __future__ import annotations
 
-import csv
-import io
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any, Literal, get_args
 
@@ -33,6 +31,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from argosy.store import schema
 from argosy.store.database import Database
 from argosy.store.records import OwnerKind, UsageRow
+from argosy.store.spreadsheet import csv_lines
 
 Group = Literal["day", "organisation", "project", "key", "user", "model", "route"]
 """What a report may be by."""
@@ -312,19 +311,3 @@ def _report_row(values: dict[str, Any]) -> ReportRow:
     if "day" in values:
         values["day"] = datetime.fromtimestamp(values["day"] * DAY_S, UTC).date().isoformat()
     return ReportRow(**values)
-
-
-def csv_lines(lines: Iterable[Sequence[object]]) -> str:
-    """CSV text. An apostrophe comes before texts that a spreadsheet would compute: users choose some of them."""
-    file = io.StringIO()
-    safe = ([_harmless(cell) for cell in line] for line in lines)
-    csv.writer(file, lineterminator="\n").writerows(safe)
-    return file.getvalue()
-
-
-def _harmless(cell: object) -> object:
-    if not isinstance(cell, str):
-        return cell
-    computed = cell.startswith(("=", "+", "-", "@", "\t"))
-    text = cell.replace("\r", " ")  # the writer does not quote it, and readers end the line there
-    return f"'{text}" if computed else text

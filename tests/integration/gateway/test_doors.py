@@ -124,7 +124,7 @@ async def test_what_generates_nothing_counts_against_the_limit_on_requests(url: 
     chat, *_ = tenants(url)
     store = open_store(url)
     (key,) = (key for key in store.directory().keys if key.name == "chat")
-    store.accounts.set_limit("key", key.id, "requests", 2, window="hour", actor="test")
+    store.terms.set_limit("key", key.id, "requests", 2, window="hour", actor="test")
     store.close()
     async with (
         rough_server() as replica,

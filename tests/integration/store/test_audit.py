@@ -44,10 +44,10 @@ def test_every_change_is_told(store: Store) -> None:
     key, _ = accounts.create_key(project.id, "k", actor="e")
     new, _ = accounts.rotate_key(key.id, 5, actor="f")
     accounts.revoke_key(new.id, actor="g")
-    limit = accounts.set_limit("project", project.id, "concurrency", 3, actor="h")
-    accounts.set_limit("project", project.id, "concurrency", 4, actor="h")
-    accounts.delete_limit(limit.id, actor="h")
-    price = accounts.set_price(Price(model="m", input=1, cached_input=1, output=1), actor="i")
+    limit = store.terms.set_limit("project", project.id, "concurrency", 3, actor="h")
+    store.terms.set_limit("project", project.id, "concurrency", 4, actor="h")
+    store.terms.delete_limit(limit.id, actor="h")
+    price = store.terms.set_price(Price(model="m", input=1, cached_input=1, output=1), actor="i")
     accounts.archive_organisation(organisation.id, actor="j")
     entries = store.audit.entries()[::-1]
     assert [(entry.actor, entry.action, entry.subject) for entry in entries] == [
