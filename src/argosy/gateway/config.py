@@ -22,6 +22,9 @@ from argosy.web import TlsConfig
 
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _HEADER_VALUE = re.compile(r"[\x20-\x7e]*")
+_OURS = frozenset({"host", "content-length", "transfer-encoding", "connection"})
+"""Headers that the gateway writes itself: a second one would end a request elsewhere."""
+ModelName = Annotated[str, Meta(max_length=200, pattern=r"^[^\s\x00-\x1f]([^\x00-\x1f\x7f]*\S)?$")]
 Positive = Annotated[float, Meta(gt=0)]
 
 
@@ -56,8 +59,8 @@ class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A public model name and who answers for it."""
 
-    name: str
-    aliases: tuple[str, ...] = ()
+    name: ModelName
+    aliases: tuple[ModelName, ...] = ()
     routing: Rule = "least-cost"
     hedge_after_s: Positive | None = None
     """Ask a second replica too when the first has given nothing of an answer for so long; None: never."""
@@ -146,6 +149,10 @@ def _check_replicas(path: Path, model: ModelConfig) -> None:
     names = [replica.name or replica.url for replica in model.replicas]
     _refuse_twice(path, f"of {model.name!r} the replica", names)
     for replica in model.replicas:
+        if replica.tls != UpstreamTls() and not replica.url.startswith("https:"):
+            raise ValueError(
+                f"{path}: {replica.url}: tls is for https URLs; write https, or remove it"
+            )
         if replica.kv_events is not None and replica.kind not in {"auto", "vllm", "sglang"}:
             raise ValueError(f"{path}: {replica.url}: kv_events is of vllm and sglang; remove it")
 
@@ -165,6 +172,8 @@ def headers_of(replica: ReplicaConfig) -> tuple[tuple[bytes, bytes], ...]:
             raise ValueError(f"{replica.url}: set the environment variable {replica.api_key_env}")
         headers[replica.key_header] = replica.key_prefix + key
     for name, value in headers.items():
+        if name.lower() in _OURS:
+            raise ValueError(f"{replica.url}: the header {name!r} is the gateway's own; remove it")
         if not (_HEADER_NAME.fullmatch(name) and _HEADER_VALUE.fullmatch(value)):
             raise ValueError(f"{replica.url}: {name!r} cannot be sent as a header; use plain ASCII")
     return tuple((name.lower().encode(), value.encode()) for name, value in headers.items())

@@ -29,7 +29,7 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     url: str | None = None
     """`sqlite:///path` or `postgresql://user:password@host/database`; by default `default_url()`."""
-    keep_usage_days: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    keep_usage_days: Annotated[int, msgspec.Meta(ge=1, le=36_500)] | None = None
     """Days that rows of the ledger are kept; older ones are summed by day. None: for ever."""
 
 

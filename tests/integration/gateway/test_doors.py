@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import msgspec
@@ -215,6 +216,14 @@ def test_settings_that_need_a_store_say_so(tmp_path: Path, useless: str) -> None
         ("models: [{name: m, replicas: [{url: x, tls: {caa: x}}]}]", "did you mean `ca`"),
         ("port: 2026-13-45", "month must be in"),
         ("port: [", "parsing"),
+        ("models: [{name: '', replicas: [{url: x}]}]", r"regex .* at `\$.models\[0\].name`"),
+        ('models: [{name: "a\\tb", replicas: [{url: x}]}]', "regex .*name"),
+        ("models: [{name: m, aliases: [' a'], replicas: [{url: x}]}]", "regex .*aliases"),
+        ("models: [{name: m, replicas: [{url: 'http://x', tls: {ca: y}}]}]", "tls is for https"),
+        ("explain: {requests: -1}", ">= 0"),
+        ("explain: {seconds: .nan}", ">= 0"),
+        ("auth: {jwt: {audience: ['']}}", "length >= 1"),
+        ("store: {keep_usage_days: 9999999}", "<= 36500"),
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused_with_their_file(
@@ -231,6 +240,23 @@ def test_settings_that_cannot_be_meant_are_refused_with_their_file(
     path.write_text(models + settings)
     with pytest.raises(ValueError, match=f"gateway.yaml: .*{said}"):
         load_config(path)
+
+
+@pytest.mark.parametrize(
+    ("replica", "said"),
+    [
+        ({"url": "http://user:secret@x"}, "URL of x has a user, a query"),
+        ({"url": "http://x?key=secret"}, "URL of x has a user, a query"),
+        ({"url": "http://x/a b"}, "or a space"),
+        ({"url": "http://x", "headers": {"Content-Length": "5"}}, "gateway's own; remove it"),
+        ({"url": "http://x", "headers": {"host": "y"}}, "gateway's own; remove it"),
+    ],
+)
+def test_what_a_replica_would_not_be_told_is_refused(replica: dict[str, Any], said: str) -> None:
+    config = GatewayConfig(models=[ModelConfig(name="m", replicas=[ReplicaConfig(**replica)])])
+    with pytest.raises(ValueError, match=said) as refused:
+        GatewayServer(config, print)
+    assert "secret" not in str(refused.value)
 
 
 def test_a_log_in_json_has_no_other_lines(tmp_path: Path) -> None:
