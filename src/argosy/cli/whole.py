@@ -13,7 +13,7 @@ import msgspec
 import uvloop
 
 from argosy.cli.display import Display
-from argosy.cli.doorkeeping import Doorkeeping
+from argosy.cli.doorkeeping import Doorkeeping, Opening
 from argosy.engine import EngineConfig, ServerConfig, locate
 from argosy.fleet import LocalLauncher, Place, ReplicaSpec, Supervisor, runtime_folder
 from argosy.telemetry import configure_logs
@@ -42,7 +42,7 @@ class Whole:
         self._replicas = {f"replica-{number}": place for number, place in enumerate(places)}
         self._door = door
         self._shown = shown
-        self._key: str | None = None
+        self._opening: Opening | None = None
         self._gateway: GatewayServer | None = None
         self._leave = asyncio.Event()
         self._at_once = asyncio.Event()
@@ -88,7 +88,7 @@ class Whole:
                 # Who connects now waits for the first replica.
                 preparing = asyncio.create_task(asyncio.to_thread(self._door.prepare))
                 first = await self._first_replica(supervisor, keeping)
-                self._key = await preparing
+                self._opening = await preparing
                 if not first:
                     return
                 self._gateway = gateway
@@ -132,7 +132,8 @@ class Whole:
 
         calm_collector()
         self.served = True
-        self._shown.ready(url, self._names[0], self._key, keyed=self._door.keyed)
+        assert self._opening is not None  # noqa: S101 - the gateway was started after it
+        self._shown.ready(url, self._names[0], self._opening)
 
     # --- settings --------------------------------------------------------------------------------
 
