@@ -229,10 +229,13 @@ class Limits:
         return refusals, False
 
     def _meter(self, limit: Limit) -> Meter:
-        """The limit's meter: the one that it has, unless something else is to be counted."""
+        """The limit's meter: the one that it has, unless something else is to be counted.
+
+        A key that is rotated is none: its limits go to another owner, and what is used of them stays.
+        """
         if limit.id in self._meters:
             known, meter = self._meters[limit.id]
-            if known == msgspec.structs.replace(limit, amount=known.amount):
+            if known == msgspec.structs.replace(limit, amount=known.amount, owner=known.owner):
                 meter.counter.limit = limit.amount
                 return meter
         counter = self._state.counter(limit)

@@ -316,9 +316,10 @@ async def test_a_key_and_what_it_was_rotated_into_share_their_limits(clock: Cloc
         )
 
     limits = Gate(MemoryState(), clock)
+    limits.update(directory(msgspec.structs.replace(limit("requests", 2), owner="k0")))
+    await limits.enter(request(msgspec.structs.replace(CALLER, key="k0")))
     limits.update(held_by("k2"))
-    for key in ("k0", "k1"):
-        await limits.enter(request(msgspec.structs.replace(CALLER, key=key)))
+    await limits.enter(request(msgspec.structs.replace(CALLER, key="k1")))
     for key in ("k0", "k1", "k2"):
         assert await refusal(limits, request(msgspec.structs.replace(CALLER, key=key))) is not None
     assert await refusal(limits, request(OTHER)) is not None, "that is k2"
