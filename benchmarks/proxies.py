@@ -140,14 +140,14 @@ def _account(url: str) -> str:
         project = accounts.create_project(organisation, "tenant", actor=actor).id
         key, plain = accounts.create_key(project, "key", actor=actor)
         far = 10**15
-        accounts.set_limit(
+        store.terms.set_limit(
             "organisation", organisation, "nano_dollars", far, window="month", actor=actor
         )
-        accounts.set_limit("project", project, "tokens", far, window="minute", actor=actor)
-        accounts.set_limit("project", project, "concurrency", far, actor=actor)
-        accounts.set_limit("key", key.id, "requests", far, window="minute", actor=actor)
+        store.terms.set_limit("project", project, "tokens", far, window="minute", actor=actor)
+        store.terms.set_limit("project", project, "concurrency", far, actor=actor)
+        store.terms.set_limit("key", key.id, "requests", far, window="minute", actor=actor)
         price = Price(model=MODEL, input=100, cached_input=10, output=400)
-        accounts.set_price(price, actor=actor)
+        store.terms.set_price(price, actor=actor)
         return plain
     finally:
         store.close()

@@ -106,12 +106,12 @@ class Tenants:
 
     def limit(self, project: str, unit: Any, amount: int, window: Any = None) -> None:  # noqa: ANN401 - a limit's
         """A limit of a project."""
-        self.store.accounts.set_limit("project", project, unit, amount, window=window, actor="test")
+        self.store.terms.set_limit("project", project, unit, amount, window=window, actor="test")
 
     def price(self, per_output_token: int) -> None:
         """What the model costs, in nano-dollars; prompts are free."""
         price = Price(model=MODEL, input=0, cached_input=0, output=per_output_token)
-        self.store.accounts.set_price(price, actor="test")
+        self.store.terms.set_price(price, actor="test")
 
     def rows(self) -> list[UsageRow]:
         """The whole ledger."""

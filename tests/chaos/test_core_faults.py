@@ -17,6 +17,7 @@ from tests.chaos.scripted import (
     prompt,
     stopped,
 )
+from tests.deltas import all_deltas, next_delta
 from tests.waiting import until
 
 from argosy.engine.serving.core.client import EngineClient, EngineFailedError
@@ -37,21 +38,17 @@ def request(
 
 async def read(stream: DeltaStream) -> tuple[list[int], Delta]:
     """All tokens, and the last delta. Checks that the end came once."""
-    tokens: list[int] = []
-    ends: list[Delta] = []
-    async for delta in stream:
-        assert not ends
-        tokens += delta.tokens
-        if delta.finish is not None:
-            ends.append(delta)
-    assert len(ends) == 1
-    return tokens, ends[0]
+    deltas = await all_deltas(stream)
+    assert [delta.finish is None for delta in deltas] == [True] * (len(deltas) - 1) + [False]
+    return [token for delta in deltas for token in delta.tokens], deltas[-1]
 
 
 async def read_some(stream: DeltaStream, count: int) -> list[int]:
     tokens: list[int] = []
     while len(tokens) < count:
-        tokens += (await anext(stream)).tokens
+        delta = await next_delta(stream)
+        assert delta is not None
+        tokens += delta.tokens
     return tokens
 
 
@@ -225,7 +222,7 @@ async def test_closed_stream_is_not_resumed(serve: Serve, tmp_path: Path) -> Non
         gone = client.generate(request(prompt(Command.EXIT, at=3, times=1000), name="gone"))
         other = client.generate(request(prompt(Command.GATE, at=1), name="other"))
         await until_state(client, "restarting")
-        await gone.aclose()
+        gone.close()
         open_gate(tmp_path)
         assert (await read(other))[0] == expected(prompt(Command.GATE, at=1), LENGTH)
         assert client.restarts_total == 1

@@ -73,7 +73,9 @@ class World:
         accounts, organisation = self.store.accounts, self.organisation("customer")
         project = accounts.create_project(organisation, "web", actor="test").id
         user = accounts.create_user(organisation, f"{name()}@x.test", actor="test").id
-        limit = accounts.set_limit("project", project, "requests", 9, window="day", actor="test")
+        limit = self.store.terms.set_limit(
+            "project", project, "requests", 9, window="day", actor="test"
+        )
         key = await self.made("/admin/keys", {"project": project, "name": "web", "user": user})
         sent = {"model": "big", "prompt": "Say", "max_tokens": 1}
         headers = {"authorization": f"Bearer {key['key']}"}

@@ -15,6 +15,7 @@ import httpx2
 import msgspec
 
 from argosy.engine.config import EngineConfig
+from argosy.engine.serving.core.client import EngineClient
 from argosy.engine.serving.http.options import ServerConfig
 from argosy.engine.serving.http.replica import Engine, Replica
 from argosy.engine.serving.http.server import ReplicaServer, TextTools
@@ -45,6 +46,12 @@ class Served:
 def text_tools() -> TextTools:
     """The bundled model's tokenizer and template."""
     return TextTools(Tokenizer.load(BUNDLED), ChatTemplate.load(BUNDLED, None))
+
+
+def real_engine(blocks: int = 512) -> EngineClient:
+    """The bundled model's, with so many KV blocks; not started yet."""
+    config = EngineConfig(model=str(BUNDLED), threads=1, num_blocks=blocks, warmup=False)
+    return EngineClient(config)
 
 
 @contextlib.asynccontextmanager

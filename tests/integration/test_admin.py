@@ -27,9 +27,18 @@ from schemathesis.specs.openapi.checks import (
 from argosy.gateway.admin import build_admin
 from argosy.gateway.admin.app import OPERATIONS
 from argosy.gateway.identity import AuthConfig, Identity
-from argosy.protocol import ApiError
 from argosy.store import Directory, Role, Store, UsageRow, open_store
-from argosy.web import Exchange, Listener, Receive, Scope, Send, bind, bind_unix, url_of
+from argosy.web import (
+    Exchange,
+    Listener,
+    Receive,
+    Scope,
+    Send,
+    answered,
+    bind,
+    bind_unix,
+    url_of,
+)
 
 Cards = Callable[[str], dict[str, Any] | None]
 Keys = dict[Role, dict[str, str]]
@@ -60,10 +69,7 @@ async def admin(
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send, Limits())
-        try:
-            await exchange.hand_to(answer)
-        except ApiError as error:
-            await exchange.refuse(error)
+        await answered(exchange, exchange.hand_to(answer))
 
     bound = bind("127.0.0.1", 0) if unix is None else bind_unix(unix)
     url = url_of(bound) if unix is None else "http://localhost"
@@ -298,11 +304,21 @@ async def test_nobody_makes_or_takes_a_key_above_their_own_role(store: Store, ke
 # --- refusals ------------------------------------------------------------------------------------
 
 
+TOO_MANY = {"project": "p", "name": "k", "networks": [f"10.0.0.{last}" for last in range(101)]}
+
+
 @pytest.mark.parametrize(
     ("method", "path", "body", "refusal"),
     [
         ("POST", "/admin/keys", {}, (400, "missing_required_parameter", "project")),
         ("POST", "/admin/keys", {"nam": 1}, (400, "unknown_parameter", "nam")),
+        (
+            "POST",
+            "/admin/keys",
+            {"project": "p", "name": "k", "models": ["m"] * 1001},
+            (400, "invalid_type", "models"),
+        ),
+        ("POST", "/admin/keys", TOO_MANY, (400, "invalid_type", "networks")),
         ("POST", "/admin/organisations", {"name": ""}, (400, "invalid_type", "name")),
         ("POST", "/admin/organisations", {"name": "a\u0000b"}, (400, "invalid_value", None)),
         ("POST", "/admin/organisations", {"name": "acme"}, (409, "conflict", None)),
@@ -310,6 +326,7 @@ async def test_nobody_makes_or_takes_a_key_above_their_own_role(store: Store, ke
         ("GET", "/admin/keys?limit=x", None, (400, "invalid_type", "limit")),
         ("GET", "/admin/keys?offset=1", None, (400, "unknown_parameter", "offset")),
         ("GET", "/admin/keys?project=%00", None, (400, "invalid_value", "project")),
+        ("GET", "/admin/usage?group_by=day&group_by=key", None, (400, "invalid_value", "group_by")),
         ("GET", "/admin/usage?group_by=colour", None, (400, "invalid_value", None)),
         ("GET", "/admin/usage?since=1e308", None, (400, "invalid_type", "since")),
         ("GET", "/admin/keys/nobody", None, (404, "not_found", None)),

@@ -64,6 +64,26 @@ async def test_nobody_gives_or_takes_over_more_than_they_have(world: World) -> N
     assert answer.json()["scope"] == "organisation"
 
 
+async def test_nobody_ends_or_fences_in_the_project_of_a_user_above_them(world: World) -> None:
+    customer = await world.customer()
+    accounts, client = world.store.accounts, world.client
+    client.headers |= await world.headers("admin", "organisation", customer.organisation)
+    boss = accounts.create_user(
+        customer.organisation,
+        f"{name()}@x.test",
+        role="admin",
+        scope="gateway",
+        project=customer.project,
+        actor="test",
+    )
+    path = f"/admin/projects/{customer.project}"
+    fence = {"networks": ["192.0.2.0/24"]}
+    assert refusal(await client.patch(path, json=fence)) == "insufficient_role"
+    assert refusal(await client.post(f"{path}/archive")) == "insufficient_role"
+    accounts.disable_user(boss.id, actor="test")
+    assert (await client.patch(path, json=fence)).status_code == 200
+
+
 async def test_a_key_for_some_models_makes_none_for_others(world: World) -> None:
     customer = await world.customer()
     admin = {"project": customer.project, "name": name(), "role": "admin", "models": ["a", "b"]}

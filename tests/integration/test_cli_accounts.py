@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sqlite3
 import subprocess
 import sys
 import time
@@ -62,6 +63,29 @@ def test_the_first_key_takes_one_command(url: str) -> None:
     assert first.actor.startswith("cli")
     assert plain[18:] not in run("keys", "list")
     assert run("keys", "create").strip() != plain
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("usage",),
+        ("audit", "verify"),
+        ("keys", "list"),
+        ("keys", "revoke", "app"),
+        ("tenants", "list"),
+        ("tenants", "limits", "set", "tokens", "5", "-p", "default"),
+        ("tenants", "prices", "list"),
+        ("tenants", "organisations", "list"),
+        ("tenants", "users", "create", "ann@acme.test"),
+    ],
+)
+def test_a_mistyped_store_is_not_made(url: str, tmp_path: Path, command: tuple[str, ...]) -> None:
+    assert "Argosy keeps nothing in" in refused(*command)
+    assert not (tmp_path / "state").exists()
+    others = tmp_path / "others.db"
+    sqlite3.connect(others).execute("CREATE TABLE bookmarks (id)")
+    assert "argosy keys create" in refused(*command, "--store", f"sqlite:///{others}")
+    assert sqlite3.connect(others).execute("SELECT count(*) FROM sqlite_schema").fetchone() == (1,)
 
 
 def test_keys_are_made_with_everything_they_may_have(url: str) -> None:
@@ -183,7 +207,11 @@ def test_the_default_project_is_there_when_it_is_meant_whatever_was_made_before(
         (("tenants", "limits", "set", "dollars", "x", "-p", "default"), "12.50"),
         (("tenants", "limits", "set", "tokens", "5"), "give one of --organisation"),
         (("tenants", "prices", "set", "x", "--input", "0.0001", "--output", "1"), "too fine"),
+        (("tenants", "prices", "set", "x", "--input", "1e999999", "--output", "1"), "no amount"),
+        (("tenants", "prices", "set", "x", "--input", "1e9", "--output", "1"), "1000000000"),
         (("usage", "--by", "colour"), "A report is by"),
+        (("audit", "--limit", "99999999999999999999"), "to 1000000"),
+        (("explain", "\udcff", "--url", "http://127.0.0.1:1"), "no gateway answers"),
         (("usage", "--since", "yesterday"), "write a date like"),
         (("keys", "list", "--store", "mysql://x"), "sqlite:///path"),
     ],
@@ -191,6 +219,57 @@ def test_the_default_project_is_there_when_it_is_meant_whatever_was_made_before(
 def test_what_cannot_be_done_is_one_sentence(url: str, command: tuple[str, ...], said: str) -> None:
     run("keys", "create", "app")
     assert said in refused(*command)
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (("tenants", "change", "web"), "give what to change"),
+        (("tenants", "change", "web", "--name", ""), "length >= 1 - at `$.name`"),
+        (("tenants", "change", "web", "--network", "::/0", "--anywhere"), "not both"),
+        (("tenants", "users", "change", "ann@acme.test"), "give what to change"),
+        (
+            ("tenants", "users", "change", "ann@acme.test", "--email", ""),
+            "length >= 1 - at `$.email`",
+        ),
+        (("keys", "create", ""), "length >= 1 - at `$.name`"),
+    ],
+)
+def test_a_change_of_nothing_is_none(url: str, command: tuple[str, ...], said: str) -> None:
+    run("tenants", "create", "web")
+    run("tenants", "users", "create", "Ann@Acme.test")
+    assert said in refused(*command)
+
+
+def test_a_name_is_shown_as_it_is(url: str) -> None:
+    run("tenants", "create", "[bold]:fire: x")
+    assert "[bold]:fire: x" in run("tenants", "list")
+
+
+def test_nobody_commands_the_terminal_of_an_operator(url: str) -> None:
+    run("keys", "create")
+    store = opened(url)
+    row: dict[str, Any] = {
+        "request": "r",
+        "user": "\x1b[2Jann",
+        "model": "m",
+        "started_at": 1.0,
+        "ended_at": 2.0,
+    }
+    store.usage.add([UsageRow(status="completed", **row)])
+    store.close()
+    assert "\ufffd[2Jann" in run("usage", "--by", "user")
+
+
+def test_nobody_is_in_the_way_of_an_id_by_taking_it_for_a_name(url: str) -> None:
+    web, zeta = told("tenants", "create", "web"), told("tenants", "organisations", "create", "zeta")
+    run("tenants", "organisations", "create", zeta["id"])
+    run("tenants", "create", web["id"], "-o", "zeta")
+    run("tenants", "create", "default/web", "-o", "zeta")
+    assert told("tenants", "change", web["id"], "--weight", "2")["id"] == web["id"]
+    assert told("tenants", "create", "shop", "-o", zeta["id"])["organisation"] == zeta["id"]
+    run("tenants", "users", "create", "Ann@Acme.test", "-o", "zeta")
+    run("tenants", "users", "disable", "Ann@Acme.test")
 
 
 def test_usage_is_summed_by_name_and_exported(url: str, tmp_path: Path) -> None:

@@ -428,12 +428,16 @@ async def test_a_hosted_api_gets_its_key_and_no_field_that_it_does_not_know(
     }
     async with running(double), gateway(behind(double, **settings)) as (server, client):
         assert server.replicas[0].kind == "openai"
-        extras = {"session_id": "s", "cache_salt": "c", "timeout_s": 3.0, "priority": -1}
+        extras = {"session_id": "s", "cache_salt": "c", "timeout_s": 30.0, "priority": 1}
         seen = await stream(client, CHAT, **extras)
         assert (seen.text, seen.done, seen.errors) == (WHOLE, 1, [])
         asked = double.asked[0]
         assert asked.headers["openai-organization"] == "org-1"
         assert asked.body.keys() == {"model", "messages", "stream"}
+        trace = {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01", "tracestate": "vendor=1"}
+        answer = await client.post(CHAT, json=BODIES[CHAT], headers=trace)
+        assert {name: double.asked[1].headers[name] for name in trace} == trace
+        assert answer.headers["openai-version"] == "2020-10-01"
         double.faults.append(Fault("die", 3))
         assert (await stream(client, CHAT)).errors
 

@@ -127,6 +127,17 @@ def test_what_is_kept_is_bounded_in_number_and_age() -> None:
     assert traces.find("same") is None
 
 
+def test_nobody_hides_an_answer_by_choosing_its_id_for_a_request() -> None:
+    traces = Traces(ExplainConfig())
+    mine, other = Trace(id="chatcmpl-1", request="a"), Trace(id="chatcmpl-2", request="chatcmpl-1")
+    for trace in (mine, other):
+        traces.begin(trace)
+        assert traces.find("chatcmpl-1") is mine
+    for trace in (mine, other):
+        traces.end(trace, 1.0)
+    assert traces.find("chatcmpl-1") == mine
+
+
 def test_attempts_and_candidates_are_bounded() -> None:
     trace = Trace()
     costs = tuple(Cost(f"http://{n}", float(n), 0.0, 0.0, 0.0, 0.0) for n in range(100))

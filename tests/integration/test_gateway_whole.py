@@ -10,13 +10,10 @@ from typing import Any
 import pytest_asyncio
 from tests.integration.fake_engine import FakeEngine, Script
 from tests.integration.gateway.harness import Watching, front
-from tests.integration.serving import MODEL, Served, chat, completion, events, serve
+from tests.integration.serving import MODEL, Served, chat, completion, events, real_engine, serve
 
-from argosy.engine import EngineConfig
-from argosy.engine.serving.core.client import EngineClient
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.gateway import ReplicaConfig
-from argosy.models import BUNDLED
 
 BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "chat": ("/v1/chat/completions", chat(seed=3, max_tokens=14, temperature=1.3)),
@@ -48,8 +45,7 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest_asyncio.fixture
 async def real() -> AsyncIterator[Served]:
-    engine = EngineClient(EngineConfig(model=str(BUNDLED), threads=1, num_blocks=512, warmup=False))
-    async with serve(engine) as served:
+    async with serve(real_engine()) as served:
         yield served
 
 

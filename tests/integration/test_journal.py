@@ -10,11 +10,8 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from tests.integration.serving import Served, chat, completion, serve
+from tests.integration.serving import Served, chat, completion, real_engine, serve
 
-from argosy.engine import EngineConfig
-from argosy.engine.serving.core.client import EngineClient
-from argosy.models import BUNDLED
 from argosy.protocol import unpack_names
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -24,8 +21,7 @@ ANSWER = "cmpl-chosen-elsewhere 1700000000"
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def real() -> AsyncIterator[Served]:
-    engine = EngineClient(EngineConfig(model=str(BUNDLED), threads=1, num_blocks=512, warmup=False))
-    async with serve(engine) as served:
+    async with serve(real_engine()) as served:
         yield served
 
 

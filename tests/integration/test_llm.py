@@ -131,6 +131,10 @@ async def test_async_twin_gives_the_same_and_streams(llm: LLM) -> None:
         seen = [o.outputs[0].text async for o in engine.stream("Once upon a time", GREEDY)]
         assert seen[-1] == expected.outputs[0].text
         assert all(seen[-1].startswith(text) for text in seen)
+        pairs = [o.outputs async for o in engine.stream("Once upon a time", GREEDY, n=2)]
+        lengths = [tuple(len(answer.token_ids) for answer in pair) for pair in pairs]
+        assert lengths == sorted(set(lengths))  # each tells more than the one before
+        assert [answer.text for answer in pairs[-1]] == [expected.outputs[0].text] * 2
         async with aclosing(engine.stream_chat(TALK, GREEDY)) as answer:
             await anext(answer)
         stop = expected.outputs[0].text.split()[2]

@@ -7,12 +7,12 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import AsyncIterator
-from contextlib import aclosing
 from pathlib import Path
 
 import psutil
 import pytest
 from tests.chaos.scripted import CORE, Command, expected, prompt
+from tests.deltas import all_deltas, next_delta
 from tests.waiting import until
 
 from argosy.engine.config import EngineConfig
@@ -42,7 +42,7 @@ def request(
 
 
 async def collect(client: EngineClient, wanted: EngineRequest) -> list[Delta]:
-    return [delta async for delta in client.generate(wanted)]
+    return await all_deltas(client.generate(wanted))
 
 
 def tokens_of(deltas: list[Delta]) -> list[int]:
@@ -75,7 +75,7 @@ async def test_same_id_twice_at_once(client: EngineClient) -> None:
 async def test_slow_reader_gets_one_merged_delta(client: EngineClient) -> None:
     slow = client.generate(request(prompt(salt=1), max_tokens=200, prompt_logprobs=0))
     await until(lambda: slow.ended)
-    deltas = [delta async for delta in slow]
+    deltas = await all_deltas(slow)
     assert len(deltas) == 1
     assert deltas[0].tokens == expected(prompt(salt=1), 200)
     assert [entry.token for entry in deltas[0].prompt_logprobs] == prompt(salt=1)[1:]
@@ -83,8 +83,9 @@ async def test_slow_reader_gets_one_merged_delta(client: EngineClient) -> None:
 
 
 async def test_closing_the_stream_aborts(client: EngineClient, tmp_path: Path) -> None:
-    async with aclosing(client.generate(request(prompt(Command.GATE, at=2)))) as stream:
-        await anext(stream)
+    stream = client.generate(request(prompt(Command.GATE, at=2)))
+    assert await next_delta(stream) is not None
+    stream.close()
     assert client.in_flight == 0
     await until((tmp_path / "aborted").exists)
     assert tokens_of(await collect(client, request(prompt()))) == expected(prompt(), 30)
@@ -124,7 +125,7 @@ async def test_close_ends_the_process_and_what_was_running(client: EngineClient)
     await client.close()
     await client.close()
     assert not psutil.pid_exists(pid)
-    assert [delta.finish async for delta in stream][-1] == "error"
+    assert (await all_deltas(stream))[-1].finish == "error"
     assert client.state == "stopped"
     with pytest.raises(ApiError, match="stopping"):
         client.generate(request(prompt()))

@@ -10,11 +10,7 @@ from typing import Any
 import openai
 import pytest
 import pytest_asyncio
-from tests.integration.serving import MODEL, Served, chat, completion, events, serve
-
-from argosy.engine import EngineConfig
-from argosy.engine.serving.core.client import EngineClient
-from argosy.models import BUNDLED
+from tests.integration.serving import MODEL, Served, chat, completion, events, real_engine, serve
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -23,8 +19,7 @@ HELLO: list[openai.types.chat.ChatCompletionMessageParam] = [{"role": "user", "c
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def real() -> AsyncIterator[Served]:
-    engine = EngineClient(EngineConfig(model=str(BUNDLED), threads=1, num_blocks=512, warmup=False))
-    async with serve(engine) as served:
+    async with serve(real_engine()) as served:
         yield served
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import getpass
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from argosy.store import Key, Organisation, Project, Store, User
 
 T = TypeVar("T")
+R = TypeVar("R", "Organisation", "Project", "User")
 
 StoreUrl = Annotated[
     str | None,
@@ -42,11 +43,28 @@ DEFAULT = "default"
 
 @contextmanager
 def opened(url: str | None) -> Iterator[Store]:
-    """The store, its tables up to date. Whatever it refuses ends the command with a sentence."""
-    from argosy.store import default_url, open_store
+    """The store that is there, its tables up to date. Whatever it refuses ends the command with a sentence."""
+    from argosy.store import find_store
+
+    with _using(find_store, url) as store:
+        yield store
+
+
+@contextmanager
+def opened_or_made(url: str | None) -> Iterator[Store]:
+    """The same for what may come first: the store is made where there is none."""
+    from argosy.store import open_store
+
+    with _using(open_store, url) as store:
+        yield store
+
+
+@contextmanager
+def _using(find: Callable[[str], Store], url: str | None) -> Iterator[Store]:
+    from argosy.store import default_url
 
     try:
-        store = open_store(url or default_url())
+        store = find(url or default_url())
         try:
             store.migrate()
             yield store
@@ -67,7 +85,7 @@ def actor() -> str:
 def find_organisation(store: Store, wanted: str) -> Organisation:
     """By id or name. Raises ValueError; so do the others."""
     living = [item for item in store.accounts.list_organisations() if item.archived_at is None]
-    found = [item for item in living if wanted in {item.id, item.name}]
+    found = _by_id(living, wanted) or [item for item in living if item.name == wanted]
     return _one(found, f"organisation {wanted!r}", "argosy tenants organisations list")
 
 
@@ -80,10 +98,8 @@ def find_project(store: Store, wanted: str) -> Project:
     """By id, by name, or by organisation and name with a slash between."""
     names = {item.id: item.name for item in store.accounts.list_organisations()}
     living = [item for item in store.accounts.list_projects() if item.archived_at is None]
-    found = [
-        item
-        for item in living
-        if wanted in {item.id, item.name, f"{names[item.organisation]}/{item.name}"}
+    found = _by_id(living, wanted) or [
+        item for item in living if wanted in {item.name, f"{names[item.organisation]}/{item.name}"}
     ]
     return _one(found, f"project {wanted!r}", "argosy tenants list")
 
@@ -91,7 +107,7 @@ def find_project(store: Store, wanted: str) -> Project:
 def find_user(store: Store, wanted: str) -> User:
     """By id or email."""
     living = [item for item in store.accounts.list_users() if item.disabled_at is None]
-    found = [item for item in living if wanted in {item.id, item.email}]
+    found = _by_id(living, wanted) or [item for item in living if item.email == wanted.lower()]
     return _one(found, f"user {wanted!r}", "argosy tenants users list")
 
 
@@ -126,6 +142,14 @@ def home_project(store: Store, wanted: str | None) -> Project:
     return store.accounts.create_project(organisation.id, DEFAULT, actor=actor())
 
 
+def changes(**options: Any) -> dict[str, Any]:  # noqa: ANN401 - whatever the options hold
+    """The options that were given. Raises ValueError when none was."""
+    given = {name: value for name, value in options.items() if value is not None}
+    if not given:
+        raise ValueError("give what to change, as one of the options that --help lists")
+    return given
+
+
 def show_scope(holder: Key | User) -> str:
     """Where a role is held, for a table; empty where it makes no difference."""
     return "" if holder.role == "caller" else holder.scope
@@ -144,6 +168,11 @@ def names(store: Store) -> dict[str, str]:
 
 def _is_default(project: Project) -> bool:
     return project.name == DEFAULT and project.archived_at is None
+
+
+def _by_id(items: Sequence[R], wanted: str) -> list[R]:
+    """An id is looked for first: nobody is in its way by giving something of theirs that name."""
+    return [item for item in items if item.id == wanted]
 
 
 def _one(found: Sequence[T], what: str, where: str) -> T:

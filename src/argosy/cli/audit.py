@@ -24,7 +24,7 @@ def audit(
     *,
     subject: Annotated[str | None, typer.Option(help="Id of what was changed.")] = None,
     organisation: OfOrganisation = None,
-    limit: Annotated[int, typer.Option(min=1, help="Most entries to list.")] = 50,
+    limit: Annotated[int, typer.Option(min=1, max=10**6, help="Most entries to list.")] = 50,
     store: StoreUrl = None,
     json: AsJson = False,
 ) -> None:
@@ -66,8 +66,16 @@ def _details(entry: AuditEntry) -> str:
     if entry.action.endswith((".create", ".delete")):
         told = {name: value for name, value in entry.details.items() if value not in (None, [], "")}
         return ", ".join(f"{name} {_text(value)}" for name, value in told.items())
-    changes = entry.details.items()
-    return ", ".join(f"{name} {_text(old)} -> {_text(new)}" for name, (old, new) in changes)
+    return ", ".join(f"{name} {_change(change)}" for name, change in entry.details.items())
+
+
+def _change(change: object) -> str:
+    """The old value and the new one; what it is where somebody has altered it."""
+    match change:
+        case [old, new]:
+            return f"{_text(old)} -> {_text(new)}"
+        case _:
+            return _text(change)
 
 
 def _text(value: object) -> str:

@@ -9,6 +9,8 @@ from rich.panel import Panel
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from rich.text import Text
 
+from argosy.cli.doorkeeping import Opening
+
 
 class Display:
     """On standard error; the bar only where that is a terminal."""
@@ -36,16 +38,16 @@ class Display:
         """Move the bar; `done` is from 0 to 1."""
         self._bar.update(self._task, description=what, completed=done, total=1.0)
 
-    def ready(self, url: str, model: str, first_key: str | None, *, keyed: bool) -> None:
-        """Replace the bar by the panel: requests for `model` are taken at `url`, with keys if `keyed`."""
+    def ready(self, url: str, model: str, opening: Opening) -> None:
+        """Replace the bar by the panel: requests for `model` are taken at `url`."""
         self._bar.stop()
         base = f"{url}/v1" if url.startswith("http") else url
         headline = Text.assemble((model, "bold"), " is ready at ", (base, "bold green"))
         self._console.print(Panel(headline, title="Argosy", expand=False))
-        said = _try_next(url, model, keyed=keyed)
-        if first_key is not None:
+        said = _try_next(url, model, keyed=opening.keyed)
+        if opening.first_key is not None:
             said = f"""The first key, an administrator's; it is not shown again:
-              export ARGOSY_API_KEY={first_key}
+              export ARGOSY_API_KEY={opening.first_key}
 {said}"""
         self._console.print(said, soft_wrap=True, markup=False, highlight=False)
 

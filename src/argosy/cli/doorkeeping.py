@@ -10,6 +10,16 @@ Auth = Literal["auto", "keys", "off"]
 
 
 @dataclass(frozen=True, slots=True)
+class Opening:
+    """What callers need."""
+
+    first_key: str | None
+    """An administrator's, which was made just now and cannot be shown again."""
+    keyed: bool
+    """Whether they need a key."""
+
+
+@dataclass(frozen=True, slots=True)
 class Doorkeeping:
     """What was asked for."""
 
@@ -26,27 +36,23 @@ class Doorkeeping:
 
         return self.store or default_url()
 
-    @property
-    def keyed(self) -> bool:
-        """Whether callers need keys from the first request on."""
-        from argosy.gateway import is_loopback
-
-        return self.auth == "keys" or (self.auth == "auto" and not is_loopback(self.host))
-
-    def prepare(self) -> str | None:
+    def prepare(self) -> Opening:
         """Bring the tables up to date, and make an admin's key where keys are needed and nobody has any.
 
-        That key, which nobody can be shown again. Raises ValueError, saying what to change, when the database
-        cannot be used, or when others could connect and there still are no keys.
+        Raises ValueError, saying what to change, when the database cannot be used, or when others could connect
+        and there still are no keys.
         """
-        from argosy.gateway import AuthConfig, check_exposure
+        from argosy.gateway import AuthConfig, check_exposure, is_loopback
         from argosy.store import open_store
 
+        needed = self.auth == "keys" or (self.auth == "auto" and not is_loopback(self.host))
         store = open_store(self.url)
         try:
             store.migrate()
-            made = store.accounts.first_run(actor="argosy serve") if self.keyed else None
-            check_exposure(self.host, AuthConfig(mode=self.auth), store.directory())
+            made = store.accounts.first_run(actor="argosy serve") if needed else None
+            directory = store.directory()
+            check_exposure(self.host, AuthConfig(mode=self.auth), directory)
         finally:
             store.close()
-        return None if made is None else made[1]
+        keyed = needed or (self.auth == "auto" and directory.keyed)
+        return Opening(None if made is None else made[1], keyed)

@@ -48,7 +48,9 @@ def explain(
 
     with connect(url, api_key) as client:
         try:
-            answer = client.get(f"/admin/requests/{quote(request, safe='')}")
+            answer = client.get(
+                f"/admin/requests/{quote(request, safe='', errors='surrogateescape')}"
+            )
         except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
             fail(f"no gateway answers at {url}: {why_not(error, 'give its --url')}")
         except httpx2.HTTPError as error:

@@ -19,6 +19,7 @@ from argosy.cli.accounts import (
     find_user,
     home_project,
     opened,
+    opened_or_made,
     show_scope,
 )
 from argosy.cli.moments import parse_duration, parse_future, show_moment
@@ -62,11 +63,11 @@ def create(
     json: AsJson = False,
 ) -> None:
     """Make a key. It is shown this once; without --project it is the default project's."""
-    with opened(store) as opened_store:
+    with opened_or_made(store) as opened_store:
         home = home_project(opened_store, project)
         made, plain = opened_store.accounts.create_key(
             home.id,
-            name or _free_name(opened_store, home.id),
+            _free_name(opened_store, home.id) if name is None else name,
             user=None if user is None else find_user(opened_store, user).id,
             role=role,
             scope=scope or _usual_scope(role, project),

@@ -19,6 +19,7 @@ from argosy.cli.accounts import (
     find_user,
     names,
     opened,
+    opened_or_made,
 )
 from argosy.cli.moments import parse_future, show_moment
 from argosy.cli.money import parse_dollars, parse_price, show_dollars, show_price
@@ -43,7 +44,7 @@ KeyName = Annotated[str | None, typer.Option("--key", help="Id, name or beginnin
 def list_limits(*, store: StoreUrl = None, json: AsJson = False) -> None:
     """List limits."""
     with opened(store) as opened_store:
-        found = opened_store.accounts.list_limits()
+        found = opened_store.terms.list_limits()
         known = names(opened_store)
     if json:
         show_json(found)
@@ -86,7 +87,7 @@ def set_limit(
     """
     with opened(store) as opened_store:
         kind, owner = _owner(opened_store, organisation, project, user, key)
-        made = opened_store.accounts.set_limit(
+        made = opened_store.terms.set_limit(
             kind,
             owner,
             "nano_dollars" if what == "dollars" else what,
@@ -106,7 +107,7 @@ def lift(
 ) -> None:
     """Lift a limit."""
     with opened(store) as opened_store:
-        opened_store.accounts.delete_limit(limit, actor=actor())
+        opened_store.terms.delete_limit(limit, actor=actor())
     typer.echo(f"{limit} is lifted.")
 
 
@@ -114,7 +115,7 @@ def lift(
 def list_prices(*, store: StoreUrl = None, json: AsJson = False) -> None:
     """List prices, those of the past too: dollars for a million tokens."""
     with opened(store) as opened_store:
-        found = opened_store.accounts.list_prices()
+        found = opened_store.terms.list_prices()
     if json:
         show_json(found)
         return
@@ -158,7 +159,7 @@ def set_price(
     """Set what a million tokens of a model cost, in dollars, from a moment on."""
     from argosy.store import Price
 
-    with opened(store) as opened_store:
+    with opened_or_made(store) as opened_store:
         price = Price(
             model=model,
             tier=tier,
@@ -167,7 +168,7 @@ def set_price(
             output=output,
             since=time.time() if since is None else since,
         )
-        made = opened_store.accounts.set_price(price, actor=actor())
+        made = opened_store.terms.set_price(price, actor=actor())
     sentence = f"{made.model}: input {show_price(made.input)}, output {show_price(made.output)}."
     tell(made, sentence, json=json)
 

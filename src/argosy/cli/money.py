@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal, InvalidOperation, Overflow
 
 import typer
 
@@ -14,7 +14,7 @@ def parse_dollars(text: str) -> int:
     """Nano-dollars. Raises typer.BadParameter for what is no amount, or is finer than that."""
     try:
         nano = Decimal(text.strip().removeprefix("$").replace(",", "")) * NANO
-    except InvalidOperation as error:
+    except (InvalidOperation, Overflow) as error:
         raise typer.BadParameter(f"{text!r} is no amount; write it like 12.50") from error
     if not nano.is_finite() or nano < 0 or nano != nano.to_integral_value():
         raise typer.BadParameter(f"{text!r} must be 0 or more, in whole nano-dollars")

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from argosy.cli.accounts import StoreUrl, actor, find_organisation, opened
+from argosy.cli.accounts import StoreUrl, actor, find_organisation, opened, opened_or_made
 from argosy.cli.moments import show_moment
 from argosy.cli.tables import AsJson, show, show_json, tell
 
@@ -38,7 +38,7 @@ def create(
     name: Annotated[str, typer.Argument()], *, store: StoreUrl = None, json: AsJson = False
 ) -> None:
     """Make an organisation."""
-    with opened(store) as opened_store:
+    with opened_or_made(store) as opened_store:
         made = opened_store.accounts.create_organisation(name, actor=actor())
     tell(made, f"{made.name} is made ({made.id}).", json=json)
 

@@ -20,12 +20,18 @@ def show(columns: Sequence[str], rows: Iterable[Sequence[object]], none: str) ->
 
     table = Table(*columns)
     for row in rows:
-        table.add_row(*("" if cell is None else str(cell) for cell in row))
+        table.add_row(*("" if cell is None else _printable(str(cell)) for cell in row))
     if not table.row_count:
         typer.echo(none)
         return
     console = Console()
-    Console(width=console.width if console.is_terminal else WIDE, markup=False).print(table)
+    width = console.width if console.is_terminal else WIDE
+    Console(width=width, markup=False, emoji=False).print(table)
+
+
+def _printable(text: str) -> str:
+    """Without what would command the terminal: some texts are users' own."""
+    return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
 
 
 def tell(record: object, sentence: str, *, json: AsJson) -> None:

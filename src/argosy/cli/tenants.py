@@ -6,7 +6,6 @@ import shlex
 from typing import Annotated, Literal
 
 import typer
-from msgspec import UNSET
 
 from argosy.cli import limits, organisations, users
 from argosy.cli.accounts import (
@@ -16,9 +15,11 @@ from argosy.cli.accounts import (
     StoreUrl,
     TierName,
     actor,
+    changes,
     find_project,
     home_organisation,
     opened,
+    opened_or_made,
 )
 from argosy.cli.moments import show_moment
 from argosy.cli.tables import AsJson, show, show_json, tell
@@ -90,7 +91,7 @@ def create(
     json: AsJson = False,
 ) -> None:
     """Make a project; the default organisation too, when it is meant and there is none."""
-    with opened(store) as opened_store:
+    with opened_or_made(store) as opened_store:
         made = opened_store.accounts.create_project(
             home_organisation(opened_store, organisation).id,
             name,
@@ -122,16 +123,18 @@ def change(
 ) -> None:
     """Change what is given."""
     with opened(store) as opened_store:
-        changed = opened_store.accounts.change_project(
-            find_project(opened_store, project).id,
-            name=name or UNSET,
-            tier=tier or UNSET,
-            weight=UNSET if weight is None else weight,
-            share_cache=UNSET if share_cache is None else share_cache,
-            when_unsure=when_unsure or UNSET,
-            networks=() if anywhere else network or UNSET,
-            actor=actor(),
+        if anywhere and network:
+            raise ValueError("give --network or --anywhere, not both")
+        given = changes(
+            name=name,
+            tier=tier,
+            weight=weight,
+            share_cache=share_cache,
+            when_unsure=when_unsure,
+            networks=() if anywhere else network or None,
         )
+        found = find_project(opened_store, project)
+        changed = opened_store.accounts.change_project(found.id, **given, actor=actor())
     tell(changed, f"{changed.name} is changed.", json=json)
 
 

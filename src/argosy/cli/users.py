@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from msgspec import UNSET
 
 from argosy.cli.accounts import (
     DEFAULT,
@@ -15,6 +14,7 @@ from argosy.cli.accounts import (
     ScopeName,
     StoreUrl,
     actor,
+    changes,
     find_organisation,
     find_project,
     find_user,
@@ -99,14 +99,14 @@ def change(
 ) -> None:
     """Change what is given."""
     with opened(store) as opened_store:
-        changed = opened_store.accounts.change_user(
-            find_user(opened_store, user).id,
-            email=email or UNSET,
-            role=role or UNSET,
-            scope=scope or UNSET,
-            project=UNSET if project is None else find_project(opened_store, project).id,
-            actor=actor(),
+        given = changes(
+            email=email,
+            role=role,
+            scope=scope,
+            project=None if project is None else find_project(opened_store, project).id,
         )
+        found = find_user(opened_store, user)
+        changed = opened_store.accounts.change_user(found.id, **given, actor=actor())
     tell(changed, f"{changed.email} is changed.", json=json)
 
 

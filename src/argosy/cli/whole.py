@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
@@ -14,7 +13,7 @@ import msgspec
 import uvloop
 
 from argosy.cli.display import Display
-from argosy.cli.doorkeeping import Doorkeeping
+from argosy.cli.doorkeeping import Doorkeeping, Opening
 from argosy.engine import EngineConfig, ServerConfig, locate
 from argosy.fleet import LocalLauncher, Place, ReplicaSpec, Supervisor, runtime_folder
 from argosy.process import heeding, raise_file_limit
@@ -44,7 +43,7 @@ class Whole:
         self._replicas = {f"replica-{number}": place for number, place in enumerate(places)}
         self._door = door
         self._shown = shown
-        self._key: str | None = None
+        self._opening: Opening | None = None
         self._gateway: GatewayServer | None = None
         self._leave = asyncio.Event()
         self._at_once = asyncio.Event()
@@ -85,14 +84,17 @@ class Whole:
 
     async def _serve(self, launcher: LocalLauncher, supervisor: Supervisor) -> None:
         from argosy.gateway import GatewayServer
+        from argosy.web import listening_socket
 
+        server = self._server
         keeping = asyncio.create_task(supervisor.run())
         try:
             gateway = GatewayServer(self._config(launcher), self._ready)
-            with self._listening() as bound:  # who connects now waits for the first replica
+            with listening_socket(server.host, server.port, server.uds) as bound:
+                # Who connects now waits for the first replica.
                 preparing = asyncio.create_task(asyncio.to_thread(self._door.prepare))
                 first = await self._first_replica(supervisor, keeping)
-                self._key = await preparing
+                self._opening = await preparing
                 if not first:
                     return
                 self._gateway = gateway
@@ -136,7 +138,8 @@ class Whole:
 
         calm_collector()
         self.served = True
-        self._shown.ready(url, self._names[0], self._key, keyed=self._door.keyed)
+        assert self._opening is not None  # noqa: S101 - the gateway was started after it
+        self._shown.ready(url, self._names[0], self._opening)
 
     # --- settings --------------------------------------------------------------------------------
 
@@ -188,18 +191,3 @@ class Whole:
             queue=QueueConfig(wait_s=self._engine.request_timeout_s),
             drain_deadline_s=server.drain_deadline_s,
         )
-
-    # --- the process -----------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _listening(self) -> Iterator[socket.socket]:
-        """The socket that clients reach. Raises OSError when the address is taken."""
-        from argosy.web import bind, bind_unix, leave
-
-        server = self._server
-        uds = server.uds
-        bound = bind(server.host, server.port) if uds is None else bind_unix(Path(uds))
-        try:
-            yield bound
-        finally:
-            leave(bound)

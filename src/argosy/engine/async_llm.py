@@ -107,28 +107,21 @@ class AsyncLLM:
         collector = await asyncio.to_thread(check, asked, sampling or SamplingParams(), n)
         streams: list[DeltaStream] = []
         news = asyncio.Event()
-        readers: list[asyncio.Task[None]] = []
         try:
-            streams += [self._client.generate(request) for request in collector.requests]
-            readers += [asyncio.create_task(_read(s, collector, news)) for s in streams]
+            for request in collector.requests:
+                streams.append(self._client.generate(request))
+                streams[-1].notify(news.set)
             while not collector.done:
                 await news.wait()
                 news.clear()
+                for stream in streams:
+                    delta = stream.take()
+                    if delta is not None and collector.push(delta):
+                        stream.close()  # a stop string ends it before the engine does
                 yield collector.output()
         finally:
-            for reader in readers:
-                reader.cancel()
             for stream in streams:
-                await stream.aclose()
-
-
-async def _read(stream: DeltaStream, collector: Collector, news: asyncio.Event) -> None:
-    """Hand on one continuation's deltas; one that a stop string ends is aborted in the engine."""
-    async for delta in stream:
-        ended = collector.push(delta)
-        news.set()
-        if ended:
-            await stream.aclose()
+                stream.close()
 
 
 async def _whole(outputs: AsyncGenerator[RequestOutput, None]) -> RequestOutput:

@@ -40,12 +40,6 @@ class Out(Protocol):
     def push(self, data: bytes) -> None:
         """Whole events."""
 
-    def lend(self) -> int | None:
-        """The client's socket, for who passes events on past this: see `Wire.lend`."""
-
-    def pass_on(self, chunks: bytes) -> None:
-        """What that could not send: see `Wire.pass_on`."""
-
     def keep_alive(self) -> None:
         """Show the client that somebody is there, if that can be shown."""
 
@@ -73,15 +67,6 @@ class Streamed:
         self._told = True
         self._exchange.push(data)
 
-    def lend(self) -> int | None:
-        """See `Out`."""
-        self._told = True  # as far as anybody here knows
-        return self._exchange.lend()
-
-    def pass_on(self, chunks: bytes) -> None:
-        """See `Out`."""
-        self._exchange.pass_on(chunks)
-
     def keep_alive(self) -> None:
         """See `Out`."""
         if self._exchange.status is not None:
@@ -94,6 +79,15 @@ class Streamed:
     async def end(self) -> None:
         """See `Out`."""
         await self._exchange.end_stream()
+
+    def lend(self) -> int | None:
+        """The client's socket, for who passes events on past this: see `Wire.lend`."""
+        self._told = True  # as far as anybody here knows
+        return self._exchange.lend()
+
+    def pass_on(self, chunks: bytes) -> None:
+        """What that could not send: see `Wire.pass_on`."""
+        self._exchange.pass_on(chunks)
 
 
 class _Choice(msgspec.Struct):
@@ -152,12 +146,6 @@ class Gathered:
             self._prompt_ids = chunk.get("prompt_token_ids", self._prompt_ids)
             for choice in chunk["choices"]:
                 self._choices[choice["index"]].add(choice)
-
-    def lend(self) -> None:
-        """See `Out`: every event is read here."""
-
-    def pass_on(self, chunks: bytes) -> None:
-        """See `Out`: nobody has to."""
 
     def keep_alive(self) -> None:
         """See `Out`: an answer that is sent whole has not begun."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
+from typing import Annotated
 
 import msgspec
-from msgspec import Raw
+from msgspec import Meta, Raw
 
 from argosy.protocol import ApiError, parse
 
@@ -44,6 +46,9 @@ class _Known(msgspec.Struct, gc=False):
     max_completion_tokens: int | None = None
     seed: int | None = None
     session_id: str | None = None
+    prompt_cache_key: str | None = None
+    timeout_s: Annotated[float, Meta(gt=0, le=86_400)] | None = None
+    priority: Annotated[int, Meta(ge=0, le=8)] | None = None
 
 
 class Ask(msgspec.Struct, frozen=True, eq=False):
@@ -58,6 +63,11 @@ class Ask(msgspec.Struct, frozen=True, eq=False):
     prompt: bytes
     """The prompt or the messages, as they came."""
     session: str
+    """What it belongs together with: of equal sessions, all go to one replica where the pool's rule is `hash`."""
+    timeout_s: float = math.inf
+    """Seconds from its arrival that the client allows."""
+    priority: int = 0
+    """By how many tiers the client sets it back behind its others."""
     media: int = 0
     """Pictures and sounds in the prompt,"""
     media_bytes: int = 0
@@ -88,8 +98,11 @@ class Ask(msgspec.Struct, frozen=True, eq=False):
         return self.fields.keys().isdisjoint(WHOLE_ONLY)
 
 
-def read(raw: bytes, prompt_field: str, domain: str = "") -> Ask:
-    """Read the body of who has `domain`. Raises ApiError 400: a field that is needed is missing or ill-typed."""
+def read(raw: bytes, prompt_field: str, domain: str = "", session: str = "") -> Ask:
+    """Read the body of who has `domain`; `session` is what the headers say of that.
+
+    Raises ApiError 400: a field that is needed is missing or ill-typed.
+    """
     known = parse(_Known, raw)
     prompt = known.messages if prompt_field == "messages" else known.prompt
     if known.model is None or not prompt:
@@ -113,7 +126,9 @@ def read(raw: bytes, prompt_field: str, domain: str = "") -> Ask:
         choices=max(1, min(known.n or 1, MOST)) * _prompts(prompt),
         max_output=None if limit is None else max(0, min(limit, MOST)),
         prompt=bytes(prompt),
-        session=known.session_id or "",
+        session=known.session_id or session or known.prompt_cache_key or "",
+        timeout_s=math.inf if known.timeout_s is None else known.timeout_s,
+        priority=known.priority or 0,
         media=len(media),
         media_bytes=sum(map(len, media)),
         include_usage=options is not None and bool(options.include_usage),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import msgspec
 
-from argosy.store import Role, RoleScope
+from argosy.store import Role, RoleScope, Tier
 
-TIERS = ("premium", "standard", "free")
+TIERS: tuple[Tier, ...] = get_args(Tier)
 """By rank: 0 is served first."""
 
 

@@ -14,13 +14,17 @@ from argosy.gateway.dialects import Carry, Kind, KvAddress
 from argosy.gateway.explain import ExplainConfig
 from argosy.gateway.identity import AuthConfig
 from argosy.gateway.limits import LimitsConfig
+from argosy.gateway.settings_file import decode
 from argosy.gateway.upstream_tls import UpstreamTls
+from argosy.policy import Rule
 from argosy.store import StoreConfig
 from argosy.web import TlsConfig
 
-Routing = Literal["least-cost", "round-robin", "power-of-two", "latency", "hash"]
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _HEADER_VALUE = re.compile(r"[\x20-\x7e]*")
+_OURS = frozenset({"host", "content-length", "transfer-encoding", "connection"})
+"""Headers that the gateway writes itself: a second one would end a request elsewhere."""
+ModelName = Annotated[str, Meta(max_length=200, pattern=r"^[^\s\x00-\x1f]([^\x00-\x1f\x7f]*\S)?$")]
 Positive = Annotated[float, Meta(gt=0)]
 
 
@@ -55,9 +59,9 @@ class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A public model name and who answers for it."""
 
-    name: str
-    aliases: tuple[str, ...] = ()
-    routing: Routing = "least-cost"
+    name: ModelName
+    aliases: tuple[ModelName, ...] = ()
+    routing: Rule = "least-cost"
     hedge_after_s: Positive | None = None
     """Ask a second replica too when the first has given nothing of an answer for so long; None: never."""
     replicas: Annotated[list[ReplicaConfig], Meta(min_length=1)]
@@ -66,8 +70,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class Timeouts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How long a replica may take.
 
-    Streams are bounded by their pauses, never as a whole: who no longer wants one leaves it. Our own replicas are asked
-    for streams, too, where the client's whole answer can be put together from one.
+    Streams are bounded by their pauses: who no longer wants one leaves it. Our own replicas are asked for streams, too,
+    where the client's whole answer can be put together from one.
     """
 
     connect_s: Positive = 2.0
@@ -77,6 +81,8 @@ class Timeouts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """From one piece of a stream to the next."""
     total_s: Positive = 3600.0
     """For an answer that the replica sends in one piece."""
+    request_s: Positive | None = None
+    """For any request, from its arrival: then its answer ends with what there is, as at its own `timeout_s`."""
     recovery_s: Positive = 30.0
     """How long a request waits for replicas that have died to be replaced."""
 
@@ -123,11 +129,11 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 def load_config(path: Path) -> GatewayConfig:
     """Read the file. Raises ValueError, naming the file and the key."""
     try:
-        config = msgspec.yaml.decode(path.read_bytes(), type=GatewayConfig)
-    except msgspec.DecodeError as error:
-        raise ValueError(f"{path}: {error}") from error
+        config = decode(path.read_bytes(), GatewayConfig)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
     names = [name for model in config.models for name in (model.name, *model.aliases)]
     _refuse_twice(path, "the model name", names)
     for model in config.models:
@@ -143,6 +149,10 @@ def _check_replicas(path: Path, model: ModelConfig) -> None:
     names = [replica.name or replica.url for replica in model.replicas]
     _refuse_twice(path, f"of {model.name!r} the replica", names)
     for replica in model.replicas:
+        if replica.tls != UpstreamTls() and not replica.url.startswith("https:"):
+            raise ValueError(
+                f"{path}: {replica.url}: tls is for https URLs; write https, or remove it"
+            )
         if replica.kv_events is not None and replica.kind not in {"auto", "vllm", "sglang"}:
             raise ValueError(f"{path}: {replica.url}: kv_events is of vllm and sglang; remove it")
 
@@ -162,6 +172,8 @@ def headers_of(replica: ReplicaConfig) -> tuple[tuple[bytes, bytes], ...]:
             raise ValueError(f"{replica.url}: set the environment variable {replica.api_key_env}")
         headers[replica.key_header] = replica.key_prefix + key
     for name, value in headers.items():
+        if name.lower() in _OURS:
+            raise ValueError(f"{replica.url}: the header {name!r} is the gateway's own; remove it")
         if not (_HEADER_NAME.fullmatch(name) and _HEADER_VALUE.fullmatch(value)):
             raise ValueError(f"{replica.url}: {name!r} cannot be sent as a header; use plain ASCII")
     return tuple((name.lower().encode(), value.encode()) for name, value in headers.items())

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from argosy.gateway.caller import TIERS
+from argosy.gateway.config import QueueConfig
 from argosy.gateway.journey import Journey
 from argosy.gateway.replicas import Picked, Pool, Replica
 from argosy.policy import (
@@ -25,14 +26,7 @@ from argosy.policy import (
 )
 from argosy.protocol import ApiError
 
-
-@dataclass(frozen=True, slots=True)
-class QueueLimits:
-    """How much may wait in front of a pool."""
-
-    requests: int = 5000
-    bytes: int = 1 << 30
-    wait_s: float = 60.0
+RETRY_AFTER_S = 1.0
 
 
 @dataclass(slots=True)
@@ -44,7 +38,7 @@ class _Ticket:
 class Dispatcher:
     """One pool's. Belongs to one event loop."""
 
-    def __init__(self, pool: Pool, limits: QueueLimits, clock: Callable[[], float]) -> None:
+    def __init__(self, pool: Pool, limits: QueueConfig, clock: Callable[[], float]) -> None:
         self._pool = pool
         self._limits = limits
         self._clock = clock
@@ -54,7 +48,7 @@ class Dispatcher:
         """When each tier asked last."""
         self._ahead: dict[int, int] = {}
         """Tokens that were charged and have not come, of each request that was placed, by its identity as an object."""
-        pool.on_change = self.pump
+        pool.watch(self.pump)
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -62,9 +56,9 @@ class Dispatcher:
     async def place(self, journey: Journey) -> Replica:
         """The replica for a new request, until `ended`. Raises ApiError 429 or 503 when it must not wait on."""
         now, caller, ask = self._clock(), journey.caller, journey.ask
-        self._asked[caller.tier] = now
+        self._asked[journey.tier] = now
         if not self._queue and (
-            nothing_kept(caller.tier, self._asked, now) or caller.tier <= self._lowest(now)
+            nothing_kept(journey.tier, self._asked, now) or journey.tier <= self._lowest(now)
         ):
             picked = self._pool.pick(ask, caller.domain, frozenset(), now)
             if picked is not None:
@@ -73,11 +67,12 @@ class Dispatcher:
         return await self._wait(
             Waiting(
                 item=_Ticket(journey, asyncio.get_running_loop().create_future()),
-                tier=caller.tier,
+                tier=journey.tier,
                 tenant=caller.project,
                 weight=caller.weight,
                 cost=float(ask.prompt_tokens + self._pool.expected(ask)),
                 arrival=now,
+                deadline=journey.deadline,
                 size=len(ask.prompt),
             )
         )
@@ -87,7 +82,7 @@ class Dispatcher:
         now, pool, caller = self._clock(), self._pool, journey.caller
         if (
             pool.hedging is None
-            or caller.tier > self._lowest(now)
+            or journey.tier > self._lowest(now)
             or all(replica.name in others_than for replica in pool.room(now))
         ):
             return None
@@ -109,7 +104,7 @@ class Dispatcher:
         """It is over; nothing happens when it never was placed."""
         ahead = self._ahead.pop(id(journey), None)
         if ahead is not None:
-            self._running[journey.caller.tier] -= 1
+            self._running[journey.tier] -= 1
             self._charge(journey, -ahead)
 
     def pump(self) -> None:
@@ -136,18 +131,18 @@ class Dispatcher:
 
     def _goes(self, journey: Journey, picked: Picked, ahead: int, now: float) -> Replica:
         self._ahead[id(journey)] = ahead
-        self._running[journey.caller.tier] += 1
+        self._running[journey.tier] += 1
         return journey.goes_to(picked, now)
 
     def _charge(self, journey: Journey, tokens: int) -> None:
         if tokens:
-            self._queue.charge(journey.caller.tier, journey.caller.project, float(tokens))
+            self._queue.charge(journey.tier, journey.caller.project, float(tokens))
 
     def _admit(self, journey: Journey, now: float) -> None:
         """Raises ApiError 503 when nothing serves it, 429 when its size, tier or tenant keeps it out of the queue."""
         if not self._pool.alive():
             raise unavailable(self._pool)
-        limits, queue, tier = self._limits, self._queue, journey.caller.tier
+        limits, queue, tier = self._limits, self._queue, journey.tier
         held = queue.held(tier, journey.caller.project)
         if queue.size + len(journey.ask.prompt) > limits.bytes:
             raise self._contended("the queue is full")
@@ -179,9 +174,6 @@ class Dispatcher:
     def _contended(self, why: str) -> ApiError:
         message = f"Too many requests wait for {self._pool.model!r} ({why}). Try again shortly."
         return ApiError(429, "overloaded", message, retry_after_s=RETRY_AFTER_S)
-
-
-RETRY_AFTER_S = 1.0
 
 
 def unavailable(pool: Pool) -> ApiError:

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from heapq import nsmallest
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
+from msgspec import Meta
 
 from argosy.gateway.caller import ANYONE, TIERS, Caller
 from argosy.policy import Cost
@@ -25,8 +26,8 @@ MOST_TRIES = 64
 class ExplainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How many requests can be explained afterwards, and for how long."""
 
-    requests: int = 10_000
-    seconds: float = 3600.0
+    requests: Annotated[int, Meta(ge=0)] = 10_000
+    seconds: Annotated[float, Meta(ge=0)] = 3600.0
 
 
 class Try(msgspec.Struct, gc=False, array_like=True):
@@ -203,8 +204,9 @@ class Traces:
                 del self._by_request[kept.request]
 
     def find(self, name: str) -> Trace | None:
-        """The trace of an answer's id, or of a request id."""
-        found = self._by_request.get(name, name)
+        """The trace of an answer's id, else the latest of a request id: clients choose those, and hide no answer."""
+        known = name in self._running or name in self._kept
+        found = name if known else self._by_request.get(name, name)
         running = self._running.get(found)
         if running is not None:
             return running

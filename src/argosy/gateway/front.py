@@ -19,7 +19,7 @@ from argosy.gateway.passing import METRICS, REPLICAS, Passing
 from argosy.gateway.serving import Serving
 from argosy.protocol import ApiError, Status, Version
 from argosy.telemetry import GatewayMetrics, request_context
-from argosy.web import App, DisconnectedError, Exchange, Receive, Scope, Send, SlowReaderError
+from argosy.web import App, Exchange, Receive, Scope, Send, answered, check_method
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
@@ -94,7 +94,7 @@ class Front:
         self.idle.clear()
         with request_context(exchange.request_id, exchange.header(b"traceparent")):
             try:
-                await self._answer(exchange, route)
+                await answered(exchange, self._handle(exchange, route))
             finally:
                 self.in_flight -= 1
                 if not self.in_flight:
@@ -111,45 +111,14 @@ class Front:
             return self._replica_route
         return found
 
-    async def _answer(self, exchange: Exchange, route: Route | None) -> None:
-        try:
-            handler, caller = self._let_in(exchange, route)
-            await handler(exchange, caller)
-        except ApiError as error:
-            exchange.failure = error.code
-            await self._refuse(exchange, error)
-        except DisconnectedError:
-            exchange.failure = "client_closed_request"
-        except SlowReaderError:
-            exchange.failure = "slow_reader"
-        except Exception:
-            log.exception("request_failed", path=exchange.path)
-            exchange.failure = "internal_error"
-            message = "An internal error. Report it with the request id."
-            await self._refuse(exchange, ApiError(500, "internal_error", message))
-
-    def _let_in(self, exchange: Exchange, route: Route | None) -> tuple[Handler, Caller]:
-        """Who answers, and for whom. Raises ApiError when nobody does, or not for them."""
+    async def _handle(self, exchange: Exchange, route: Route | None) -> None:
+        """Let in whoever asks, and answer them. Raises ApiError when nobody is there to, or not for them."""
         if route is None:
             raise ApiError(404, "not_found", f"There is nothing at {exchange.path[:200]!r}.")
         caller = ANYONE if route.open else self._identify(exchange)
-        method = "GET" if exchange.method == "HEAD" else exchange.method
-        if route.method not in {ANY, method}:
-            message = f"{exchange.path[:200]} takes {route.method}, not {exchange.method[:20]}."
-            exchange.extra.append((b"allow", route.method.encode()))
-            raise ApiError(405, "method_not_allowed", f"{message} Use {route.method}.")
-        return route.handler, caller
-
-    async def _refuse(self, exchange: Exchange, error: ApiError) -> None:
-        """Answer with `error`; when the answer has begun already, cutting it off is all there is."""
-        if exchange.status is not None:
-            if not exchange.complete:
-                await exchange.drop()
-            return
-        try:
-            await exchange.refuse(error)
-        except SlowReaderError:
-            exchange.failure = "slow_reader"
+        if route.method != ANY:
+            check_method(exchange, (route.method,))
+        await route.handler(exchange, caller)
 
     def _note(self, exchange: Exchange, route: str) -> None:
         status = exchange.status or 499

@@ -9,6 +9,7 @@ from argosy.gateway.journey import Journey
 from argosy.gateway.replicas import Replica
 
 _FIXED = [(b"content-type", b"application/json"), (b"accept-encoding", b"identity")]
+_TRACE = (b"traceparent", b"tracestate")
 _SAFE = "".join(map(chr, range(0x21, 0x7F))).replace("%", "")
 
 
@@ -18,9 +19,7 @@ def request_headers(
     """The headers of a request; `journaled`: a replica of ours is to tell where it can be carried on."""
     exchange, caller = journey.exchange, journey.caller
     headers = [*_FIXED, (b"x-request-id", exchange.request_id.encode())]
-    trace = exchange.headers.get(b"traceparent")
-    if trace is not None:
-        headers.append((b"traceparent", trace))
+    headers += [(name, exchange.headers[name]) for name in _TRACE if name in exchange.headers]
     if replica.kind != "argosy":
         return headers
     headers.append((b"x-argosy-answer", journey.identity))

@@ -9,6 +9,8 @@ from array import array
 
 import msgspec
 
+from argosy.gateway.reader import StreamReader
+
 _END = b"\n\n"
 _MARK = b": argosy "
 _SEAL = _END + _MARK
@@ -43,7 +45,7 @@ class Delivered(msgspec.Struct, eq=False):
         return [int(i) for i in b",".join(self.tokens.get(choice, ())).split(b",") if i]
 
 
-class JournalReader:
+class JournalReader(StreamReader):
     """One attempt's stream. Events are held until the block that makes them count has come."""
 
     def __init__(self, delivered: Delivered) -> None:
@@ -51,13 +53,9 @@ class JournalReader:
         self._first = not delivered.tokens
         self._rest = b""
         self._held: list[bytes] = []
-        self.done = False
-        """`[DONE]` came: what is still held may be passed on."""
-        self.over = False
-        self.failure = ""
 
     def feed(self, body: bytes) -> bytes:
-        """What may be passed on now."""
+        """See `StreamReader`."""
         if not self._rest and not self._held and body.startswith(_EVENT) and body.endswith(_END):
             # One token's piece comes like this: events, and the block that makes them count.
             end = body.rfind(_SEAL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import msgspec
 import structlog
 
 from argosy.gateway.ask import Ask
-from argosy.gateway.caller import Caller
+from argosy.gateway.caller import TIERS, Caller
 from argosy.gateway.dialects import CHAT_PATH, COMPLETION_PATH
 from argosy.gateway.explain import Trace, Try
 from argosy.gateway.journal import Delivered
@@ -22,7 +23,7 @@ from argosy.web import Exchange
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
 Status = Literal["completed", "cancelled", "failed", "stopped"]
-"""How a request ended: as it should; the client left; it could not be answered; a limit ended it."""
+"""How a request ended: as it should; the client left; it could not be answered; a limit or its deadline ended it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,8 @@ class Journey(msgspec.Struct, eq=False):
     identity: bytes
     """The answer's id and its time, which every replica is told."""
     caller: Caller
+    deadline: float = math.inf
+    """When its answer ends with what there is, on the monotonic clock."""
     tried: set[str] = msgspec.field(default_factory=set)
     """Replicas that failed it since it last got on."""
     unfit: set[str] = msgspec.field(default_factory=set)
@@ -82,6 +85,11 @@ class Journey(msgspec.Struct, eq=False):
     def id(self) -> str:
         """Names it in the ledger and in explanations: the answer's id, which no client can choose."""
         return self.identity.partition(b" ")[0].decode()
+
+    @property
+    def tier(self) -> int:
+        """The rank that it waits in: its caller's, or a lower one that it asks for."""
+        return min(self.caller.tier + self.ask.priority, len(TIERS) - 1)
 
     @property
     def card(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from decimal import Decimal
 
 import msgspec
 
@@ -12,7 +13,7 @@ from argosy.protocol import ApiError
 
 SOON_S = 1.0
 """When to come back where nobody knows."""
-NANO = 1_000_000_000
+_BY_LENGTH = frozenset({"tokens", "input_tokens", "output_tokens", "nano_dollars"})
 
 _COUNTED = {"requests": {"requests"}, "tokens": {"tokens", "input_tokens", "output_tokens"}}
 
@@ -23,10 +24,9 @@ def refused(refusals: Sequence[Refusal]) -> ApiError:
     limit, unit = _limit(refusal.meter, refusal.limit), refusal.meter.unit
     asked, used = _amount(unit, refusal.asked), _amount(unit, refusal.used)
     if never(refusal):
-        message = (
-            f"This request needs {asked}, and never fits into {limit}. "
-            "Send a shorter prompt, or have the limit raised."
-        )
+        shorter = unit in _BY_LENGTH and refusal.limit > 0
+        remedy = "Send a shorter prompt, or have it raised." if shorter else "Have it raised."
+        message = f"This request needs {asked}, and never fits into {limit}. {remedy}"
         return ApiError(413, "request_too_large", message)
     wait_s = refusal.wait_s or SOON_S
     if unit == "nano_dollars":
@@ -151,6 +151,6 @@ def _limit(meter: Meter, limit: int) -> str:
 
 def _amount(unit: str, units: int) -> str:
     if unit == "nano_dollars":
-        return f"${units / NANO:.6g}"
+        return f"${Decimal(units).scaleb(-9).normalize():f}"
     noun = "requests" if unit == "concurrency" else unit.replace("_", " ")
     return f"{units} {noun[:-1] if units == 1 else noun}"

@@ -87,6 +87,8 @@ class Limits:
         self._estimates = OutputEstimates()
         self._meters: dict[str, tuple[Limit, Meter]] = {}
         self._owners: dict[tuple[str, str], list[Meter]] = {}
+        self._heirs: dict[str, str] = {}
+        """Keys that were rotated, and which took their places, limits included."""
         self._closed: frozenset[str] = frozenset()
         """Projects that refuse while nobody can say how much is used."""
         self._parties: dict[tuple[str, ...], Party] = {}
@@ -105,6 +107,7 @@ class Limits:
             owners[limit.owner_kind, limit.owner].append(meter)
         self._meters, self._owners = meters, owners
         self._prices = PriceList(directory.prices)
+        self._heirs = directory.heirs
         self._closed = frozenset(p.id for p in directory.projects if p.when_unsure == "closed")
         self._parties.clear()
 
@@ -158,7 +161,6 @@ class Limits:
             journey.card["limits"] = kept_out(found)
             raise refused(found) if answered or party.trusted else unavailable()
         journey.card["limits"] = let_in(found)
-        enough = output if found.covers(likely) else 0
         return Held(
             self._state,
             self._unsure,
@@ -166,10 +168,10 @@ class Limits:
             self._estimates,
             party,
             journey,
-            found,
-            rates,
-            prompt,
-            enough,
+            reservation=found,
+            rates=rates,
+            prompt=prompt,
+            output=output if found.covers(likely) else 0,
         )
 
     # --- what generates nothing --------------------------------------------------------------------
@@ -227,10 +229,13 @@ class Limits:
         return refusals, False
 
     def _meter(self, limit: Limit) -> Meter:
-        """The limit's meter: the one that it has, unless something else is to be counted."""
+        """The limit's meter: the one that it has, unless something else is to be counted.
+
+        A key that is rotated is none: its limits go to another owner, and what is used of them stays.
+        """
         if limit.id in self._meters:
             known, meter = self._meters[limit.id]
-            if known == msgspec.structs.replace(limit, amount=known.amount):
+            if known == msgspec.structs.replace(limit, amount=known.amount, owner=known.owner):
                 meter.counter.limit = limit.amount
                 return meter
         counter = self._state.counter(limit)
@@ -243,7 +248,7 @@ class Limits:
             if len(self._parties) >= MOST_PARTIES:
                 self._parties.clear()
             owners = (
-                ("key", caller.key),
+                ("key", self._heir(caller.key)),
                 ("user", caller.user),
                 ("project", caller.project),
                 ("organisation", caller.organisation),
@@ -258,6 +263,12 @@ class Limits:
             party = Party(meters, caller.project not in self._closed, asker, Headers(meters))
             self._parties[name] = party
         return party
+
+    def _heir(self, key: str) -> str:
+        """The key that took this one's place at last: both are under its limits."""
+        while key in self._heirs:
+            key = self._heirs[key]
+        return key
 
 
 def _used(

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import msgspec
 
 from argosy.gateway.caller import Caller
+from argosy.gateway.dispatch import RETRY_AFTER_S
 from argosy.gateway.identity import check_role
 from argosy.gateway.models import Models
 from argosy.gateway.replicas import Pool, Replica
@@ -22,7 +23,6 @@ from argosy.telemetry import (
 )
 from argosy.web import Exchange
 
-RETRY_AFTER_S = 1.0
 _encode = msgspec.json.Encoder().encode
 
 

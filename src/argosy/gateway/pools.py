@@ -7,7 +7,7 @@ from argosy.gateway.models import Models
 from argosy.gateway.replicas import Pool, Replica
 from argosy.gateway.upstream import Upstream
 from argosy.gateway.upstream_tls import client_context
-from argosy.policy import CHOOSERS, Hedging
+from argosy.policy import Hedging
 from argosy.protocol import parse_endpoint
 
 
@@ -46,4 +46,4 @@ def _pool(model: ModelConfig, timeouts: Timeouts) -> Pool:
         )
         replicas.append(replica)
     hedging = None if model.hedge_after_s is None else Hedging(model.hedge_after_s)
-    return Pool(model.name, replicas, CHOOSERS[model.routing](), model.routing, hedging)
+    return Pool(model.name, replicas, model.routing, hedging)

@@ -71,31 +71,26 @@ class Relay:
         await self._next()
         journey, stream = self._journey, self._stream
         before = journey.delivered.output_tokens
-        race, reason = Race(journey, self._ways.clock), ""
+        race = Race(journey, self._ways.clock)
         outcome: Outcome | None = None
-        answered: Outcome | None = None
+        failure: UpstreamError | RefusedError | None = None
         try:
             whole = await self._attempt(race)
             outcome = Outcome.SUCCESS
         except UnfitError:
             return self._passed_over(race.turn.replica)
-        except RefusedError as error:
-            outcome = answered = error.outcome
-            reason = str(error)
-        except UpstreamError as error:
+        except (UpstreamError, RefusedError) as error:
             if stream.stopped is not None:
                 return True
-            outcome, reason = Outcome.FAILURE, str(error)
+            failure, outcome = error, error.outcome
             stream.let_go()
             if journey.delivered.output_tokens > before:
                 journey.got_on()
         finally:
-            race.turn.end(outcome, reason)
-        if reason:
-            self._failed(race.turn.replica, reason, answered)
-            if answered is None:
-                return self._ended()
-            return False
+            race.turn.end(outcome, "" if failure is None else str(failure))
+        if failure is not None:
+            self._failed(race.turn.replica, failure)
+            return isinstance(failure, UpstreamError) and self._ended()
         if whole is not None:
             await self._pass_on(whole)
         return True
@@ -205,7 +200,7 @@ class Relay:
         others = {journey.route} | journey.tried | whole
         return self._dispatcher.hedge(journey, others)
 
-    def _failed(self, replica: Replica, why: str, answered: Outcome | None) -> None:
+    def _failed(self, replica: Replica, failure: UpstreamError | RefusedError) -> None:
         """Note that a replica failed the request. Raises ApiError when it was tried enough.
 
         What was carried on from a replica that died has to go somewhere: only the time that recovery may
@@ -216,10 +211,11 @@ class Relay:
         journey.tried.add(replica.name)
         journey.failures += 1
         journey.failing_since = journey.failing_since or now
-        log.warning("attempt_failed", replica=replica.name, model=journey.pool.model, reason=why)
-        if answered is None:
+        model = journey.pool.model
+        log.warning("attempt_failed", replica=replica.name, model=model, reason=str(failure))
+        if isinstance(failure, UpstreamError):
             return
-        if answered is Outcome.FAILURE:
+        if failure.outcome is Outcome.FAILURE:
             journey.refusals += 1
         begun = journey.delivered.output_tokens > 0
         if journey.refusals >= self._ways.attempts or not (begun or journey.pool.retries.take(now)):

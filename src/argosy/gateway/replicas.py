@@ -16,10 +16,10 @@ from argosy.gateway.dialects import Carry, Dialect, Kind, KvAddress, dialect_of,
 from argosy.gateway.upstream import Upstream
 from argosy.policy import (
     BLOCK_BYTES,
+    CHOOSERS,
     Answered,
     Breaker,
     Candidate,
-    Chooser,
     Cost,
     Hedging,
     Mean,
@@ -31,6 +31,7 @@ from argosy.policy import (
     ReplicaLoad,
     RetryBudget,
     RouteRequest,
+    Rule,
     chain,
     cost,
     usable,
@@ -187,19 +188,16 @@ class Pool:
         self,
         model: str,
         replicas: list[Replica],
-        chooser: Chooser,
-        rule: str = "",
+        rule: Rule = "least-cost",
         hedging: Hedging | None = None,
     ) -> None:
         self.model = model
         self.rule = rule
-        """Name of the chooser."""
-        self._all = replicas
         self.replicas = {replica.name: replica for replica in replicas}
         self.retries = RetryBudget()
         self.hedging = hedging
         """None: it does not."""
-        self._chooser = chooser
+        self._chooser = CHOOSERS[rule]()
         self._outputs = Mean(OUTPUT_HALF_LIFE, DEFAULT_OUTPUT)
 
     @property
@@ -208,19 +206,14 @@ class Pool:
         told = [r.max_model_len for r in self.replicas.values() if r.max_model_len is not None]
         return max(told, default=None)
 
-    @property
-    def on_change(self) -> Callable[[], None]:
-        """Called when a replica may have room that it had not before."""
-        return next(iter(self.replicas.values())).on_change
-
-    @on_change.setter
-    def on_change(self, changed: Callable[[], None]) -> None:
+    def watch(self, changed: Callable[[], None]) -> None:
+        """Have `changed` called when a replica may have room that it had not before."""
         for replica in self.replicas.values():
             replica.on_change = changed
 
     def alive(self) -> list[Replica]:
         """The replicas that may be used at all."""
-        taking = [replica for replica in self._all if replica.taking]
+        taking = [replica for replica in self.replicas.values() if replica.taking]
         if all(replica.breaker.closed for replica in taking):
             return taking
         return [self.replicas[name] for name in usable({r.name: r.breaker for r in taking})]

@@ -7,8 +7,8 @@ import contextlib
 import socket
 import time
 from collections.abc import Callable, Coroutine
+from contextlib import AbstractContextManager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import structlog
@@ -22,7 +22,7 @@ from argosy.gateway.fast_path import FastPath, load_fast_path
 from argosy.gateway.front import Front
 from argosy.gateway.identity import Identity, check_exposure
 from argosy.gateway.journey import Stage
-from argosy.gateway.kv_events import followers
+from argosy.gateway.kv import follow_all
 from argosy.gateway.ledger import Ledger
 from argosy.gateway.limits import Limits, shared_state
 from argosy.gateway.operating import Operating, read_replicas
@@ -34,15 +34,7 @@ from argosy.native import NativeUnavailable
 from argosy.process import heeding, raise_file_limit
 from argosy.store import Directory, StoreConfig
 from argosy.telemetry import GatewayMetrics, GatewayReading, configure_logs
-from argosy.web import (
-    Certificates,
-    Listener,
-    bind,
-    bind_unix,
-    calm_collector,
-    leave,
-    url_of,
-)
+from argosy.web import Certificates, Listener, calm_collector, listening_socket, url_of
 
 AGAIN_S = 5.0
 """After how long something that failed is looked after again."""
@@ -104,8 +96,7 @@ class GatewayServer:
                 keeping = _Keeping(books, self._identity, limits, ledger)
                 await keeping.update(books.directory)
             if bound is None:
-                bound = self._bind(books)
-            closing.callback(leave, bound)
+                bound = closing.enter_context(self._bind(books))
             fast_path = await self._fast_path()
             if fast_path is not None:
                 closing.callback(fast_path.close)
@@ -153,7 +144,7 @@ class GatewayServer:
         first = [prober.probe() for prober in probers]
         await asyncio.gather(*first, return_exceptions=True)  # `run` meets what went wrong, too
         caring += [serving.tend, *(prober.run for prober in probers)]
-        caring += [follower.run for follower in followers(self._models.pools)]
+        caring += follow_all(self._models.pools)
         await self._listen(front, bound, caring)
 
     async def _listen(self, front: Front, bound: socket.socket, caring: list[Care]) -> None:
@@ -220,13 +211,13 @@ class GatewayServer:
         at_once.cancel()
         listener.force_exit = not front.idle.is_set()
 
-    def _bind(self, books: Books | None) -> socket.socket:
-        """Raises ValueError when anybody could come in who should not, OSError when the address is taken."""
+    def _bind(self, books: Books | None) -> AbstractContextManager[socket.socket]:
+        """Raises ValueError when anybody could come in who should not."""
         config = self._config
-        if config.uds is not None:
-            return bind_unix(Path(config.uds))
-        check_exposure(config.host, config.auth, Directory() if books is None else books.directory)
-        return bind(config.host, config.port)
+        if config.uds is None:
+            known = Directory() if books is None else books.directory
+            check_exposure(config.host, config.auth, known)
+        return listening_socket(config.host, config.port, config.uds)
 
     def _close_upstreams(self) -> None:
         for replica in self.replicas:

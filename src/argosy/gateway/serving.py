@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from argosy.gateway.answer import Gathered, Out, Streamed
@@ -15,7 +15,7 @@ from argosy.gateway.attempt import Attempt
 from argosy.gateway.caller import Caller
 from argosy.gateway.config import GatewayConfig
 from argosy.gateway.dialects import Carrier
-from argosy.gateway.dispatch import Dispatcher, QueueLimits
+from argosy.gateway.dispatch import Dispatcher
 from argosy.gateway.explain import Trace
 from argosy.gateway.fast_path import FastPath
 from argosy.gateway.journey import (
@@ -30,17 +30,10 @@ from argosy.gateway.journey import (
 )
 from argosy.gateway.models import Models
 from argosy.gateway.relay import Relay, Ways
-from argosy.gateway.stream import ClientStream
+from argosy.gateway.shortcut import Shortcut
+from argosy.gateway.stream import ClientStream, StreamLimits
 from argosy.protocol import ApiError, event
 from argosy.web import Deadlines, DisconnectedError, Exchange, SlowReaderError
-
-
-@dataclass(frozen=True, slots=True)
-class _StreamLimits:
-    first_token_s: float
-    between_tokens_s: float
-    keep_alive_s: float
-    slow_reader_s: float
 
 
 class Serving:
@@ -57,16 +50,16 @@ class Serving:
         self._config = config
         self._stages = stages
         self._fast_path = fast_path
+        self._longest_s = config.timeouts.request_s or math.inf
         self._clock = time.monotonic
-        self._limits = _StreamLimits(
+        self._limits = StreamLimits(
             config.timeouts.first_token_s,
             config.timeouts.between_tokens_s,
             config.keep_alive_s,
             config.slow_reader_timeout_s,
         )
-        queue = QueueLimits(config.queue.requests, config.queue.bytes, config.queue.wait_s)
         self._dispatchers = {
-            pool.model: Dispatcher(pool, queue, self._clock) for pool in models.pools
+            pool.model: Dispatcher(pool, config.queue, self._clock) for pool in models.pools
         }
         self._streams: set[ClientStream] = set()
         self._ways = Ways(
@@ -106,7 +99,8 @@ class Serving:
     # --- one request ---------------------------------------------------------------------------
 
     async def _answer(self, exchange: Exchange, caller: Caller, api: Api) -> None:
-        ask = read(await exchange.body(), api.prompt_field, caller.domain)
+        session = exchange.header(b"x-session-affinity")
+        ask = read(await exchange.body(), api.prompt_field, caller.domain, session)
         journey = self._journey(exchange, ask, api, caller)
         visits: list[Visit] = []
         out: Out = Streamed(exchange) if ask.stream else Gathered(journey)
@@ -141,6 +135,7 @@ class Serving:
             pool,
             f"{answer_id} {int(time.time())}".encode(),
             caller,
+            deadline=exchange.arrived + min(ask.timeout_s, self._longest_s),
             headers=exchange.extra,
             trace=Trace(arrived=exchange.arrived, read=self._clock()),
         )
@@ -148,7 +143,7 @@ class Serving:
         return journey
 
     async def _pass(self, journey: Journey, visits: list[Visit], out: Out) -> None:
-        """Let the request in and answer it, unless the client goes away."""
+        """Let the request in and answer it, unless the client goes away or its deadline passes."""
         task = asyncio.current_task()
         assert task is not None  # noqa: S101 - this is a coroutine
         dispatcher = self._dispatchers[journey.pool.model]
@@ -160,8 +155,12 @@ class Serving:
             visits=visits,
             charge=partial(dispatcher.charge, journey),
             leave=task.cancel,
-            fast_path=self._fast_path,
+            shortcut=self._shortcut(journey.ask, out, visits),
         )
+        alarm = None
+        if journey.deadline < math.inf:
+            left_s = max(0.0, journey.deadline - self._clock())
+            alarm = asyncio.get_running_loop().call_later(left_s, stream.expire)
         journey.exchange.watch(stream)
         self._streams.add(stream)
         try:
@@ -169,11 +168,16 @@ class Serving:
             journey.trace.admitted = self._clock()
             await Relay(self._ways, dispatcher, journey, carrier, stream, out).run()
         except asyncio.CancelledError:
-            if not stream.gone:
+            if not stream.left:
                 raise
             task.uncancel()
-            raise DisconnectedError from None
+            if stream.gone:
+                raise DisconnectedError from None
+            if stream.stopped is None:
+                raise _out_of_time(journey) from None
         finally:
+            if alarm is not None:
+                alarm.cancel()
             self._streams.discard(stream)
             stream.settle()
             dispatcher.ended(journey)
@@ -182,6 +186,21 @@ class Serving:
             return  # passed on as it came
         await out.end()
         journey.status = "completed" if stream.stopped is None else "stopped"
+
+    def _shortcut(self, ask: Ask, out: Out, visits: Sequence[Visit]) -> Shortcut | None:
+        """The way by the fast path, for a stream that may go there: it knows one choice."""
+        if self._fast_path is None or ask.choices > 1 or not isinstance(out, Streamed):
+            return None
+        return Shortcut(self._fast_path, out, visits)
+
+
+def _out_of_time(journey: Journey) -> ApiError:
+    journey.headers.append((b"x-should-retry", b"false"))  # or SDKs would, with as little time
+    allowed_s = journey.deadline - journey.exchange.arrived
+    message = (
+        f"No answer had begun in the {allowed_s:g} s that its timeout_s, or the server, allows."
+    )
+    return ApiError(504, "deadline_exceeded", f"{message} Allow more, or try again later.")
 
 
 def _too_late(attempt: Attempt) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from argosy.gateway.answer import Out
+from argosy.gateway.answer import Streamed
 from argosy.gateway.attempt import Attempt
 from argosy.gateway.fast_path import FastPath, News, Ride
 from argosy.gateway.journey import ANY, Visit
@@ -16,8 +16,9 @@ WORTHWHILE = 16
 class Shortcut:
     """One stream's."""
 
-    def __init__(self, path: FastPath, visits: Sequence[Visit]) -> None:
+    def __init__(self, path: FastPath, out: Streamed, visits: Sequence[Visit]) -> None:
         self._path = path
+        self._out = out
         self._visits = visits
         self._ride: Ride | None = None
         self._steps = 0
@@ -37,7 +38,7 @@ class Shortcut:
         self._steps = 0
         return True
 
-    def take(self, out: Out, attempt: Attempt, told: int, ended: Callable[[], None]) -> None:
+    def take(self, attempt: Attempt, told: int, ended: Callable[[], None]) -> None:
         """Go by it, if both sockets can be lent; so many tokens were told so far.
 
         ended: called when the fast path has given the stream back: then `leave`.
@@ -50,7 +51,7 @@ class Shortcut:
             visit for visit, let in zip(self._visits, lets, strict=True) if let.counter is None
         ]
         most = min((let.most for let in lets), default=ANY)
-        theirs = out.lend() if most > told else None
+        theirs = self._out.lend() if most > told else None
         ours = None if theirs is None else attempt.lend()
         if theirs is not None and ours is not None:
             self._ride = self._path.take(
@@ -75,11 +76,13 @@ class Shortcut:
         return news
 
     def leave(self) -> News | None:
-        """Go by it no longer; None: it did not."""
+        """Go by it no longer; what was still to be sent to the client is sent. None: it did not."""
         ride, self._ride = self._ride, None
         if ride is None:
             return None
         news = ride.stop()
+        if news.unsent:
+            self._out.pass_on(news.unsent)
         passed, self._passed = self._passed + len(news.times), 0
         self._wait = 1 if passed >= WORTHWHILE else self._wait * 2
         return news

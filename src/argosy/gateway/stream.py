@@ -4,45 +4,40 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from dataclasses import dataclass
 
 from argosy.gateway.answer import Out
 from argosy.gateway.ask import BYTES_PER_TOKEN
 from argosy.gateway.attempt import Attempt
 from argosy.gateway.closing import closing
-from argosy.gateway.dialects import Carrier, Identity, StreamReader, Usage, usage_of
-from argosy.gateway.fast_path import FastPath, News
+from argosy.gateway.dialects import Carrier, Identity, Usage, usage_of
+from argosy.gateway.fast_path import News
 from argosy.gateway.journey import Journey, Visit
+from argosy.gateway.reader import StreamReader
 from argosy.gateway.replicas import Replica
 from argosy.gateway.shortcut import Shortcut
 from argosy.gateway.upstream_connection import UpstreamError
 
 
-class StreamLimits(Protocol):
+@dataclass(frozen=True, slots=True)
+class StreamLimits:
     """How long a stream may be silent, in seconds."""
 
-    @property
-    def first_token_s(self) -> float:
-        """The replica, before its first token: then it counts as stalled."""
-
-    @property
-    def between_tokens_s(self) -> float:
-        """The same, after it."""
-
-    @property
-    def keep_alive_s(self) -> float:
-        """Towards the client: then it gets a comment."""
-
-    @property
-    def slow_reader_s(self) -> float:
-        """The client, while much waits for it to be taken: then it is cut off."""
+    first_token_s: float
+    """The replica, before its first token: then it counts as stalled."""
+    between_tokens_s: float
+    """The same, after it."""
+    keep_alive_s: float
+    """Towards the client: then it gets a comment."""
+    slow_reader_s: float
+    """The client, while much waits for it to be taken: then it is cut off."""
 
 
 class ClientStream:
     """Watches the client and passes on what its replica gives, piece by piece, without a task between.
 
     The `visits` of the stages are told of each piece that brought tokens, once it was passed on; a finish reason that
-    one gives ends the answer there. `charge` is called each second, `leave` when the client has gone.
+    one gives ends the answer there. `charge` is called each second, `leave` when nobody is to work for it any more.
     """
 
     def __init__(
@@ -54,11 +49,13 @@ class ClientStream:
         visits: Sequence[Visit],
         charge: Callable[[int], None],
         leave: Callable[[], object],
-        fast_path: FastPath | None,
+        shortcut: Shortcut | None,
     ) -> None:
         self.gone = False
         self.stopped: str | None = None
-        """The finish reason with which a limit ended it."""
+        """The finish reason with which a limit ended it, or its deadline."""
+        self.left = False
+        """It has called `leave`."""
         self._journey = journey
         self._delivered = journey.delivered
         self._out = out
@@ -66,9 +63,7 @@ class ClientStream:
         self._visits = visits
         self._charge = charge
         self._leave = leave
-        self._shortcut: Shortcut | None = None
-        if fast_path is not None and journey.ask.stream and journey.ask.choices == 1:
-            self._shortcut = Shortcut(fast_path, visits)
+        self._shortcut = shortcut
         self._told = 0
         self._before = 0
         """Output tokens that the client had when the attempt began."""
@@ -141,12 +136,16 @@ class ClientStream:
     def slow_down(self) -> bytes:
         """Take the stream back from the fast path, if it is there; what came from the replica and was not read."""
         news = None if self._shortcut is None else self._shortcut.leave()
-        if news is None:
-            return b""
         self._catch_up(news, self._visits)
-        if news.unsent:
-            self._out.pass_on(news.unsent)
-        return news.rest
+        return b"" if news is None else news.rest
+
+    def expire(self) -> None:
+        """The request's deadline has passed: its answer ends with what there is."""
+        self.slow_down()
+        if self._replica is not None:
+            self._stop("timeout")
+        else:
+            self._give_up()
 
     def settle(self) -> None:
         """Charge the tenant's share for what came since the last time."""
@@ -219,7 +218,7 @@ class ClientStream:
         if self._shortcut is None or attempt is None or reader is None:
             return
         if reader.steady and not (self._full or self.gone or self.stopped):
-            self._shortcut.take(self._out, attempt, self._told, self._read_on)
+            self._shortcut.take(attempt, self._told, self._read_on)
 
     def _read_on(self) -> None:
         """Take the stream back from there, and go on."""
@@ -264,11 +263,10 @@ class ClientStream:
         replica.streamed(self._told - self._before - 1, attempt.last - first)
 
     def _stop(self, reason: str) -> None:
-        """A limit ends the answer here, unless its replica just has."""
-        journey, attempt, replica = self._journey, self._attempt, self._replica
-        assert attempt is not None  # noqa: S101 - it gave what passed the limit
-        assert replica is not None  # noqa: S101 - it gave what passed the limit
-        if len(self._delivered.finished) == journey.ask.choices:
+        """End the answer here, unless its replica just has."""
+        journey, replica = self._journey, self._replica
+        assert replica is not None  # noqa: S101 - it gave what there is
+        if self.stopped is not None or len(self._delivered.finished) == journey.ask.choices:
             return
         self.stopped = reason
         name, _, created = journey.identity.decode().partition(" ")
@@ -277,7 +275,14 @@ class ClientStream:
         self._push(self._carrier.held_back() + closing(journey, identity, reason))
         for choice in range(journey.ask.choices):
             self._delivered.finished.setdefault(choice, reason)
-        attempt.abandon("a limit has ended the answer")
+        if self._attempt is not None:
+            self._attempt.abandon("the answer was ended here")
+        else:  # the next replica is waited for
+            self._give_up()
+
+    def _give_up(self) -> None:
+        self.left = True
+        self._leave()
 
     def _push(self, data: bytes) -> None:
         if data and not self.gone:
@@ -302,4 +307,4 @@ class ClientStream:
         """Nobody waits any more: the replica learns of it at once."""
         self.gone = True
         self.slow_down()
-        self._leave()
+        self._give_up()

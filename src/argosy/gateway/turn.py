@@ -100,7 +100,7 @@ class Race:
                         return begun
                     if not running:
                         raise begun
-                    turn.end(*_outcome(begun))
+                    turn.end(begun.outcome, str(begun))
                     self._journey.tried.add(turn.replica.name)
                     self._goes_on_with(*running.values())
         finally:
@@ -133,10 +133,6 @@ async def _try(
     except (UpstreamError, RefusedError) as error:
         return error
     return begun
-
-
-def _outcome(error: UpstreamError | RefusedError) -> tuple[Outcome, str]:
-    return error.outcome if isinstance(error, RefusedError) else Outcome.FAILURE, str(error)
 
 
 def _retry_after(attempt: Attempt) -> float | None:

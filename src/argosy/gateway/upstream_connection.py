@@ -14,12 +14,17 @@ from typing import Protocol, cast
 
 import httptools
 
+from argosy.policy import Outcome
+
 OVERHEAD_LIMIT_BYTES = 64 * 1024
 """Most bytes in a row that are no body: heads, interim answers, chunk sizes, trailers."""
 
 
 class UpstreamError(Exception):
     """The transport to a replica failed: no connection, a cut, or what is no HTTP."""
+
+    outcome = Outcome.FAILURE
+    """What that says of the replica."""
 
     def __init__(self, message: str, *, untouched: bool = False) -> None:
         super().__init__(message)
@@ -62,8 +67,6 @@ class Connection(asyncio.Protocol):
         self._whole = False
         """The answer's end was parsed; what it means waits until all bytes at hand are."""
         self.closed = False
-        self.answers = 0
-        """Whole answers so far: above 0 it is a kept connection."""
 
     # --- for whoever asks ------------------------------------------------------------------------
 
@@ -198,7 +201,6 @@ class Connection(asyncio.Protocol):
     def _end(self) -> None:
         sink, self._sink = self._sink, None
         self._whole = self._framed = self._between = False
-        self.answers += 1
         if self.closed and self.transport is not None:
             self.transport.abort()
         self.resume()  # whoever paused it has the whole answer; the next one is to be read

@@ -45,6 +45,7 @@ from argosy.policy.routing import (
     ReplicaLoad,
     RoundRobin,
     RouteRequest,
+    Rule,
     cost,
 )
 from argosy.policy.sharing import Ask, Grant, Shared
@@ -111,6 +112,7 @@ __all__ = [
     "RetryBudget",
     "RoundRobin",
     "RouteRequest",
+    "Rule",
     "Shared",
     "SlotLease",
     "TenantShares",

@@ -11,7 +11,8 @@ import hashlib
 from array import array
 from collections.abc import Sequence
 
-NAME_BYTES = 8
+from argosy.protocol import NAME_BYTES
+
 MOST_TOLD = 1 << 20
 """Blocks of such an engine that can be followed: 16 million tokens in blocks of 16, some 200 MB."""
 
@@ -20,7 +21,7 @@ Hash = int | bytes
 
 
 def block_names(salt: str, ids: array[int], block_size: int) -> array[int]:
-    """Of the whole blocks of a prompt with these tokens, as an `array("I")`."""
+    """Of the whole blocks of a prompt; `ids` are its tokens, as an `array("I")`."""
     return _names(_root(salt), ids, block_size)
 
 

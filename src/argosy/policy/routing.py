@@ -17,7 +17,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -226,11 +226,13 @@ def _place(key: str) -> int:
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest())
 
 
-CHOOSERS: dict[str, Callable[[], Chooser]] = {
+Rule = Literal["least-cost", "round-robin", "power-of-two", "latency", "hash"]
+"""As a pool's setting names it."""
+
+CHOOSERS: dict[Rule, Callable[[], Chooser]] = {
     "least-cost": LeastCost,
     "round-robin": RoundRobin,
     "power-of-two": PowerOfTwo,
     "latency": LatencyAware,
     "hash": BoundedHash,
 }
-"""By the name that a pool's setting has."""

@@ -15,6 +15,7 @@ _TYPES = {
     429: "rate_limit_error",
     499: "cancelled_error",
     503: "overloaded_error",
+    504: "timeout_error",
 }
 
 

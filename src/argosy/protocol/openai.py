@@ -2,7 +2,7 @@
 
 Every field a client may send has a name here, also those that are refused later (tools, audio ...),
 so that the refusal can say why. A field without a name here is refused by `parse`, never ignored.
-`None` always means "left out". Numbers are not range-checked here: `engine.serving.validate` knows
+`None` always means "left out". Numbers are not range-checked here: `engine.serving.door.validate` knows
 the model and does that.
 """
 

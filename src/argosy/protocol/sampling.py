@@ -8,7 +8,7 @@ import msgspec
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """Sampling parameters of one sequence; defaults are those of the OpenAI API.
 
-    Every value has been checked at the door (`engine.serving.validate`) before the engine sees it.
+    Every value has been checked at the door (`engine.serving.door.validate`) before the engine sees it.
     """
 
     max_tokens: int = 16

@@ -14,6 +14,8 @@ from argosy.store.records import (
     Limit,
     Moment,
     Name,
+    Names,
+    Networks,
     Organisation,
     OwnerKind,
     Price,
@@ -21,6 +23,7 @@ from argosy.store.records import (
     Role,
     RoleScope,
     Tier,
+    TokenPrice,
     Unit,
     Unsure,
     UsageRow,
@@ -32,7 +35,16 @@ from argosy.store.rules import working
 from argosy.store.shared import MemoryState, SharedState, open_shared
 from argosy.store.slots import Slot
 from argosy.store.spool import Spool, SpoolError, SpoolFullError
-from argosy.store.store import Store, StoreConfig, default_url, open_store, usage_folder
+from argosy.store.spreadsheet import csv_lines
+from argosy.store.store import (
+    Store,
+    StoreConfig,
+    default_url,
+    find_store,
+    open_store,
+    usage_folder,
+)
+from argosy.store.terms import Terms
 from argosy.store.usage import Group, ReportRow, UsageFilter, UsageLog, UsageSum
 
 __all__ = [
@@ -50,6 +62,8 @@ __all__ = [
     "MemoryState",
     "Moment",
     "Name",
+    "Names",
+    "Networks",
     "NotFoundError",
     "Organisation",
     "OwnerKind",
@@ -66,7 +80,9 @@ __all__ = [
     "Store",
     "StoreConfig",
     "StoreError",
+    "Terms",
     "Tier",
+    "TokenPrice",
     "Unit",
     "Unsure",
     "UsageFilter",
@@ -78,8 +94,10 @@ __all__ = [
     "Wants",
     "Weight",
     "Window",
+    "csv_lines",
     "default_url",
     "digest",
+    "find_store",
     "open_shared",
     "open_store",
     "steady",

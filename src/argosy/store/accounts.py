@@ -1,66 +1,31 @@
-"""Accounts: organisations, projects, users, keys, limits and prices, and every way to change them.
-
-Each change is one transaction, with its entries in the audit log and a new version of the directory. A
-NotFoundError says that an id is unknown, a ConflictError that what there is stands in the way, and any other
-ValueError which field is wrong.
-"""
+"""Accounts: organisations, projects, users and keys, and every way to change them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 
-import msgspec
 from msgspec import UNSET, UnsetType
 
-from argosy.store.changes import Change, changing, find, get
-from argosy.store.database import Database
+from argosy.store.changes import Records
 from argosy.store.keys import create_key, new_id, rotate_key
 from argosy.store.records import (
     Key,
-    Limit,
     Organisation,
-    OwnerKind,
-    Price,
     Project,
     Role,
     RoleScope,
     Tier,
-    Unit,
     Unsure,
     User,
-    Window,
 )
-from argosy.store.rules import R
-
-_OWNERS: dict[OwnerKind, type[Organisation | Project | User | Key]] = {
-    "organisation": Organisation,
-    "project": Project,
-    "user": User,
-    "key": Key,
-}
 
 
-class Accounts:
+class Accounts(Records):
     """Reads and changes accounts. `actor` says who makes a change, for the audit log.
 
     What has been ended (archived, disabled, revoked) is kept, and listed, but cannot be changed any more.
     Lists are oldest first. To end something twice does nothing.
     """
-
-    def __init__(
-        self, database: Database, clock: Callable[[], float], organisation: str | None = None
-    ) -> None:
-        self._database = database
-        self._clock = clock
-        self._organisation = organisation
-
-    def within(self, organisation: str | None) -> Accounts:
-        """The accounts of one organisation, as if there were no others; None: all.
-
-        Prices are there to be read, and nothing that is not the organisation's can be made or changed.
-        """
-        return Accounts(self._database, self._clock, organisation)
 
     def first_run(self, *, actor: str) -> tuple[Key, str] | None:
         """An organisation and a project named "default" and an admin's key, if there is nothing yet; else None."""
@@ -292,89 +257,6 @@ class Accounts:
         with self._change(actor) as change:
             ended = change.get(Key, key)
             return change.change(ended, "revoke", revoked_at=ended.revoked_at or change.now)
-
-    # --- limits and prices -----------------------------------------------------------------------
-
-    def set_limit(
-        self,
-        owner_kind: OwnerKind,
-        owner: str,
-        unit: Unit,
-        amount: int,
-        *,
-        window: Window | None = None,
-        model: str | None = None,
-        actor: str,
-    ) -> Limit:
-        """A limit of the owner with this id, in place of the one it has for the same unit, window and model."""
-        if (window is None) != (unit == "concurrency"):
-            raise ValueError("A limit has a window, such as minute; only concurrency has none.")
-        if owner_kind not in _OWNERS:
-            raise ValueError(f"The owner of a limit is one of {', '.join(_OWNERS)}.")
-        with self._change(actor) as change:
-            change.get_living(_OWNERS[owner_kind], owner)
-            same = change.find(
-                Limit, owner_kind=owner_kind, owner=owner, unit=unit, window=window, model=model
-            )
-            if same:
-                return change.change(same[0], "change", amount=amount)
-            return change.create(
-                Limit(
-                    id=new_id("limit"),
-                    owner_kind=owner_kind,
-                    owner=owner,
-                    unit=unit,
-                    amount=amount,
-                    window=window,
-                    model=model,
-                )
-            )
-
-    def get_limit(self, limit: str) -> Limit:
-        """The one with this id."""
-        return self._get(Limit, limit)
-
-    def list_limits(
-        self, owner_kind: OwnerKind | None = None, owner: str | None = None
-    ) -> list[Limit]:
-        """Those of one owner, of one kind of owners, or all."""
-        return self._find(Limit, owner_kind=owner_kind, owner=owner)
-
-    def delete_limit(self, limit: str, *, actor: str) -> None:
-        """Lift the limit with this id."""
-        with self._change(actor) as change:
-            change.delete(change.get(Limit, limit))
-
-    def set_price(self, price: Price, *, actor: str) -> Price:
-        """A price, in place of the one for the same model, tier and moment, if there is one."""
-        with self._change(actor) as change:
-            same = change.find(Price, model=price.model, tier=price.tier, since=price.since)
-            if same:
-                return change.change(
-                    same[0],
-                    "change",
-                    input=price.input,
-                    cached_input=price.cached_input,
-                    output=price.output,
-                )
-            return change.create(msgspec.structs.replace(price, id=new_id("price")))
-
-    def list_prices(self, model: str | None = None) -> list[Price]:
-        """Those of one model, or all, past and coming ones too."""
-        return self._find(Price, model=model)
-
-    def _change(self, actor: str) -> AbstractContextManager[Change]:
-        return changing(self._database, actor, self._clock, self._organisation)
-
-    def _get(self, kind: type[R], record: str) -> R:
-        with self._database.read() as connection:
-            return get(connection, kind, self._organisation, record)
-
-    def _find(self, kind: type[R], **fields: object) -> list[R]:
-        """Those whose fields have the values that are given."""
-        given = {name: value for name, value in fields.items() if value is not None}
-        with self._database.read() as connection:
-            return find(connection, kind, self._organisation, **given)
 
 
 def _organisation(name: str, now: float) -> Organisation:

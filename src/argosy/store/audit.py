@@ -11,6 +11,7 @@ from sqlalchemy import select
 
 from argosy.store import schema
 from argosy.store.database import Database
+from argosy.store.errors import StoreError
 
 START = bytes(32)
 """What the first entry is sealed with in place of a hash before it."""
@@ -109,9 +110,14 @@ def seal(previous: bytes, entry: Mapping[str, Any]) -> bytes:
 
 
 def _entry(fields: dict[str, Any]) -> AuditEntry:
-    fields["details"] = msgspec.json.decode(fields["details"])
-    fields["hash"] = fields["hash"].hex()
-    return AuditEntry(**fields)
+    """Raises StoreError for what can no longer be read: it is not what was written."""
+    try:
+        details = msgspec.json.decode(fields["details"], type=dict[str, Any])
+        return AuditEntry(**fields | {"details": details, "hash": bytes(fields["hash"]).hex()})
+    except (ValueError, TypeError) as error:
+        raise StoreError(
+            f"Entry {fields['entry']} of the audit log is not what was written: see `argosy audit verify`."
+        ) from error
 
 
 def _broken(intact: int, problem: str) -> Verdict:

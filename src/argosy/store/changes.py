@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Self
 
 import msgspec
 from msgspec import UNSET
@@ -178,6 +178,42 @@ def changing(
         change = Change(connection, actor, clock, within)
         yield change
         change.finish()
+
+
+class Records:
+    """Records of every organisation, or `within` one: what `Accounts` and `Terms` have in common.
+
+    Each change is one transaction, with its entries in the audit log and a new version of the directory. A
+    NotFoundError says that an id is unknown, a ConflictError that what there is stands in the way, and any other
+    ValueError which field is wrong.
+    """
+
+    def __init__(
+        self, database: Database, clock: Callable[[], float], organisation: str | None = None
+    ) -> None:
+        self._database = database
+        self._clock = clock
+        self._organisation = organisation
+
+    def within(self, organisation: str | None) -> Self:
+        """Those of one organisation, as if there were no others; None: all.
+
+        Prices are there to be read, and nothing that is not the organisation's can be made or changed.
+        """
+        return type(self)(self._database, self._clock, organisation)
+
+    def _change(self, actor: str) -> AbstractContextManager[Change]:
+        return changing(self._database, actor, self._clock, self._organisation)
+
+    def _get(self, kind: type[R], record: str) -> R:
+        with self._database.read() as connection:
+            return get(connection, kind, self._organisation, record)
+
+    def _find(self, kind: type[R], **fields: object) -> list[R]:
+        """Those whose fields have the values that are given."""
+        given = {name: value for name, value in fields.items() if value is not None}
+        with self._database.read() as connection:
+            return find(connection, kind, self._organisation, **given)
 
 
 def _told(record: Record) -> dict[str, Any]:

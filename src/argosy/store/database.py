@@ -11,7 +11,7 @@ from sqlite3 import Connection as SqliteConnection
 from sqlite3 import OperationalError
 from typing import Any
 
-from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
+from sqlalchemy import URL, Connection, Engine, create_engine, event, inspect, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoResultFound
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
@@ -82,6 +82,23 @@ class Database:
             self._engine = _postgres(parsed)
             self._reads, self._writes = _POSTGRES_READS, _POSTGRES_WRITES
 
+    @classmethod
+    def existing(cls, url: str) -> Database:
+        """The database at a URL, which has tables of ours. Raises StoreError where there is none, and makes none."""
+        path = parse_url(url).database or ""
+        if url.startswith("sqlite"):
+            try:
+                Path(path).stat()
+            except OSError as error:
+                raise _nothing_in(f"{path} ({error.strerror})") from error
+        database = cls(url)
+        with database.read() as connection:
+            ours = inspect(connection).has_table("state")
+        if not ours:
+            database.close()
+            raise _nothing_in(database.name)
+        return database
+
     @contextmanager
     def read(self) -> Iterator[Connection]:
         """A transaction that sees one state of the database, whatever others write meanwhile."""
@@ -105,7 +122,11 @@ class Database:
     def _explained(self) -> Iterator[None]:
         try:
             yield
-        except (DBAPIError, PoolTimeoutError, NoResultFound) as error:
+        except NoResultFound as error:
+            raise StoreError(
+                f"The database {self.name} lacks its row of state, which nobody should remove: restore a backup."
+            ) from error
+        except (DBAPIError, PoolTimeoutError) as error:
             said = error.orig if isinstance(error, DBAPIError) else error
             told = f"{type(said).__name__}: {said}"
             advice = next(advice for words, advice in _ADVICE if words in told)
@@ -113,6 +134,12 @@ class Database:
             raise StoreError(
                 f"The database {self.name} cannot be used: {first}. {advice}"
             ) from error
+
+
+def _nothing_in(name: str) -> StoreError:
+    return StoreError(
+        f"Argosy keeps nothing in {name}: check the URL, or begin there with `argosy keys create`."
+    )
 
 
 def parse_url(url: str) -> URL:

@@ -62,7 +62,10 @@ def create_key(
 
 
 def rotate_key(change: Change, old: Key, overlap_s: float) -> tuple[Key, str]:
-    """A key like `old`, under the same limits, and its plain form; `old` ends when the overlap does."""
+    """A key like `old` and its plain form; `old` ends when the overlap does. The limits of `old` are the new key's.
+
+    Both are under them until then (see `Limits`): a limit that came back with each rotation would limit nothing.
+    """
     if not working(old, change.now):
         raise ConflictError(f"The key {old.id} works no longer: create a new one.")
     if old.replaced_by is not None:
@@ -78,7 +81,7 @@ def rotate_key(change: Change, old: Key, overlap_s: float) -> tuple[Key, str]:
     change.change(old, "rotate", expires_at=ends, replaced_by=key.id)
     change.create(key)
     for limit in change.find(Limit, owner_kind="key", owner=old.id):
-        change.create(msgspec.structs.replace(limit, id=new_id("limit"), owner=key.id))
+        change.change(limit, "move", owner=key.id)
     return key, plain
 
 

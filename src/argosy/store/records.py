@@ -8,14 +8,21 @@ import msgspec
 from msgspec import Meta
 
 Role = Literal["admin", "operator", "viewer", "caller"]
-"""What a key or a token may do: everything; run the fleet; look; ask models. Each may do what the later ones may,
-but only callers and admins ask models."""
+"""What a key or a token may do, the most first: everything; run the fleet; look; ask models. Each may do what the later
+ones may, but only callers and admins ask models."""
 
 RoleScope = Literal["organisation", "gateway"]
 """Where a role is held: in the organisation of its key or user, or for the whole gateway. For the role caller they are
 the same."""
 
 Tier = Literal["premium", "standard", "free"]
+"""The first is served first."""
+
+Ending = Literal["completed", "cancelled", "failed", "stopped", "interrupted"]
+"""How a request ended: as it should; the client left; it could not be answered; a limit ended it; the gateway died.
+
+`slots.py` keeps their places: only ever add at the end.
+"""
 
 Unit = Literal["requests", "tokens", "input_tokens", "output_tokens", "concurrency", "nano_dollars"]
 
@@ -27,7 +34,12 @@ Window = Literal["second", "minute", "hour", "day", "month"]
 """Day and month are the calendar's, in UTC; the others slide."""
 
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
+Names = Annotated[tuple[str, ...], Meta(max_length=1000)]
+Networks = Annotated[tuple[str, ...], Meta(max_length=100)]
+"""In CIDR notation. Every request of whom they fence in is compared with each."""
 Amount = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+TokenPrice = Annotated[int, Meta(ge=0, le=10**9)]
+"""Nano-dollars for a token: a dollar at most, so that what a ledger sums up stays within 64 bits."""
 Weight = Annotated[float, Meta(gt=0, le=1e6)]
 Moment = Annotated[float, Meta(ge=0, le=253_402_300_799)]
 """Seconds since the epoch, until the year 9999."""
@@ -63,8 +75,8 @@ class Project(Record, frozen=True, kw_only=True):
     """Whether it shares cached prompts with its organisation's other projects that share."""
     when_unsure: Unsure = "open"
     """What its limits do while the state that gateways share is down: go on locally, or refuse."""
-    networks: tuple[str, ...] = ()
-    """CIDR networks that its callers may come from; none: from anywhere."""
+    networks: Networks = ()
+    """Those that its callers may come from; none: from anywhere."""
     created_at: float
     archived_at: float | None = None
 
@@ -94,9 +106,9 @@ class KeyInfo(Record, frozen=True, kw_only=True):
     """The beginning of the key, by which people know it; not secret."""
     role: Role = "caller"
     scope: RoleScope = "organisation"
-    models: tuple[str, ...] = ()
+    models: Names = ()
     """Public model names it may use; none: all."""
-    networks: tuple[str, ...] = ()
+    networks: Networks = ()
     created_at: float
     expires_at: Moment | None = None
     revoked_at: float | None = None
@@ -121,7 +133,7 @@ class Limit(Record, frozen=True, kw_only=True):
     amount: Amount
     window: Window | None = None
     """None: concurrency has no window."""
-    model: str | None = None
+    model: Name | None = None
     """Public model name; None: all models together."""
 
 
@@ -134,10 +146,10 @@ class Price(Record, frozen=True, kw_only=True):
     """Public name."""
     tier: Tier | None = None
     """None: for every tier that has no price of its own."""
-    input: Amount
-    """Nano-dollars for each token that was not cached."""
-    cached_input: Amount
-    output: Amount
+    input: TokenPrice
+    """For each token that was not cached."""
+    cached_input: TokenPrice
+    output: TokenPrice
     since: Moment = 0.0
 
 
@@ -156,8 +168,7 @@ class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
     """The replica that ended it."""
     started_at: float
     ended_at: float
-    status: Literal["completed", "cancelled", "failed", "stopped", "interrupted"]
-    """As it should; the client left; it could not be answered; a limit ended it; the gateway died."""
+    status: Ending
     input_tokens: int = 0
     """Of the prompt, cached ones included."""
     cached_tokens: int = 0
@@ -180,6 +191,8 @@ class Directory(msgspec.Struct, frozen=True, kw_only=True):
     keys: tuple[Key, ...] = ()
     limits: tuple[Limit, ...] = ()
     prices: tuple[Price, ...] = ()
+    heirs: dict[str, str] = {}
+    """Ids of all keys that were ever rotated, and of those that took their places."""
     had_keys: bool = False
     """Whether a key was ever made, one that is revoked by now too."""
 

@@ -110,8 +110,7 @@ class RedisState:
     def counter(self, limit: Limit) -> Counter:
         """See `SharedState`."""
         own = own_counter(limit)
-        what = limit.owner_kind, limit.owner, limit.unit, limit.window or "", limit.model or ""
-        name = f"{PREFIX}limit:{':'.join(what)}"
+        name = f"{PREFIX}limit:{limit.id}"
         if isinstance(own, Concurrency):
             return SlotLease(name, own, self._alive_s)
         lease = Lease(name, own)

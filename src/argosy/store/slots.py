@@ -13,14 +13,13 @@ import os
 import zlib
 from collections import deque
 from pathlib import Path
-from typing import Literal
+from typing import get_args
 
 from argosy.policy import Rates
-from argosy.store.records import UsageRow
+from argosy.store.records import Ending, UsageRow
 
-Ending = Literal["completed", "cancelled", "failed", "stopped", "interrupted"]
-ENDINGS: tuple[Ending, ...] = ("completed", "cancelled", "failed", "stopped", "interrupted")
-"""The state of a slot that ended is `ENDED` plus the index here: only ever add at the end."""
+ENDINGS: tuple[Ending, ...] = get_args(Ending)
+"""The state of a slot that ended is `ENDED` plus the index here."""
 FREE, RUNNING, ENDED = 0, 1, 2
 
 MOST_NANO_DOLLARS = 2**63 - 1

@@ -19,6 +19,7 @@ from argosy.store.changes import find
 from argosy.store.database import Database, parse_url
 from argosy.store.errors import StoreError
 from argosy.store.records import Directory, Key, Limit, Organisation, Price, Project, User
+from argosy.store.terms import Terms
 from argosy.store.usage import UsageLog
 
 EXPIRED_STAY_S = 30 * 86_400
@@ -30,7 +31,7 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     url: str | None = None
     """`sqlite:///path` or `postgresql://user:password@host/database`; by default `default_url()`."""
-    keep_usage_days: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    keep_usage_days: Annotated[int, msgspec.Meta(ge=1, le=36_500)] | None = None
     """Days that rows of the ledger are kept; older ones are summed by day. None: for ever."""
 
 
@@ -45,6 +46,7 @@ class Store:
         self._database = database
         self._clock = clock
         self.accounts = Accounts(database, clock)
+        self.terms = Terms(database, clock)
         self.audit = Audit(database)
         self.usage = UsageLog(database)
 
@@ -65,7 +67,7 @@ class Store:
 
     def directory(self) -> Directory:
         """All accounts, as of one version."""
-        expired = self._clock() - EXPIRED_STAY_S
+        expired, keys = self._clock() - EXPIRED_STAY_S, schema.keys.c
         with self._database.read() as connection:
             return Directory(
                 version=connection.execute(select(schema.state.c.version)).scalar_one(),
@@ -79,7 +81,13 @@ class Store:
                 ),
                 limits=tuple(find(connection, Limit)),
                 prices=tuple(find(connection, Price)),
-                had_keys=connection.execute(select(schema.keys.c.id).limit(1)).first() is not None,
+                heirs={
+                    row.id: row.replaced_by
+                    for row in connection.execute(
+                        select(keys.id, keys.replaced_by).where(keys.replaced_by.is_not(None))
+                    )
+                },
+                had_keys=connection.execute(select(keys.id).limit(1)).first() is not None,
             )
 
 
@@ -89,6 +97,11 @@ def open_store(url: str, *, clock: Callable[[], float] = time.time) -> Store:
     `sqlite:///path` or `postgresql://user:password@host:port/database`. Raises StoreError.
     """
     return Store(Database(url), clock)
+
+
+def find_store(url: str, *, clock: Callable[[], float] = time.time) -> Store:
+    """The store at a URL, where there is one: a mistyped URL makes none. Raises StoreError; else as `open_store`."""
+    return Store(Database.existing(url), clock)
 
 
 def default_url() -> str:

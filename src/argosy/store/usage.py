@@ -5,12 +5,10 @@ A row counts for the moment when its request ended; days are those of UTC.
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 from sqlalchemy import (
@@ -18,9 +16,11 @@ from sqlalchemy import (
     ColumnElement,
     Select,
     Table,
+    and_,
     cast,
     delete,
     func,
+    or_,
     select,
     text,
     tuple_,
@@ -31,6 +31,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from argosy.store import schema
 from argosy.store.database import Database
 from argosy.store.records import OwnerKind, UsageRow
+from argosy.store.spreadsheet import csv_lines
 
 Group = Literal["day", "organisation", "project", "key", "user", "model", "route"]
 """What a report may be by."""
@@ -41,13 +42,20 @@ PAGE = 1000
 LONGEST = 200
 """Characters of a text."""
 
-_GROUPS: tuple[Group, ...] = ("day", "organisation", "project", "key", "user", "model", "route")
+_GROUPS: tuple[Group, ...] = get_args(Group)
 _COUNTED = ("input_tokens", "cached_tokens", "output_tokens", "nano_dollars")
 _INSERTS: dict[str, Callable[[Table], sqlite.Insert | postgresql.Insert]] = {
     "sqlite": sqlite.insert,
     "postgresql": postgresql.insert,
 }
 _COLUMNS = (*UsageRow.__struct_fields__, "day")
+_DONE = func.count().filter(
+    or_(
+        schema.usage.c.output_tokens > 0,
+        and_(schema.usage.c.status != "failed", schema.usage.c.route != ""),
+    )
+)
+"""Requests that count against limits: not those that got nothing because of us, or never went to a replica."""
 _NAMES = ", ".join(f'"{name}"' for name in _COLUMNS)
 _ADD = {
     dialect: f"INSERT INTO usage ({_NAMES}) VALUES ({', '.join([mark] * len(_COLUMNS))}) "  # noqa: S608
@@ -137,11 +145,14 @@ class UsageLog:
         unknown = set(group_by) - set(_GROUPS)
         if unknown:
             raise ValueError(f"A report is by {', '.join(_GROUPS)}; not by {min(unknown)!r}.")
-        groups = tuple(dict.fromkeys(group_by))
+        return self._report(tuple(dict.fromkeys(group_by)), where, func.count())
+
+    def _report(
+        self, groups: Sequence[Group], where: UsageFilter, requests: ColumnElement[Any]
+    ) -> list[ReportRow]:
+        """The same; `requests` says of which rows they are counted."""
         both = union_all(
-            _sums(
-                schema.usage, func.count(), groups, _ended(where) + self._owned(schema.usage, where)
-            ),
+            _sums(schema.usage, requests, groups, _ended(where) + self._owned(schema.usage, where)),
             _sums(
                 schema.usage_days,
                 func.sum(schema.usage_days.c.requests),
@@ -161,10 +172,19 @@ class UsageLog:
     def spent(
         self, owner_kind: OwnerKind, owner: str, since: float, model: str | None = None
     ) -> UsageSum:
-        """What the owner with this id used since a moment, of one model or of all."""
+        """What the owner with this id used since a moment, of one model or of all, as limits count it.
+
+        A key used also what those did that it was rotated from. A request for which nothing was done is none.
+        """
         where = UsageFilter(since=since, model=model)
-        (row,) = self.report((), msgspec.structs.replace(where, **{owner_kind: owner}))
-        return UsageSum(**{name: getattr(row, name) for name in UsageSum.__struct_fields__})
+        owners = self._line(owner, since) if owner_kind == "key" else [owner]
+        rows = [
+            row
+            for one in owners
+            for row in self._report((), msgspec.structs.replace(where, **{owner_kind: one}), _DONE)
+        ]
+        names = UsageSum.__struct_fields__
+        return UsageSum(**{name: sum(getattr(row, name) for row in rows) for name in names})
 
     def rows(self, where: UsageFilter = ALL) -> Iterator[list[UsageRow]]:
         """The rows themselves, by the time they ended, page by page; no transaction is open in between."""
@@ -185,9 +205,9 @@ class UsageLog:
 
     def csv(self, where: UsageFilter = ALL) -> Iterator[str]:
         """The rows as CSV text, a piece at a time: a line of names, then the fields of each UsageRow."""
-        yield _csv([UsageRow.__struct_fields__])
+        yield csv_lines([UsageRow.__struct_fields__])
         for page in self.rows(where):
-            yield _csv([msgspec.structs.astuple(row) for row in page])
+            yield csv_lines([msgspec.structs.astuple(row) for row in page])
 
     def forget(self, before: float) -> int:
         """Keep of the days that ended before a moment only the sums, and return how many rows went.
@@ -199,6 +219,19 @@ class UsageLog:
         while (oldest := self._oldest()) is not None and oldest < kept_from:
             gone += self._forget_until((oldest // DAY_S + 1) * DAY_S)
         return gone
+
+    def _line(self, key: str, since: float) -> list[str]:
+        """The key with this id, and those it was rotated from that still worked at a moment or later."""
+        keys, line = schema.keys.c, [key]
+        with self._database.read() as connection:
+            while True:
+                before = select(keys.id).where(
+                    keys.replaced_by == line[-1], keys.expires_at >= since
+                )
+                found: str | None = connection.execute(before).scalar()
+                if found is None:
+                    return line
+                line.append(found)
 
     def _owned(self, table: Table, where: UsageFilter) -> list[ColumnElement[bool]]:
         asked = {name: getattr(where, name) for name in _GROUPS if name != "day"}
@@ -278,9 +311,3 @@ def _report_row(values: dict[str, Any]) -> ReportRow:
     if "day" in values:
         values["day"] = datetime.fromtimestamp(values["day"] * DAY_S, UTC).date().isoformat()
     return ReportRow(**values)
-
-
-def _csv(lines: Sequence[Sequence[object]]) -> str:
-    file = io.StringIO()
-    csv.writer(file, lineterminator="\n").writerows(lines)
-    return file.getvalue()

@@ -1,5 +1,6 @@
 """The instruments: metrics and logs."""
 
+from argosy.telemetry.counting import CONTENT_TYPE
 from argosy.telemetry.engine_stats import EngineStats
 from argosy.telemetry.gateway_metrics import GatewayMetrics
 from argosy.telemetry.gateway_reading import (
@@ -9,7 +10,7 @@ from argosy.telemetry.gateway_reading import (
     SharedLimitsReading,
 )
 from argosy.telemetry.logs import LogFormat, configure_logs, request_context
-from argosy.telemetry.metrics import CONTENT_TYPE, Metrics, SequenceTimes
+from argosy.telemetry.metrics import Metrics, SequenceTimes
 
 __all__ = [
     "CONTENT_TYPE",

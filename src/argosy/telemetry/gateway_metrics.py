@@ -1,33 +1,31 @@
-"""The gateway's metrics: numbers in dictionaries, one addition each, made into Prometheus' families when asked.
+"""The gateway's metrics.
 
-A token passes here, so there are no locks and no objects for each label: one thread counts, and whoever
-reads takes what is there. Names follow the Prometheus guidelines, so that `promtool check metrics` is content.
-Labels are bounded: models and replicas are those of the configuration, tenants beyond `MOST_TENANTS` are
-counted together as "other".
+Labels are bounded: models and replicas are those of the configuration, tenants beyond `MOST_TENANTS` are counted
+together as "other".
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
-from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-)
+from prometheus_client import generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from argosy.telemetry.counting import (
+    ITL_BUCKETS,
+    PHASE_BUCKETS,
+    TTFT_BUCKETS,
+    Counter,
+    Histogram,
+    gauge,
+)
 from argosy.telemetry.gateway_reading import (
     REPLICA_STATES,
     GatewayReading,
     SharedLimitsReading,
 )
-from argosy.telemetry.metrics import ITL_BUCKETS, PHASE_BUCKETS, TTFT_BUCKETS
 
 MOST_TENANTS = 1000
 MOST_CODES = 100
@@ -50,53 +48,6 @@ class _Bounded:
         return value
 
 
-class _Counts:
-    """A counter for each set of label values."""
-
-    def __init__(self, name: str, text: str, *labels: str) -> None:
-        self._name, self._text, self._labels = name, text, labels
-        self._values: dict[tuple[str, ...], int] = {}
-
-    def add(self, labels: tuple[str, ...], amount: int = 1) -> None:
-        """Count."""
-        self._values[labels] = self._values.get(labels, 0) + amount
-
-    def family(self) -> Metric:
-        """As Prometheus has it."""
-        shown = CounterMetricFamily(self._name, self._text, labels=self._labels)
-        for labels, value in list(self._values.items()):
-            shown.add_metric(labels, value)
-        return shown
-
-
-class _Spread:
-    """A histogram for each model."""
-
-    def __init__(self, name: str, text: str, buckets: tuple[float, ...]) -> None:
-        self._name, self._text, self._buckets = name, text, buckets
-        self._counts: dict[str, list[int]] = {}
-        self._sums: dict[str, float] = {}
-
-    def observe(self, model: str, *values: float) -> None:
-        """Count values."""
-        counts = self._counts.get(model)
-        if counts is None:
-            counts = self._counts[model] = [0] * (len(self._buckets) + 1)
-            self._sums[model] = 0.0
-        for value in values:
-            counts[bisect_left(self._buckets, value)] += 1
-        self._sums[model] += sum(values)
-
-    def family(self) -> Metric:
-        """As Prometheus has it."""
-        shown = HistogramMetricFamily(self._name, self._text, labels=["model"])
-        bounds = [*map(str, self._buckets), "+Inf"]
-        for model, counts in list(self._counts.items()):
-            below = zip(bounds, accumulate(counts), strict=True)
-            shown.add_metric([model], list(below), self._sums[model])
-        return shown
-
-
 class GatewayMetrics(Collector):
     """Every number that a gateway shows. One event loop counts; `exposition` may run in any thread."""
 
@@ -104,69 +55,69 @@ class GatewayMetrics(Collector):
         self._reading = GatewayReading()
         self._tenant = _Bounded(MOST_TENANTS)
         self._code = _Bounded(MOST_CODES)
+        self._counted: list[Counter | Histogram] = []
+        """In the order in which they are shown."""
         self._requests()
         self._latencies()
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
 
     def _requests(self) -> None:
-        self._http = _Counts(
+        self._http = self._counter(
             "argosy_gateway_http_requests", "HTTP requests answered.", "route", "status"
         )
-        self._ended = _Counts(
+        self._ended = self._counter(
             "argosy_gateway_requests",
             "Generation requests ended, by how.",
             *("model", "tenant", "status"),
         )
-        self._refused = _Counts(
+        self._refused = self._counter(
             "argosy_gateway_requests_unanswered",
             "Generation requests refused or failed, by the error's code.",
             *("model", "code"),
         )
-        self._limited = _Counts(
+        self._limited = self._counter(
             "argosy_gateway_limit_refusals",
             "Limits that stood in a request's way, by what they limit.",
             *("model", "unit"),
         )
-        self._tokens = _Counts(
+        self._tokens = self._counter(
             "argosy_gateway_tokens",
             "Tokens of prompts (input: computed; cached: found) and of answers (output: delivered).",
             *("model", "tenant", "kind"),
         )
-        self._cost = _Counts(
+        self._cost = self._counter(
             "argosy_gateway_cost_nano_dollars",
             "What requests cost, in billionths of a dollar.",
             *("model", "tenant"),
         )
-        self._retries = _Counts(
+        self._retries = self._counter(
             "argosy_gateway_retries", "Attempts after one that gave nothing.", "model"
         )
-        self._failovers = _Counts(
+        self._failovers = self._counter(
             "argosy_gateway_failovers", "Streams carried on by another replica.", "model"
         )
-        self._hedges = _Counts(
+        self._hedges = self._counter(
             "argosy_gateway_hedges",
             "Second attempts beside one that was silent, by whether theirs was the answer.",
             *("model", "won"),
         )
 
     def _latencies(self) -> None:
-        self._ttft = _Spread(
+        self._ttft = self._histogram(
             "argosy_gateway_time_to_first_token_seconds",
             "From a request's arrival to its first token.",
             TTFT_BUCKETS,
         )
-        self._itl = _Spread(
+        self._itl = self._histogram(
             "argosy_gateway_inter_token_latency_seconds",
             "Between two pieces of an answer that brought tokens.",
             ITL_BUCKETS,
         )
-        self._e2e = _Spread(
+        self._e2e = self._histogram(
             "argosy_gateway_request_duration_seconds",
             "From a generation request's arrival to its end.",
             PHASE_BUCKETS,
         )
-        self._queue = _Spread(
+        self._queue = self._histogram(
             "argosy_gateway_queue_seconds", "Waiting for a replica.", QUEUE_BUCKETS
         )
 
@@ -178,16 +129,16 @@ class GatewayMetrics(Collector):
 
     def first_token(self, model: str, ttft_s: float) -> None:
         """A request got its first token."""
-        self._ttft.observe(model, ttft_s)
+        self._ttft.observe((model,), ttft_s)
 
     def next_tokens(self, model: str, gaps_s: Sequence[float]) -> None:
         """It got more, so often, each so long after the one before."""
         if gaps_s:
-            self._itl.observe(model, *gaps_s)
+            self._itl.observe((model,), *gaps_s)
 
     def placed(self, model: str, queued_s: float) -> None:
         """It was given to a replica."""
-        self._queue.observe(model, queued_s)
+        self._queue.observe((model,), queued_s)
 
     def retried(self, model: str) -> None:
         """It was tried once more."""
@@ -212,7 +163,7 @@ class GatewayMetrics(Collector):
     def ended(self, model: str, tenant: str, status: str, seconds: float) -> None:
         """It has ended; `status` is one of a fixed few."""
         self._ended.add((model, self._tenant(tenant), status))
-        self._e2e.observe(model, seconds)
+        self._e2e.observe((model,), seconds)
 
     def used(
         self,
@@ -236,79 +187,83 @@ class GatewayMetrics(Collector):
     def exposition(self, reading: GatewayReading) -> bytes:
         """The Prometheus text format."""
         self._reading = reading
-        return generate_latest(self._registry)
+        return generate_latest(self)
 
     def collect(self) -> Iterator[Metric]:
         """See prometheus_client's `Collector`."""
-        counts = (self._http, self._ended, self._refused, self._limited, self._tokens, self._cost)
-        for kind in (*counts, self._retries, self._failovers, self._hedges):
-            yield kind.family()
-        for spread in (self._ttft, self._itl, self._e2e, self._queue):
-            yield spread.family()
+        for counted in self._counted:
+            yield counted.family()
         yield from self._gauges(self._reading)
 
     def _gauges(self, reading: GatewayReading) -> Iterator[Metric]:
-        yield _gauge("requests_in_flight", "HTTP requests being answered.", reading.in_flight)
-        yield _gauge(
-            "fast_path_streams",
-            "Streams that native code passes on.",
-            reading.on_fast_path,
+        for name, text, value in (
+            ("requests_in_flight", "HTTP requests being answered.", reading.in_flight),
+            ("fast_path_streams", "Streams that native code passes on.", reading.on_fast_path),
+            (
+                "ledger_backlog_rows",
+                "Rows of usage that the store does not have yet.",
+                reading.backlog,
+            ),
+            (
+                "ledger_memory_rows",
+                "Rows of usage, of running requests too, that are in memory only: the disk is full.",
+                reading.in_memory,
+            ),
+        ):
+            yield gauge(f"argosy_gateway_{name}", text, {(): value})
+        yield gauge(
+            "argosy_gateway_queue_depth",
+            "Requests that wait for a replica.",
+            {(model,): waiting for model, waiting in reading.queued.items()},
+            "model",
         )
-        yield _gauge(
-            "ledger_backlog_rows",
-            "Rows of usage that the store does not have yet.",
-            reading.backlog,
-        )
-        yield _gauge(
-            "ledger_memory_rows",
-            "Rows of usage, of running requests too, that are in memory only: the disk is full.",
-            reading.in_memory,
-        )
-        depth = GaugeMetricFamily(
-            "argosy_gateway_queue_depth", "Requests that wait for a replica.", labels=["model"]
-        )
-        for model, waiting in reading.queued.items():
-            depth.add_metric([model], waiting)
-        yield depth
-        busy = GaugeMetricFamily(
+        yield gauge(
             "argosy_gateway_replica_requests_in_flight",
             "Requests of this gateway at a replica.",
-            labels=["model", "replica"],
+            {(one.model, one.replica): one.in_flight for one in reading.replicas},
+            *("model", "replica"),
         )
-        state = GaugeMetricFamily(
+        yield gauge(
             "argosy_gateway_replica_state",
             "1 for the state that a replica is in: ready, cooling, open (its breaker), away.",
-            labels=["model", "replica", "state"],
+            {
+                (one.model, one.replica, state): one.state == state
+                for one in reading.replicas
+                for state in REPLICA_STATES
+            },
+            *("model", "replica", "state"),
         )
-        for one in reading.replicas:
-            busy.add_metric([one.model, one.replica], one.in_flight)
-            for name in REPLICA_STATES:
-                state.add_metric([one.model, one.replica, name], one.state == name)
-        yield from (busy, state)
         if reading.shared_limits is not None:
             yield from _shared_limits(reading.shared_limits)
-        build = GaugeMetricFamily(
-            "argosy_gateway_build_info", "The running version.", labels=["version"]
+        yield gauge(
+            "argosy_gateway_build_info",
+            "The running version.",
+            {(version("argosy"),): 1},
+            "version",
         )
-        build.add_metric([version("argosy")], 1)
-        yield build
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        made = Counter(name, text, *labels)
+        self._counted.append(made)
+        return made
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
+        made = Histogram(name, text, buckets, "model")
+        self._counted.append(made)
+        return made
 
 
 def _shared_limits(reading: SharedLimitsReading) -> Iterator[Metric]:
-    yield GaugeMetricFamily(
+    yield gauge(
         "argosy_shared_limits_up",
         "1 while Redis, where the limits are shared, can be reached.",
-        value=reading.up,
+        {(): reading.up},
     )
-    unsure = CounterMetricFamily(
+    unsure = Counter(
         "argosy_shared_limits_unsure_decisions",
         "Requests let in or refused, and streams carried on or ended, while Redis could not be reached.",
-        labels=["outcome"],
+        "outcome",
     )
-    unsure.add_metric(["allowed"], reading.allowed)
-    unsure.add_metric(["refused"], reading.refused)
-    yield unsure
-
-
-def _gauge(name: str, text: str, value: float) -> Metric:
-    return GaugeMetricFamily(f"argosy_gateway_{name}", text, value=value)
+    unsure.add(("allowed",), reading.allowed)
+    unsure.add(("refused",), reading.refused)
+    yield unsure.family()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 ReplicaState = Literal["ready", "cooling", "open", "away"]
 """It takes requests; it said that it is full; its breaker is open; it says that it takes none."""
-REPLICA_STATES: tuple[ReplicaState, ...] = ("ready", "cooling", "open", "away")
+REPLICA_STATES: tuple[ReplicaState, ...] = get_args(ReplicaState)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 _NAMES = {
@@ -45,13 +45,11 @@ _LABELS = {
 _REASONS = {"cancelled": "abort"}
 
 
-class VllmNames(CollectorRegistry):
-    """A registry that shows another one's metrics under vLLM's names, with label `engine="0"`."""
+class VllmNames(Collector):
+    """Shows what another collector has under vLLM's names, with label `engine="0"`."""
 
-    def __init__(self, source: CollectorRegistry, model: str) -> None:
-        super().__init__()
+    def __init__(self, source: Collector) -> None:
         self._source = source
-        self._model = model
 
     def collect(self) -> Iterator[Metric]:
         """The metrics that vLLM has too, renamed."""
@@ -71,7 +69,6 @@ def _renamed(family: Metric, name: str) -> Metric:
             sample.exemplar,
         )
         for sample in family.samples
-        if not sample.name.endswith("_created")
     ]
     return shown
 

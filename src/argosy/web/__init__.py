@@ -1,6 +1,5 @@
 """Serving HTTP/1.1: hardened connections, requests and answers under limits, listening sockets."""
 
-from argosy.web.accepting import leave
 from argosy.web.collector import calm_collector
 from argosy.web.deadlines import Deadlines
 from argosy.web.exchange import (
@@ -16,7 +15,8 @@ from argosy.web.exchange import (
     SlowReaderError,
     Watcher,
 )
-from argosy.web.listen import GOODBYE_S, Listener, bind, bind_unix, url_of
+from argosy.web.listen import GOODBYE_S, Listener, bind, bind_unix, listening_socket, url_of
+from argosy.web.refusing import answered, check_method
 from argosy.web.tls import Certificates, TlsConfig
 
 __all__ = [
@@ -36,9 +36,11 @@ __all__ = [
     "SlowReaderError",
     "TlsConfig",
     "Watcher",
+    "answered",
     "bind",
     "bind_unix",
     "calm_collector",
-    "leave",
+    "check_method",
+    "listening_socket",
     "url_of",
 ]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any, Protocol
 
 from argosy.protocol import SSE_CONTENT_TYPE, ApiError
@@ -15,7 +16,6 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
-Headers = Iterable[tuple[bytes, bytes]]
 
 JSON = b"application/json"
 WIRE = "argosy.wire"
@@ -23,6 +23,8 @@ WIRE = "argosy.wire"
 EXCHANGE = "argosy.exchange"
 """Key of the scope's state: the `Exchange`, for an application that it was handed to."""
 
+OPENAI_VERSION = b"2020-10-01"
+"""Of the API that is spoken; there is no other."""
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -109,7 +111,7 @@ class ExchangeLimits(Protocol):
 
 
 class Exchange:
-    """One request and its answer. Every answer carries `x-request-id` and `openai-processing-ms`."""
+    """One request and its answer. Every answer carries `x-request-id`, `openai-processing-ms` and `openai-version`."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, limits: ExchangeLimits) -> None:
         self._scope = scope
@@ -124,7 +126,7 @@ class Exchange:
         self.path: str = scope["path"]
         self.query: bytes = scope.get("query_string", b"")
         """What came after the path's `?`."""
-        self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.headers = _by_name(scope["headers"])
         self.request_id = self._find_request_id()
         self.extra: list[tuple[bytes, bytes]] = []
         """Headers of the answer, whatever it will be."""
@@ -132,8 +134,6 @@ class Exchange:
         """The status that was sent, once it was."""
         self.complete = False
         """Whether the whole answer was sent."""
-        self.gone = False
-        """Whether the client went away, as far as `on_disconnect` saw."""
         self.failure: str | None = None
         """Code of the error that it ended with."""
 
@@ -190,44 +190,32 @@ class Exchange:
 
     def on_disconnect(self, gone: Callable[[], object]) -> Leaving:
         """Call `gone` when the client goes away; cancel what is returned when that is over."""
-
-        def left() -> None:
-            self.gone = True
-            gone()
-
-        leaving = Leaving(self._wire, left)
+        leaving = Leaving(self._wire, gone)
         self._wire.watch(leaving)
         return leaving
 
-    async def answer(
-        self, status: int, body: bytes, content_type: bytes = JSON, extra: Headers = ()
-    ) -> None:
+    async def answer(self, status: int, body: bytes, content_type: bytes = JSON) -> None:
         """Send a whole answer."""
-        length = b"%d" % len(body)
-        headers = [(b"content-type", content_type), (b"content-length", length), *extra]
+        headers = [(b"content-type", content_type), (b"content-length", b"%d" % len(body))]
         if self._wire.full:
             await self._room()
         self._wire.answer(status, self._headed(status, headers), body)
         self.complete = True
 
-    async def refuse(self, error: ApiError, extra: Headers = ()) -> None:
+    async def refuse(self, error: ApiError) -> None:
         """Send an error body, with the headers that tell clients when to try again."""
-        headers = list(extra)
         if error.retry_after_s is not None:
-            seconds = str(max(1, round(error.retry_after_s))).encode()
-            milliseconds = str(round(error.retry_after_s * 1000)).encode()
-            headers += [(b"retry-after", seconds), (b"retry-after-ms", milliseconds)]
-        await self.answer(error.status, error.body(self.request_id), JSON, headers)
+            seconds = str(max(1, math.ceil(error.retry_after_s))).encode()
+            milliseconds = str(math.ceil(error.retry_after_s * 1000)).encode()
+            self.extra += [(b"retry-after", seconds), (b"retry-after-ms", milliseconds)]
+        await self.answer(error.status, error.body(self.request_id))
 
-    async def start_stream(
-        self, extra: Headers = (), content_type: bytes = SSE_CONTENT_TYPE
-    ) -> None:
+    async def start_stream(self, content_type: bytes = SSE_CONTENT_TYPE) -> None:
         """Begin a stream, by default one of events."""
         headers = [
             (b"content-type", content_type),
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),
-            *extra,
         ]
         if self._wire.full:
             await self._room()
@@ -284,6 +272,7 @@ class Exchange:
             *self.extra,
             (b"x-request-id", self.request_id.encode("latin-1")),
             (b"openai-processing-ms", spent_ms),
+            (b"openai-version", OPENAI_VERSION),
         ]
         return headers
 
@@ -300,7 +289,7 @@ class Exchange:
 class Leaving:
     """A `Watcher` that only wants to know when the client has gone."""
 
-    def __init__(self, wire: Wire, gone: Callable[[], None]) -> None:
+    def __init__(self, wire: Wire, gone: Callable[[], object]) -> None:
         self._wire = wire
         self._gone = gone
 
@@ -317,6 +306,17 @@ class Leaving:
     def on_gone(self) -> None:
         """See `Watcher`."""
         self._gone()
+
+
+def _by_name(headers: Sequence[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
+    """Headers by name; several lines of one are a list with commas (RFC 9110, 5.3), which proxies add to by lines."""
+    found = dict(headers)
+    if len(found) < len(headers):
+        lines: dict[bytes, list[bytes]] = {}
+        for name, value in headers:
+            lines.setdefault(name, []).append(value)
+        found = {name: b", ".join(values) for name, values in lines.items()}
+    return found
 
 
 def _too_large(limit: int) -> ApiError:

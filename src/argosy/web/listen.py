@@ -12,7 +12,7 @@ from pathlib import Path
 import uvicorn
 
 from argosy.process import most_clients
-from argosy.web.accepting import Acceptor
+from argosy.web.accepting import Acceptor, leave
 from argosy.web.connection import Connection
 from argosy.web.deadlines import Deadlines
 from argosy.web.exchange import App
@@ -68,6 +68,16 @@ class Listener(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Leave the signals alone."""
         yield
+
+
+@contextlib.contextmanager
+def listening_socket(host: str, port: int, uds: str | None) -> Iterator[socket.socket]:
+    """A socket at the path `uds`, which vanishes with it, else at host and port. Raises OSError, with the remedy."""
+    bound = bind(host, port) if uds is None else bind_unix(Path(uds))
+    try:
+        yield bound
+    finally:
+        leave(bound)
 
 
 def bind(host: str, port: int) -> socket.socket:

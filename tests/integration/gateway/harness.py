@@ -24,7 +24,7 @@ from argosy.gateway.fast_path import FastPath, load_fast_path
 from argosy.gateway.front import Front
 from argosy.gateway.identity import Identity
 from argosy.gateway.journey import ANY, Alone, Journey, Stage, Visit
-from argosy.gateway.kv_events import followers
+from argosy.gateway.kv import follow_all
 from argosy.gateway.operating import Operating
 from argosy.gateway.pools import build_models
 from argosy.gateway.probing import Prober
@@ -152,7 +152,7 @@ async def front(
     tasks = [
         asyncio.create_task(listener.serve(sockets=[bound])),
         asyncio.create_task(serving.tend()),
-        *(asyncio.create_task(follower.run()) for follower in followers(models.pools)),
+        *(asyncio.create_task(follow()) for follow in follow_all(models.pools)),
     ]
     try:
         async with httpx2.AsyncClient(base_url=url_of(bound), timeout=30) as client:

@@ -12,7 +12,6 @@ from argosy.gateway.held import Held
 from argosy.gateway.journey import CHAT, Journey, Status, Visit
 from argosy.gateway.limits import Limits
 from argosy.gateway.replicas import Pool
-from argosy.policy import CHOOSERS
 from argosy.protocol import ApiError
 from argosy.store import (
     Clock,
@@ -90,7 +89,7 @@ def request(
     body: dict[str, Any] = {"model": asked, "messages": [{"role": "user", "content": content}]}
     body |= {} if most is None else {"max_tokens": most}
     ask = read(json.dumps(body).encode(), "messages")
-    pool = Pool("big", [], CHOOSERS["round-robin"]())
+    pool = Pool("big", [], "round-robin")
     return Journey(cast("Exchange", None), ask, CHAT, pool, b"id 1", caller)
 
 

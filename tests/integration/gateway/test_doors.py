@@ -9,8 +9,10 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import httpx2
+import msgspec
 import openai
 import pytest
 from tests.integration.rough_server import Rough, rough_server
@@ -19,6 +21,7 @@ from typer.testing import CliRunner
 
 from argosy.cli.app import app
 from argosy.gateway import (
+    AuthConfig,
     GatewayConfig,
     GatewayServer,
     ModelConfig,
@@ -26,6 +29,8 @@ from argosy.gateway import (
     load_config,
 )
 from argosy.store import Role, Store, StoreConfig, open_store
+
+ANYBODY = AuthConfig()
 
 
 @pytest.fixture
@@ -45,9 +50,9 @@ def settings(replica: Rough, url: str, host: str = "127.0.0.1") -> GatewayConfig
 
 
 @contextlib.asynccontextmanager
-async def gateway(replica: Rough, url: str) -> AsyncIterator[str]:
+async def gateway(replica: Rough, url: str, auth: AuthConfig = ANYBODY) -> AsyncIterator[str]:
     """The base URL of a gateway with a store, in front of a server for `big` and `small`."""
-    config = settings(replica, url)
+    config = msgspec.structs.replace(settings(replica, url), auth=auth)
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     server = GatewayServer(config, ready.set_result)
     running = asyncio.create_task(server.run())
@@ -121,7 +126,7 @@ async def test_what_generates_nothing_counts_against_the_limit_on_requests(url: 
     chat, *_ = tenants(url)
     store = open_store(url)
     (key,) = (key for key in store.directory().keys if key.name == "chat")
-    store.accounts.set_limit("key", key.id, "requests", 2, window="hour", actor="test")
+    store.terms.set_limit("key", key.id, "requests", 2, window="hour", actor="test")
     store.close()
     async with (
         rough_server() as replica,
@@ -181,6 +186,33 @@ async def test_changes_count_again_once_they_can_be_read_again(
                 await asyncio.sleep(0.05)
 
 
+async def test_every_line_of_proxies_is_read(url: str) -> None:
+    """A proxy may add a line of its own: the last one alone names a proxy where there are two."""
+    store = open_store(url)
+    store.migrate()
+    organisation = store.accounts.create_organisation("acme", actor="test").id
+    project = store.accounts.create_project(organisation, "web", actor="test").id
+    _, key = store.accounts.create_key(project, "in", networks=["127.0.0.0/8"], actor="test")
+    store.close()
+    auth = AuthConfig(trusted_proxies=("127.0.0.0/8",))
+    async with (
+        rough_server() as replica,
+        gateway(replica, url, auth) as base,
+        httpx2.AsyncClient(base_url=base, timeout=30) as client,
+    ):
+        asking = [("authorization", f"Bearer {key}")]
+        for hops, status in (
+            (["127.0.0.2"], 200),
+            (["198.51.100.7, 127.0.0.2"], 403),
+            (["198.51.100.7", "127.0.0.2"], 403),
+            (["127.0.0.3", "198.51.100.7"], 403),
+            (["127.0.0.3", "127.0.0.2"], 200),
+        ):
+            headers = [*asking, *(("x-forwarded-for", hop) for hop in hops)]
+            assert (await client.get("/v1/models", headers=headers)).status_code == status, hops
+        assert (await client.get("/v1/models", headers=asking * 2)).status_code == 401
+
+
 @pytest.mark.parametrize("useless", ["limits: {redis: 'redis://localhost'}", "auth: {mode: keys}"])
 def test_settings_that_need_a_store_say_so(tmp_path: Path, useless: str) -> None:
     path = tmp_path / "gateway.yaml"
@@ -205,6 +237,22 @@ def test_settings_that_need_a_store_say_so(tmp_path: Path, useless: str) -> None
             "of 'm' the replica 'x' is there twice",
         ),
         ("models: [{name: m, aliases: [m], replicas: [{url: 'http://a'}]}]", "name 'm' is there"),
+        ("auth:\n  mode: keys\n  mode: 'off'", "'mode' is there twice, in line 3 and in line 4"),
+        ("port: 1\nport: 2", "'port' is there twice, in line 2 and in line 3; keep one"),
+        ("models: [{name: m, replicas: [{url: x, url: y}]}]", "'url' is there twice"),
+        ("prot: 1", "unknown field `prot`; did you mean `port`"),
+        ("auth: {jwt: {audience: [a], isuer: x}}", r"auth.jwt`; did you mean `issuer`"),
+        ("models: [{name: m, replicas: [{url: x, tls: {caa: x}}]}]", "did you mean `ca`"),
+        ("port: 2026-13-45", "month must be in"),
+        ("port: [", "parsing"),
+        ("models: [{name: '', replicas: [{url: x}]}]", r"regex .* at `\$.models\[0\].name`"),
+        ('models: [{name: "a\\tb", replicas: [{url: x}]}]', "regex .*name"),
+        ("models: [{name: m, aliases: [' a'], replicas: [{url: x}]}]", "regex .*aliases"),
+        ("models: [{name: m, replicas: [{url: 'http://x', tls: {ca: y}}]}]", "tls is for https"),
+        ("explain: {requests: -1}", ">= 0"),
+        ("explain: {seconds: .nan}", ">= 0"),
+        ("auth: {jwt: {audience: ['']}}", "length >= 1"),
+        ("store: {keep_usage_days: 9999999}", "<= 36500"),
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused_with_their_file(
@@ -221,6 +269,23 @@ def test_settings_that_cannot_be_meant_are_refused_with_their_file(
     path.write_text(models + settings)
     with pytest.raises(ValueError, match=f"gateway.yaml: .*{said}"):
         load_config(path)
+
+
+@pytest.mark.parametrize(
+    ("replica", "said"),
+    [
+        ({"url": "http://user:secret@x"}, "URL of x has a user, a query"),
+        ({"url": "http://x?key=secret"}, "URL of x has a user, a query"),
+        ({"url": "http://x/a b"}, "or a space"),
+        ({"url": "http://x", "headers": {"Content-Length": "5"}}, "gateway's own; remove it"),
+        ({"url": "http://x", "headers": {"host": "y"}}, "gateway's own; remove it"),
+    ],
+)
+def test_what_a_replica_would_not_be_told_is_refused(replica: dict[str, Any], said: str) -> None:
+    config = GatewayConfig(models=[ModelConfig(name="m", replicas=[ReplicaConfig(**replica)])])
+    with pytest.raises(ValueError, match=said) as refused:
+        GatewayServer(config, print)
+    assert "secret" not in str(refused.value)
 
 
 def test_a_log_in_json_has_no_other_lines(tmp_path: Path) -> None:

@@ -417,6 +417,7 @@ async def test_its_client_leaves(tokenizer: Tokenizer) -> None:
         async with running.client.stream("POST", PATH, json=CHAT):
             await engine.paused.wait()
             await until(lambda: running.serving.on_fast_path == 1)
+            await until(lambda: watching.entered[0].delivered.output_tokens == 20)
         await watching.gone.acquire()
         assert running.serving.on_fast_path == 0
         await engine.nothing_runs()  # the replica has learned of it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -23,6 +24,7 @@ from argosy.gateway import (
     Timeouts,
 )
 from argosy.gateway.probing import Prober
+from argosy.policy import Rule
 
 BODY = {"model": "big", "prompt": "Say something", "max_tokens": 3}
 STREAM = BODY | {"stream": True}
@@ -37,13 +39,14 @@ async def gateway(
     body_limit_bytes: int = 1 << 20,
     queue: QueueConfig = QueueConfig(),  # noqa: B008 - immutable
     max_requests: int = 256,
+    routing: Rule = "round-robin",
 ) -> AsyncIterator[httpx2.AsyncClient]:
     """A client of a gateway in front of these servers."""
     behind = [
         ReplicaConfig(url=r.url, kind="openai", model="rough", max_requests=max_requests)
         for r in replicas
     ]
-    models = [ModelConfig(name="big", aliases=("default",), routing="round-robin", replicas=behind)]
+    models = [ModelConfig(name="big", aliases=("default",), routing=routing, replicas=behind)]
     config = GatewayConfig(
         port=0,
         models=models,
@@ -327,6 +330,32 @@ async def test_models_and_what_is_not_there() -> None:
         assert (await client.get("/v1/completions")).status_code == 405
 
 
+async def test_sessions_stay_at_a_replica_where_the_rule_is_hash() -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        replicas = [await stack.enter_async_context(rough_server(whole)) for _ in range(3)]
+        client = await stack.enter_async_context(gateway(*replicas, routing="hash"))
+
+        async def ask(fields: dict[str, str], headers: dict[str, str]) -> int:
+            before = [len(replica.asked) for replica in replicas]
+            prompt = {"prompt": f"{next(prompts)}"}
+            asked = BODY | prompt | fields
+            answer = await client.post("/v1/completions", json=asked, headers=headers)
+            assert answer.status_code == 200
+            after = [len(replica.asked) for replica in replicas]
+            return [a - b for a, b in zip(after, before, strict=True)].index(1)
+
+        prompts = itertools.count()
+        went = {}
+        for session in map(str, range(16)):
+            ways: list[tuple[dict[str, str], dict[str, str]]] = [
+                ({"session_id": session}, {"x-session-affinity": "another"}),
+                ({"prompt_cache_key": "another"}, {"x-session-affinity": session}),
+                ({"prompt_cache_key": session}, {}),
+            ]
+            (went[session],) = {await ask(*way) for way in ways}
+    assert set(went.values()) == {0, 1, 2}
+
+
 # --- the queue -----------------------------------------------------------------------------------
 
 
@@ -372,7 +401,9 @@ async def test_a_full_queue_and_a_long_wait_are_refused_with_the_time_to_come_ba
         assert (await running).status_code == 200
 
 
-async def test_what_is_no_longer_looked_after_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_cannot_be_looked_after_is_told_and_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def breaks(self: Prober) -> None:
         raise RuntimeError(f"a bug: {self}")
 
@@ -380,7 +411,7 @@ async def test_what_is_no_longer_looked_after_is_told(monkeypatch: pytest.Monkey
     with capture_logs() as logs:
         async with rough_server(whole) as replica, gateway(replica) as client:
             assert (await client.post("/v1/completions", json=BODY)).status_code == 200
-    (told,) = (line for line in logs if line["event"] == "not_looked_after")
+    (told,) = (line for line in logs if line["event"] == "looked_after_again")
     assert told["log_level"] == "error"
 
 

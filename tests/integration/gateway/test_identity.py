@@ -354,7 +354,9 @@ def test_roles_are_ranked() -> None:
 
 
 def test_a_role_in_an_organisation_is_none_in_the_whole_gateway() -> None:
-    with pytest.raises(ApiError, match="role viewer of the whole gateway; yours is admin"):
+    with pytest.raises(
+        ApiError, match="role viewer of the whole gateway; yours is admin of your organisation only"
+    ):
         check_role(Caller(role="admin"), "viewer", "gateway")
     check_role(Caller(), "caller", "gateway")
 

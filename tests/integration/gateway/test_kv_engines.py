@@ -29,8 +29,8 @@ from tests.waiting import until
 
 from argosy.gateway import ReplicaConfig, load_config
 from argosy.gateway.dialects import Kind, KvAddress
-from argosy.gateway.kv_engines import EngineFollower
-from argosy.gateway.kv_texts import TextsOf
+from argosy.gateway.kv.following import follow
+from argosy.gateway.kv.texts import TextsOf
 from argosy.gateway.replicas import Picked, Replica
 from argosy.gateway.upstream import Upstream
 from argosy.policy import BLOCK_BYTES, ExactIndex, PrefixIndex, block_names
@@ -52,7 +52,7 @@ async def followed(
 ) -> AsyncIterator[Replica]:
     """A replica with this address, followed."""
     replica = Replica("r", kind, "cat", Upstream(parse_endpoint(url)), kv_events=address)
-    task = asyncio.create_task(EngineFollower(replica, TextsOf()).run())
+    task = asyncio.create_task(follow(replica, TextsOf()))
     try:
         yield replica
         assert not task.done()
@@ -70,7 +70,7 @@ def blocks(replica: Replica) -> int | None:
 
 @pytest.fixture(name="soon", autouse=True)
 def later_is_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("argosy.gateway.kv_engines.LATER_S", 0.01)
+    monkeypatch.setattr("argosy.gateway.kv.engines.LATER_S", 0.01)
 
 
 @contextlib.asynccontextmanager
@@ -163,7 +163,7 @@ async def test_what_can_no_longer_be_told_again_is_forgotten_too() -> None:
 async def test_a_replay_that_does_not_come_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("argosy.gateway.kv_feed.REPLAY_S", 0.05)
+    monkeypatch.setattr("argosy.gateway.kv.feed.REPLAY_S", 0.05)
     async with publishing() as publisher:
         address = KvAddress(endpoint=publisher.endpoint, replay="tcp://127.0.0.1:9")
         async with followed("vllm", address) as replica:
@@ -202,7 +202,7 @@ async def test_a_server_that_was_started_anew_is_followed_anew(tmp_path: Path) -
 async def test_what_cannot_be_followed_is_left_and_tried_again(
     nonsense: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("argosy.gateway.kv_engines.MOST_TOLD", 4)
+    monkeypatch.setattr("argosy.gateway.kv.engines.MOST_TOLD", 4)
     async with (
         publishing() as publisher,
         followed("vllm", KvAddress(endpoint=publisher.endpoint)) as replica,
@@ -229,7 +229,7 @@ async def test_where_nobody_publishes_is_said() -> None:
 
 
 async def test_who_does_not_speak_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("argosy.gateway.kv_feed.HANDSHAKE_S", 0.05)
+    monkeypatch.setattr("argosy.gateway.kv.feed.HANDSHAKE_S", 0.05)
     met = asyncio.Semaphore(0)
 
     async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -246,8 +246,8 @@ async def test_who_does_not_speak_is_left(monkeypatch: pytest.MonkeyPatch) -> No
 
 async def test_who_falls_silent_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """A publisher whose machine is gone: nothing is said, and nothing answers."""
-    monkeypatch.setattr("argosy.gateway.kv_feed.HEARTBEAT_MS", 50)
-    monkeypatch.setattr("argosy.gateway.kv_feed.SILENCE_MS", 100)
+    monkeypatch.setattr("argosy.gateway.kv.feed.HEARTBEAT_MS", 50)
+    monkeypatch.setattr("argosy.gateway.kv.feed.SILENCE_MS", 100)
     gone = asyncio.Event()
     async with publishing() as publisher:
 
@@ -293,6 +293,22 @@ async def test_who_publishes_nothing_is_asked_again() -> None:
     async with running(server), followed("sglang", None, server.url) as replica:
         await until(lambda: server.got.count("/server_info") > 1)
         assert isinstance(replica.prefixes, PrefixIndex)
+
+
+async def test_who_is_known_later_is_followed_from_then_on() -> None:
+    async with (
+        publishing() as publisher,
+        followed("auto", KvAddress(endpoint=publisher.endpoint)) as replica,
+    ):
+        replica.kind = "vllm"
+        await publisher.subscribed()
+        await publisher.publish(one(1))
+        await until(lambda: blocks(replica) == 1)
+
+
+async def test_who_tells_nothing_is_followed_by_nobody() -> None:
+    replica = Replica("r", "openai", "cat", Upstream(parse_endpoint("http://127.0.0.1:9")))
+    await follow(replica, TextsOf())
 
 
 @pytest.mark.parametrize("kind", ["vllm", "auto", "openai"])

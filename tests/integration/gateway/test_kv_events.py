@@ -17,8 +17,8 @@ from tests.waiting import until
 from argosy.engine.serving.http.kv_events import MOST_NAMES
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.engine.serving.wire import KvChange
-from argosy.gateway.kv_events import KvFollower
-from argosy.gateway.kv_texts import TextsOf
+from argosy.gateway.kv.following import follow
+from argosy.gateway.kv.texts import TextsOf
 from argosy.gateway.replicas import Replica
 from argosy.gateway.upstream import Upstream
 from argosy.policy import ExactIndex
@@ -152,7 +152,7 @@ class Followed:
 async def followed(url: str, left: asyncio.Semaphore) -> AsyncIterator[Followed]:
     """The replica at this address."""
     replica = Replica("r", "argosy", MODEL, Upstream(parse_endpoint(url)))
-    task = asyncio.create_task(KvFollower(replica, TextsOf()).run())
+    task = asyncio.create_task(follow(replica, TextsOf()))
     try:
         yield Followed(replica, left, task)
         assert not task.done()
@@ -223,7 +223,7 @@ async def test_while_nothing_is_told_what_was_sent_is_believed() -> None:
 async def test_what_cannot_be_followed_is_left(
     nonsense: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("argosy.gateway.kv_events.MOST_HELD", 3)
+    monkeypatch.setattr("argosy.gateway.kv.events.MOST_HELD", 3)
     async with scripted(silent_after(nonsense)) as running:
         await running.done_with(1)
         assert running.blocks is None
@@ -232,7 +232,7 @@ async def test_what_cannot_be_followed_is_left(
 async def test_a_stream_that_falls_silent_is_left_for_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("argosy.gateway.kv_events.SILENCE_S", 0.2)
+    monkeypatch.setattr("argosy.gateway.kv.events.SILENCE_S", 0.2)
     async with scripted(silent_after(START, names("stored", 1))) as running:
         await running.done_with(2)
 

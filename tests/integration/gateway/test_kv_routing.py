@@ -10,14 +10,12 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 from tests.integration.gateway.harness import Running, Watching, front
-from tests.integration.serving import MODEL, Served, completion, serve
+from tests.integration.serving import MODEL, Served, completion, real_engine, serve
 from tests.waiting import until
 
-from argosy.engine import EngineConfig
 from argosy.engine.serving.core.client import EngineClient
 from argosy.gateway import ReplicaConfig
 from argosy.gateway.replicas import Picked, Replica
-from argosy.models import BUNDLED
 from argosy.policy import BLOCK_BYTES, ExactIndex, PrefixIndex
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -85,10 +83,7 @@ class Pair:
 
 @pytest_asyncio.fixture(name="pair", scope="module", loop_scope="module")
 async def a_pair() -> AsyncIterator[Pair]:
-    engines = [
-        EngineClient(EngineConfig(model=str(BUNDLED), threads=1, num_blocks=BLOCKS, warmup=False))
-        for _ in range(2)
-    ]
+    engines = [real_engine(BLOCKS) for _ in range(2)]
     async with contextlib.AsyncExitStack() as stack:
         served = [await stack.enter_async_context(serve(engine)) for engine in engines]
         watch = Watching()

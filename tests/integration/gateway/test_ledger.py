@@ -22,7 +22,6 @@ from argosy.gateway.caller import Caller
 from argosy.gateway.journey import CHAT, Journey, Status
 from argosy.gateway.ledger import Ledger, settle_forever
 from argosy.gateway.replicas import Pool
-from argosy.policy import LeastCost
 from argosy.protocol import ApiError
 from argosy.store import Directory, Price, Spool, SpoolFullError, UsageRow, open_store
 from argosy.web import Exchange
@@ -40,7 +39,7 @@ def journey(tier: int = 1, number: int = 1, *, stream: bool = True) -> Journey:
     ask = read(json.dumps(body).encode(), "messages")
     caller = Caller(organisation="acme", project="web", key="k", user="ann", tier=tier)
     identity = b"chatcmpl-%d 5000" % number
-    return Journey(Mock(spec=Exchange), ask, CHAT, Pool("m", [], LeastCost()), identity, caller)
+    return Journey(Mock(spec=Exchange), ask, CHAT, Pool("m", []), identity, caller)
 
 
 @pytest.fixture

@@ -7,10 +7,12 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.integration.gateway.limit_world import (
+    CALLER,
     OTHER,
     Gate,
     deliver,
@@ -25,6 +27,7 @@ from argosy.gateway.books import Books
 from argosy.gateway.limit_words import duration
 from argosy.gateway.limits import LimitsConfig, shared_state
 from argosy.store import (
+    Directory,
     Limit,
     MemoryState,
     Price,
@@ -96,6 +99,21 @@ async def test_what_never_fits_is_told_so(clock: Clock) -> None:
     assert refused is not None
     assert (refused.status, refused.code) == (413, "request_too_large")
     assert "This request needs 101 tokens, and never fits into" in refused.message
+
+
+@pytest.mark.parametrize(
+    ("limited", "said"),
+    [
+        (limit("requests", 0), "the key's limit of 0 requests per minute. Have it raised."),
+        (limit("concurrency", 0), "0 requests at a time. Have it raised."),
+        (limit("tokens", 0), "0 tokens per minute. Have it raised."),
+        (limit("input_tokens", 5), "5 input tokens per minute. Send a shorter prompt, or have it"),
+    ],
+)
+async def test_a_remedy_is_one(clock: Clock, limited: Limit, said: str) -> None:
+    refused = await refusal(in_force(clock, limited), request(prompt=100))
+    assert refused is not None
+    assert said in refused.message
 
 
 async def test_every_answer_tells_what_is_left_of_the_tightest_limits(clock: Clock) -> None:
@@ -181,7 +199,7 @@ async def test_a_budget_ends_a_stream_as_a_budget_and_is_renewed_at_midnight(clo
     assert refused is not None
     assert (refused.status, refused.code) == (429, "insufficient_quota")
     assert "the project's budget of $0.00021 per day: $0.00022 is used" in refused.message
-    assert "may cost $2e-05" in refused.message
+    assert "may cost $0.00002." in refused.message
     assert refused.retry_after_s == 12 * 3600
     clock.now += 12 * 3600
     assert await refusal(limits, request(prompt=10, most=1)) is None
@@ -233,6 +251,24 @@ async def test_a_request_that_got_nothing_because_of_us_costs_nothing(clock: Clo
     assert "1 request per minute" in refused.message
 
 
+async def test_who_leaves_before_the_first_token_has_used_the_prompt(clock: Clock) -> None:
+    limits = in_force(
+        clock,
+        limit("input_tokens", 30),
+        limit("nano_dollars", 31_000, "day"),
+        prices=(msgspec.structs.replace(PRICE, output=1),),
+    )
+    for _ in range(2):
+        journey = request(prompt=15, most=1)
+        await limits.enter(journey)
+        leave(limits, journey, "cancelled")
+    refused = await refusal(limits, request(prompt=15, most=1))
+    assert refused is not None
+    assert "30 input tokens are used" in refused.message
+    clock.now += 62
+    assert await refusal(limits, request(prompt=30, most=1)) is None, "nobody pays for that"
+
+
 async def test_places_come_back_when_requests_end(clock: Clock) -> None:
     limits = in_force(clock, limit("concurrency", 2))
     running = [request(), request()]
@@ -271,6 +307,24 @@ async def test_a_limit_that_is_changed_keeps_what_is_in_use(clock: Clock) -> Non
     limits.update(directory())
     assert await refusal(limits, request()) is None
     leave(limits, journey)
+
+
+async def test_a_key_and_what_it_was_rotated_into_share_their_limits(clock: Clock) -> None:
+    def held_by(key: str) -> Directory:
+        return msgspec.structs.replace(
+            directory(msgspec.structs.replace(limit("requests", 2), owner=key)),
+            heirs={"k0": "k1", "k1": "k2"},
+        )
+
+    limits = Gate(MemoryState(), clock)
+    limits.update(directory(msgspec.structs.replace(limit("requests", 2), owner="k0")))
+    await limits.enter(request(msgspec.structs.replace(CALLER, key="k0")))
+    limits.update(held_by("k2"))
+    await limits.enter(request(msgspec.structs.replace(CALLER, key="k1")))
+    for key in ("k0", "k1", "k2"):
+        assert await refusal(limits, request(msgspec.structs.replace(CALLER, key=key))) is not None
+    assert await refusal(limits, request(OTHER)) is not None, "that is k2"
+    assert await refusal(limits, request(msgspec.structs.replace(CALLER, key="k3"))) is None
 
 
 async def test_after_a_restart_the_ledger_tells_what_was_used(clock: Clock, tmp_path: Path) -> None:

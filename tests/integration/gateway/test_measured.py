@@ -8,17 +8,14 @@ import pytest
 from tests.integration.fake_engine import FakeEngine, always, says
 from tests.integration.gateway.harness import Watching, front
 from tests.integration.rough_server import Asked, rough_server
-from tests.integration.serving import MODEL, chat, completion, serve
+from tests.integration.serving import MODEL, chat, completion, real_engine, serve
 
-from argosy.engine import EngineConfig
-from argosy.engine.serving.core.client import EngineClient
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.engine.serving.wire import Stats
 from argosy.gateway import ReplicaConfig
 from argosy.gateway.probing import Prober
 from argosy.gateway.replicas import Replica
 from argosy.gateway.upstream import Upstream
-from argosy.models import BUNDLED
 from argosy.policy import BLOCK_BYTES, BLOCK_TOKENS, Outcome, PrefixIndex, ReplicaLoad, chain
 from argosy.protocol import parse_endpoint
 
@@ -26,8 +23,7 @@ UNKNOWN = ReplicaLoad("unknown")
 
 
 async def test_a_replica_of_ours_tells_its_speed_its_context_and_the_size_of_its_cache() -> None:
-    engine = EngineClient(EngineConfig(model=str(BUNDLED), threads=1, num_blocks=96, warmup=False))
-    async with serve(engine) as served:
+    async with serve(real_engine(blocks=96)) as served:
         replica = Replica("r", "argosy", MODEL, Upstream(parse_endpoint(served.url)))
         prober = Prober(replica)
         await prober.probe()

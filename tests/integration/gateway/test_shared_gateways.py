@@ -57,8 +57,8 @@ async def test_hammering_three_gateways(
     acme = accounts.create_organisation("acme", actor=actor)
     shop = accounts.create_project(acme.id, "shop", actor=actor)
     key, plain = accounts.create_key(shop.id, "web", actor=actor)
-    accounts.set_limit("project", shop.id, "tokens", LIMIT, window="hour", actor=actor)
-    accounts.set_limit("key", key.id, "concurrency", 40, actor=actor)
+    store.terms.set_limit("project", shop.id, "tokens", LIMIT, window="hour", actor=actor)
+    store.terms.set_limit("key", key.id, "concurrency", 40, actor=actor)
     engine = FakeEngine(tokenizer, lambda _: Script(list(TOKENS), finish="length"))
     headers = {"authorization": f"Bearer {plain}"}
     _, viewer = accounts.create_key(shop.id, "ops", role="viewer", scope="gateway", actor=actor)

@@ -114,6 +114,18 @@ def test_roles_of_the_whole_gateway_are_those_of_users(issuing: Issuer) -> None:
     assert (caller.organisation, caller.role, caller.scope) == ("org_zeta", "admin", "gateway")
 
 
+def test_who_has_no_project_shares_cached_prompts_with_no_other_organisation(
+    issuing: Issuer,
+) -> None:
+    who = trusting(issuing, role_claim="groups")
+    token = issuing.token(groups=["admin"], organisation="acme")
+    assert (identify(who, bearer(token)).project, identify(who, bearer(token)).domain) == (
+        "",
+        "org_acme",
+    )
+    assert identify(who, bearer(issuing.token(sub="user_eve"))).domain == "org_zeta"
+
+
 def test_of_users_with_one_email_the_token_says_which_or_it_is_the_first(issuing: Issuer) -> None:
     who = trusting(issuing)
     token = issuing.token(email="ann@acme.test", organisation="zeta", project="office")
@@ -288,6 +300,14 @@ def test_a_good_token_lasts_until_it_expires_whatever_the_issuer_does(issuing: I
     assert identify(who, bearer(token)).project == "proj_chat"
     time.sleep(max(0.0, expiry - time.time()))
     assert refusal(who, token) == (401, "The token has expired. Sign in again.")
+
+
+@pytest.mark.parametrize("expires", [1e308, 10**400])
+def test_a_token_may_last_for_ever(issuing: Issuer, expires: float) -> None:
+    token = issuing.token(project="chat", exp=expires)
+    who = trusting(issuing)
+    for _ in range(2):
+        assert identify(who, bearer(token)).project == "proj_chat"
 
 
 def test_rotated_keys_are_found_and_withdrawn_ones_forgotten(issuing: Issuer) -> None:

@@ -81,8 +81,10 @@ def test_what_is_created_is_found_again(store: Store, organisation: Organisation
         actor=ME,
     )
     assert (key.models, key.networks, key.role) == (("m", "n"), ("10.0.0.0/8",), "operator")
-    limit = accounts.set_limit("key", key.id, "tokens", 2**62, window="minute", model="m", actor=ME)
-    price = accounts.set_price(
+    limit = store.terms.set_limit(
+        "key", key.id, "tokens", 2**62, window="minute", model="m", actor=ME
+    )
+    price = store.terms.set_price(
         Price(model="m", tier="free", input=3, cached_input=1, output=9, since=7.5), actor=ME
     )
     assert accounts.get_organisation(organisation.id) == organisation
@@ -95,9 +97,9 @@ def test_what_is_created_is_found_again(store: Store, organisation: Organisation
     assert list(directory.projects) == accounts.list_projects(organisation.id) == [project]
     assert list(directory.users) == accounts.list_users(organisation.id) == [user]
     assert list(directory.keys) == accounts.list_keys(project.id) == [key]
-    assert list(directory.limits) == accounts.list_limits("key", key.id) == [limit]
-    assert list(directory.prices) == accounts.list_prices("m") == [price]
-    assert [*accounts.list_projects("org_other"), *accounts.list_prices("n")] == []
+    assert list(directory.limits) == store.terms.list_limits("key", key.id) == [limit]
+    assert list(directory.prices) == store.terms.list_prices("m") == [price]
+    assert [*accounts.list_projects("org_other"), *store.terms.list_prices("n")] == []
 
 
 def test_what_is_changed_stays_changed(store: Store, project: Project, user: User) -> None:
@@ -189,7 +191,7 @@ def test_what_has_ended_stays_ended(store: Store, project: Project, user: User) 
         lambda: accounts.change_user(user.id, role="admin", actor=ME),
         lambda: accounts.create_key(project.id, "other", actor=ME),
         lambda: accounts.rotate_key(key.id, 1, actor=ME),
-        lambda: accounts.set_limit("user", user.id, "concurrency", 1, actor=ME),
+        lambda: store.terms.set_limit("user", user.id, "concurrency", 1, actor=ME),
     ]
     for refusal in refused:
         with pytest.raises(ConflictError):
@@ -205,8 +207,8 @@ def test_unknown_ids_are_named(store: Store, organisation: Organisation) -> None
         lambda: accounts.change_user("nobody", actor=ME),
         lambda: accounts.create_user(organisation.id, "a@b.c", project="nobody", actor=ME),
         lambda: accounts.revoke_key("nobody", actor=ME),
-        lambda: accounts.set_limit("key", "nobody", "concurrency", 1, actor=ME),
-        lambda: accounts.delete_limit("nobody", actor=ME),
+        lambda: store.terms.set_limit("key", "nobody", "concurrency", 1, actor=ME),
+        lambda: store.terms.delete_limit("nobody", actor=ME),
     ]
     for refusal in unknown:
         with pytest.raises(NotFoundError, match="with the id 'nobody'"):
@@ -232,24 +234,27 @@ def test_wrong_values_are_refused_by_name(store: Store, project: Project) -> Non
         r"\$.expires_at": lambda: accounts.create_key(project.id, "k", expires_at=1e15, actor=ME),
         "an actor": lambda: accounts.create_organisation("x", actor=""),
         "0 seconds or more": lambda: accounts.rotate_key("k", float("nan"), actor=ME),
-        r"\$.amount": lambda: accounts.set_limit(
+        r"\$.amount": lambda: store.terms.set_limit(
             "project", project.id, "tokens", -1, window="day", actor=ME
         ),
-        r"\$.amount ": lambda: accounts.set_limit(
+        r"\$.amount ": lambda: store.terms.set_limit(
             "project", project.id, "tokens", 2**63, window="day", actor=ME
         ),
-        "has a window": lambda: accounts.set_limit("project", project.id, "tokens", 1, actor=ME),
-        "only concurrency has none": lambda: accounts.set_limit(
+        "has a window": lambda: store.terms.set_limit("project", project.id, "tokens", 1, actor=ME),
+        "only concurrency has none": lambda: store.terms.set_limit(
             "project", project.id, "concurrency", 1, window="day", actor=ME
         ),
-        "The owner of a limit": lambda: accounts.set_limit(
+        "The owner of a limit": lambda: store.terms.set_limit(
             "tenant",  # type: ignore[arg-type]
             "t",
             "concurrency",
             1,
             actor=ME,
         ),
-        r"\$.output": lambda: accounts.set_price(
+        r"<= 1000000000 - at .\$.input": lambda: store.terms.set_price(
+            Price(model="m", input=10**9 + 1, cached_input=0, output=0), actor=ME
+        ),
+        r"\$.output": lambda: store.terms.set_price(
             Price(model="m", input=0, cached_input=0, output=-1), actor=ME
         ),
     }
@@ -294,7 +299,7 @@ def test_a_rotated_key_works_until_the_overlap_ends(
     old, _ = accounts.create_key(
         project.id, "laptop", user=user.id, models=["m"], expires_at=START + 100, actor=ME
     )
-    accounts.set_limit("key", old.id, "requests", 5, window="second", actor=ME)
+    store.terms.set_limit("key", old.id, "requests", 5, window="second", actor=ME)
     clock.now += 40
     new, plain = accounts.rotate_key(old.id, 10, actor=ME)
     assert new.digest == digest(plain)
@@ -309,8 +314,9 @@ def test_a_rotated_key_works_until_the_overlap_ends(
     old = accounts.get_key(old.id)
     assert (old.expires_at, old.replaced_by) == (START + 50, new.id)
     assert store.directory().keys == (old, new)
-    (limit,) = accounts.list_limits("key", new.id)
+    (limit,) = store.terms.list_limits("key", new.id)
     assert (limit.unit, limit.amount, limit.window) == ("requests", 5, "second")
+    assert store.terms.list_limits("key", old.id) == [], "both are under the new one's"
     with pytest.raises(ConflictError, match=f"rotate {new.id}"):
         accounts.rotate_key(old.id, 10, actor=ME)
     assert accounts.rotate_key(new.id, 1000, actor=ME)[0].expires_at == START + 140
@@ -335,33 +341,34 @@ def test_revoked_keys_leave_the_directory_at_once_and_expired_ones_later(
 
 
 def test_a_limit_takes_the_place_of_the_one_before(store: Store, project: Project) -> None:
-    accounts = store.accounts
 
     def set_limit(amount: int, model: str | None = None) -> Limit:
-        return accounts.set_limit(
+        return store.terms.set_limit(
             "project", project.id, "tokens", amount, window="minute", model=model, actor=ME
         )
 
     first, of_model = set_limit(5), set_limit(7, "m")
     assert set_limit(6).id == first.id
-    assert {(limit.amount, limit.model) for limit in accounts.list_limits("project")} == {
+    assert set_limit(7, " m ").id == of_model.id
+    assert {(limit.amount, limit.model) for limit in store.terms.list_limits("project")} == {
         (6, None),
         (7, "m"),
     }
-    accounts.delete_limit(first.id, actor=ME)
-    assert accounts.list_limits() == [of_model]
-    assert accounts.list_limits("organisation") == []
+    store.terms.delete_limit(first.id, actor=ME)
+    assert store.terms.list_limits() == [of_model]
+    assert store.terms.list_limits("organisation") == []
 
 
 def test_prices_have_a_history(store: Store) -> None:
-    def set_price(output: int, since: float) -> Price:
-        price = Price(model="m", input=1, cached_input=1, output=output, since=since)
-        return store.accounts.set_price(price, actor=ME)
+    def set_price(output: int, since: float, model: str = "m") -> Price:
+        price = Price(model=model, input=1, cached_input=1, output=output, since=since)
+        return store.terms.set_price(price, actor=ME)
 
     first, later = set_price(1, 0), set_price(1, 5)
     assert set_price(2, 0).id == first.id
-    assert [price.output for price in store.accounts.list_prices()] == [2, 1]
-    assert store.accounts.list_prices()[1] == later
+    assert set_price(2, 0, " m ").id == first.id
+    assert [price.output for price in store.terms.list_prices()] == [2, 1]
+    assert store.terms.list_prices()[1] == later
 
 
 def test_a_directory_is_of_one_version(store: Store) -> None:
@@ -411,7 +418,7 @@ def test_within_an_organisation_there_is_nothing_else(
     everywhere = store.accounts
     key, _ = everywhere.create_key(project.id, "laptop", user=user.id, actor=ME)
     limits = [
-        everywhere.set_limit(kind, owner, "tokens", 1, window="day", actor=ME)
+        store.terms.set_limit(kind, owner, "tokens", 1, window="day", actor=ME)
         for kind, owner in zip(OWNERS, (organisation.id, project.id, user.id, key.id), strict=True)
     ]
     other = everywhere.create_organisation("Other", actor=ME)
@@ -420,11 +427,14 @@ def test_within_an_organisation_there_is_nothing_else(
     assert own.list_projects() == own.list_projects(organisation.id) == [project]
     assert own.list_users() == [user]
     assert own.list_keys() == [key]
-    assert sorted(own.list_limits(), key=str) == sorted(limits, key=str)
-    assert [own.get_limit(limit.id) for limit in limits] == limits
+    assert sorted(store.terms.within(organisation.id).list_limits(), key=str) == sorted(
+        limits, key=str
+    )
+    assert [store.terms.within(organisation.id).get_limit(limit.id) for limit in limits] == limits
     assert foreign.list_organisations() == [other]
-    lists = (foreign.list_projects, foreign.list_users, foreign.list_keys, foreign.list_limits)
-    assert [len(listed()) for listed in lists] == [0, 0, 0, 0]
+    lists = (foreign.list_projects, foreign.list_users, foreign.list_keys)
+    assert [len(listed()) for listed in lists] == [0, 0, 0]
+    assert store.terms.within(other.id).list_limits() == []
     assert foreign.list_projects(organisation.id) == []
     assert foreign.list_keys(project.id) == []
 
@@ -434,11 +444,11 @@ def test_within_an_organisation_nothing_else_is_changed(
 ) -> None:
     everywhere = store.accounts
     key, _ = everywhere.create_key(project.id, "laptop", actor=ME)
-    limit = everywhere.set_limit("key", key.id, "tokens", 1, window="day", actor=ME)
+    limit = store.terms.set_limit("key", key.id, "tokens", 1, window="day", actor=ME)
     other = everywhere.create_organisation("Other", actor=ME)
     home = everywhere.create_project(other.id, "home", actor=ME)
     mine = everywhere.create_user(other.id, "bob@example.com", actor=ME)
-    accounts = everywhere.within(other.id)
+    accounts, terms = everywhere.within(other.id), store.terms.within(other.id)
     version = store.version()
     unknown: list[Callable[[], object]] = [
         lambda: accounts.get_organisation(organisation.id),
@@ -455,17 +465,17 @@ def test_within_an_organisation_nothing_else_is_changed(
         lambda: accounts.create_key(home.id, "x", user=user.id, actor=ME),
         lambda: accounts.rotate_key(key.id, 5, actor=ME),
         lambda: accounts.revoke_key(key.id, actor=ME),
-        lambda: accounts.set_limit("key", key.id, "tokens", 2, window="day", actor=ME),
-        lambda: accounts.delete_limit(limit.id, actor=ME),
+        lambda: terms.set_limit("key", key.id, "tokens", 2, window="day", actor=ME),
+        lambda: terms.delete_limit(limit.id, actor=ME),
     ]
     for change in unknown:
         with pytest.raises(NotFoundError):
             change()
     price = Price(model="m", input=1, cached_input=1, output=1)
     with pytest.raises(ConflictError, match="This price is not one of"):
-        accounts.set_price(price, actor=ME)
+        terms.set_price(price, actor=ME)
     with pytest.raises(ConflictError, match="This organisation is not one of"):
         accounts.create_organisation("Third", actor=ME)
     assert store.version() == version
-    everywhere.set_price(price, actor=ME)
-    assert len(accounts.list_prices()) == 1
+    store.terms.set_price(price, actor=ME)
+    assert len(terms.list_prices()) == 1

@@ -6,7 +6,7 @@ import pytest
 import sqlalchemy as sa
 from tests.integration.store.conftest import START, at_once
 
-from argosy.store import Price, Store, Verdict
+from argosy.store import Price, Store, StoreError, Verdict
 from argosy.store.database import Database
 
 UNPROTECT = {
@@ -44,10 +44,10 @@ def test_every_change_is_told(store: Store) -> None:
     key, _ = accounts.create_key(project.id, "k", actor="e")
     new, _ = accounts.rotate_key(key.id, 5, actor="f")
     accounts.revoke_key(new.id, actor="g")
-    limit = accounts.set_limit("project", project.id, "concurrency", 3, actor="h")
-    accounts.set_limit("project", project.id, "concurrency", 4, actor="h")
-    accounts.delete_limit(limit.id, actor="h")
-    price = accounts.set_price(Price(model="m", input=1, cached_input=1, output=1), actor="i")
+    limit = store.terms.set_limit("project", project.id, "concurrency", 3, actor="h")
+    store.terms.set_limit("project", project.id, "concurrency", 4, actor="h")
+    store.terms.delete_limit(limit.id, actor="h")
+    price = store.terms.set_price(Price(model="m", input=1, cached_input=1, output=1), actor="i")
     accounts.archive_organisation(organisation.id, actor="j")
     entries = store.audit.entries()[::-1]
     assert [(entry.actor, entry.action, entry.subject) for entry in entries] == [
@@ -135,6 +135,23 @@ def test_tampering_shows(
     fill(store)
     run(database, *UNPROTECT[kind], statement)
     assert store.audit.verify() == Verdict(entries=broken - 1, broken=broken, problem=problem)
+
+
+@pytest.mark.parametrize("details", ["not JSON", "[1]", ""])
+def test_an_entry_that_cannot_be_read_says_what_to_ask(
+    store: Store, database: Database, kind: str, details: str
+) -> None:
+    fill(store)
+    run(database, *UNPROTECT[kind])
+    with database.write() as connection:
+        update = sa.text("UPDATE audit SET details = :details WHERE entry = 3")
+        connection.execute(update, {"details": details})
+    with pytest.raises(StoreError, match=r"Entry 3 .*is not what was written: see `argosy audit"):
+        store.audit.entries()
+    run(database, "DELETE FROM state")
+    for used in (store.audit.verify, store.version, store.directory):
+        with pytest.raises(StoreError, match="lacks its row of state"):
+            used()
 
 
 def test_a_chain_that_was_written_anew_shows(store: Store, database: Database, kind: str) -> None:

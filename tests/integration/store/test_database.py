@@ -16,7 +16,15 @@ from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from tests.integration.store.conftest import at_once
 
-from argosy.store import Store, StoreError, Verdict, default_url, migrations, open_store
+from argosy.store import (
+    Store,
+    StoreError,
+    Verdict,
+    default_url,
+    find_store,
+    migrations,
+    open_store,
+)
 from argosy.store.audit import START, seal
 from argosy.store.database import Database
 from argosy.store.schema import metadata
@@ -92,15 +100,6 @@ def test_tables_that_are_not_ours(empty_url: str) -> None:
     store.close()
 
 
-def test_a_row_that_should_be_there(store: Store, url: str) -> None:
-    database = Database(url)
-    with database.write() as connection:
-        connection.execute(sa.text("DELETE FROM state"))
-    database.close()
-    with pytest.raises(StoreError, match="damaged: put it back from a backup"):
-        store.version()
-
-
 def test_a_file_whose_folder_has_gone(tmp_path: Path) -> None:
     store = open_store(f"sqlite:///{tmp_path}/new/store.db")
     shutil.rmtree(tmp_path / "new")
@@ -114,6 +113,18 @@ def test_tables_that_are_not_there_yet(empty_url: str) -> None:
     with pytest.raises(StoreError, match="call migrate"):
         store.version()
     store.close()
+
+
+def test_who_only_looks_makes_nothing(empty_url: str) -> None:
+    for _ in range(2):
+        with pytest.raises(StoreError, match=r"keeps nothing in .*check the URL"):
+            find_store(empty_url)
+    store = open_store(empty_url)
+    store.migrate()
+    store.close()
+    found = find_store(empty_url)
+    assert found.directory().keys == ()
+    found.close()
 
 
 def test_tables_of_a_newer_version(store: Store, url: str) -> None:

@@ -7,12 +7,13 @@ import io
 import itertools
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.integration.store.conftest import START, at_once
+from tests.integration.store.conftest import START, Clock, at_once
 from tests.integration.store.rows import usage_row
 
 from argosy.store import Group, ReportRow, Store, UsageFilter, UsageRow, UsageSum
@@ -178,6 +179,55 @@ def test_what_an_owner_spent(store: Store) -> None:
     )
     assert store.usage.spent("organisation", "org_a", START - 5).requests == 4
     assert store.usage.spent("user", "nobody", 0) == UsageSum()
+
+
+def test_what_got_nothing_because_of_us_is_not_spent(store: Store) -> None:
+    nothing: dict[str, Any] = {"key": "k", "input_tokens": 0, "output_tokens": 0}
+    store.usage.add(
+        [
+            usage_row("refused", status="failed", **nothing),
+            usage_row("left the queue", status="cancelled", route="", **nothing),
+            usage_row("left its replica", status="cancelled", **nothing),
+            usage_row("broke", **nothing | {"status": "failed", "output_tokens": 1}),
+            usage_row("died with us", status="interrupted", route="", key="k"),
+        ]
+    )
+    assert store.usage.spent("key", "k", 0).requests == 3
+    (whole,) = store.usage.report()
+    assert whole.requests == 5
+
+
+def test_what_a_key_spent_is_also_what_it_was_rotated_from_did(store: Store, clock: Clock) -> None:
+    accounts = store.accounts
+    organisation = accounts.create_organisation("o", actor="me").id
+    project = accounts.create_project(organisation, "p", actor="me").id
+    line = [accounts.create_key(project, "k", actor="me")[0].id]
+    for _ in range(2):
+        clock.now += 100
+        line.append(accounts.rotate_key(line[-1], 0, actor="me")[0].id)
+    store.usage.add(
+        [
+            usage_row(key, key=key, ended_at=clock.now, nano_dollars=10**n)
+            for n, key in enumerate(line)
+        ]
+    )
+    accounts.revoke_key(line[1], actor="me")
+    assert store.usage.spent("key", line[2], START).nano_dollars == 111
+    assert store.usage.spent("key", line[2], START + 101).nano_dollars == 110, "the first had ended"
+    assert store.usage.spent("key", line[1], START).nano_dollars == 11
+
+
+@pytest.mark.parametrize(
+    ("user", "told"),
+    [
+        *((user, f"'{user}") for user in ("=1+2", "+49", "-1", "@SUM(A1)", "\t=1")),
+        ("a\rb", "a b"),
+    ],
+)
+def test_no_cell_of_a_csv_is_a_formula_or_ends_the_line(store: Store, user: str, told: str) -> None:
+    store.usage.add([usage_row("1", user=user, started_at=-1.0)])
+    (line,) = csv.DictReader(io.StringIO("".join(store.usage.csv()), newline=""))
+    assert (line["user"], line["started_at"]) == (told, "-1.0")
 
 
 def test_reports_say_what_they_can_be_by(store: Store) -> None:

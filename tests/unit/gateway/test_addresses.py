@@ -62,3 +62,20 @@ def test_addresses_in_every_form(text: str, expected: str) -> None:
 @given(st.text())
 def test_anything_else_is_no_address_and_no_error(text: str) -> None:
     parse_address(text)
+
+
+@pytest.mark.parametrize(
+    ("network", "inside", "outside"),
+    [
+        ("::ffff:10.0.0.0/104", "10.1.2.3", "11.0.0.0"),
+        ("::ffff:192.0.2.7", "::ffff:192.0.2.7", "192.0.2.8"),
+        ("::ffff:0:0/96", "203.0.113.1", "2001:db8::1"),
+        ("::/0", "2001:db8::1", "192.0.2.1"),
+    ],
+)
+def test_a_network_is_the_same_however_it_is_written(
+    network: str, inside: str, outside: str
+) -> None:
+    networks = parse_networks([network])
+    assert within(parse_address(inside), networks)
+    assert not within(parse_address(outside), networks)

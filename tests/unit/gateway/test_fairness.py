@@ -11,9 +11,9 @@ from typing import cast
 import pytest
 from tests.integration.gateway.limit_world import request
 
-from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig
+from argosy.gateway import GatewayConfig, ModelConfig, QueueConfig, ReplicaConfig
 from argosy.gateway.caller import Caller
-from argosy.gateway.dispatch import Dispatcher, QueueLimits
+from argosy.gateway.dispatch import Dispatcher
 from argosy.gateway.journey import Journey
 from argosy.gateway.pools import build_models
 from argosy.gateway.replicas import Replica
@@ -39,7 +39,7 @@ class Running:
 class World:
     """A queue before one replica, and time that goes on when a test says so."""
 
-    limits: QueueLimits = field(default_factory=lambda: QueueLimits(wait_s=1e6))
+    limits: QueueConfig = field(default_factory=lambda: QueueConfig(wait_s=1e6))
     tick: int = 0
     running: list[Running] = field(default_factory=list)
     asking: set[asyncio.Task[None]] = field(default_factory=set)
@@ -171,7 +171,7 @@ async def test_nobody_starves_below_a_flood_of_higher_tiers() -> None:
 
 
 async def test_a_tenant_that_comes_after_a_flood_gets_in_and_is_served_soon() -> None:
-    world = World(QueueLimits(requests=200, wait_s=1e6))
+    world = World(QueueConfig(requests=200, wait_s=1e6))
     for _ in range(50):
         for _ in range(20):
             world.ask("flood", 32)

@@ -19,7 +19,7 @@ from tests.integration.gateway.doubles.publishing import (
     stored,
 )
 
-from argosy.gateway.dialects import Cleared, KvBatches, Removed, Stored
+from argosy.gateway.kv.batches import Batches, Cleared, Removed, Stored
 
 SHAPES = pytest.mark.parametrize("shape", [dict, as_array], ids=["maps", "arrays"])
 Shape = Callable[[Event], Any]
@@ -27,7 +27,7 @@ TWO = range(32)
 
 
 def read(*events: object, model: str = "cat") -> list[Stored | Removed | Cleared]:
-    return list(KvBatches(model).read(msgspec.msgpack.encode([1.5, events])))
+    return list(Batches(model).read(msgspec.msgpack.encode([1.5, events])))
 
 
 @SHAPES
@@ -61,7 +61,7 @@ def test_a_batch_of_vllm_0_32_is_read() -> None:
         "kv_cache_spec_kind": "full_attention",
         "session_id": "s",
     }
-    (told,) = KvBatches("cat").read(batch(event))
+    (told,) = Batches("cat").read(batch(event))
     assert told == Stored([1, 2], None, [*TWO], 16, "abc")
 
 
@@ -124,4 +124,4 @@ def test_what_is_none_is_refused(nonsense: object) -> None:
 @given(st.binary(max_size=64))
 def test_rubbish_is_refused(payload: bytes) -> None:
     with contextlib.suppress(msgspec.DecodeError):
-        list(KvBatches("cat").read(payload))
+        list(Batches("cat").read(payload))

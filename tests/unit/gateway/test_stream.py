@@ -20,10 +20,9 @@ from argosy.gateway.dialects import Carrier
 from argosy.gateway.journal import Delivered, JournalReader
 from argosy.gateway.journey import CHAT, Alone, Journey
 from argosy.gateway.replicas import Pool, Replica
-from argosy.gateway.stream import ClientStream
+from argosy.gateway.stream import ClientStream, StreamLimits
 from argosy.gateway.upstream import Upstream
 from argosy.gateway.upstream_connection import UpstreamError
-from argosy.policy import LeastCost
 from argosy.protocol import EventParser, parse_endpoint
 from argosy.web import Exchange
 
@@ -38,10 +37,6 @@ class Told:
 
     def push(self, data: bytes) -> None:
         self.data += data
-
-    def lend(self) -> None: ...
-
-    def pass_on(self, chunks: bytes) -> None: ...
 
     def keep_alive(self) -> None: ...
 
@@ -95,7 +90,7 @@ def feeding(
     body = {"model": "m", "messages": [], "stream": True, "n": choices}
     ask = read(json.dumps(body).encode(), "messages")
     replica = Replica("r", "argosy", "m", Upstream(parse_endpoint("http://r")))
-    pool = Pool("m", [replica], LeastCost())
+    pool = Pool("m", [replica])
     exchange = cast("Exchange", None)  # nobody is cut off
     journey = Journey(exchange, ask, CHAT, pool, b"chatcmpl-1 5", ANYONE)
     if limit is not None:
@@ -107,7 +102,7 @@ def feeding(
         visits=[] if limit is None else [limit],
         charge=lambda _: None,
         leave=lambda: None,
-        fast_path=None,
+        shortcut=None,
     )
     picked = pool.pick(ask, "", (), 0.0)
     assert picked is not None
@@ -166,12 +161,9 @@ def test_what_is_told_is_what_is_counted_wherever_a_limit_ends_it(
     assert all(count < most for count in counts[:-1])
 
 
-@dataclass(frozen=True)
-class Patience:
-    first_token_s: float = 60.0
-    between_tokens_s: float = 20.0
-    keep_alive_s: float = 15.0
-    slow_reader_s: float = 30.0
+LIMITS = StreamLimits(
+    first_token_s=60.0, between_tokens_s=20.0, keep_alive_s=15.0, slow_reader_s=30.0
+)
 
 
 @dataclass
@@ -194,12 +186,12 @@ async def test_a_replica_that_only_says_that_it_is_there_stalls() -> None:
         now = float(second)
         if second % 10 == 0:
             attempt.on_body(b": keep-alive\n\n")
-        stream.tend(now, Patience())
+        stream.tend(now, LIMITS)
         shown.append(told.shown)
     assert [shown[second - 1] for second in (15, 16, 31, 32, 47, 48)] == [0, 1, 1, 2, 2, 3]
     assert not attempt.end.done()
     now = 61.0
-    stream.tend(now, Patience())
+    stream.tend(now, LIMITS)
     with pytest.raises(UpstreamError, match="nothing came for 60 s"):
         await attempt.end
     assert journey.delivered.output_tokens == 0
@@ -212,6 +204,6 @@ async def test_a_replica_whose_tokens_have_no_text_yet_gets_on() -> None:
         now = float(second)
         if second % 10 == 0:
             attempt.on_body(b": argosy 0 %d\n\n" % second)
-        stream.tend(now, Patience())
+        stream.tend(now, LIMITS)
     assert not attempt.end.done()
     assert journey.delivered.output_tokens == 8

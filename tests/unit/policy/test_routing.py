@@ -20,6 +20,7 @@ from argosy.policy import (
     ReplicaLoad,
     RoundRobin,
     RouteRequest,
+    Rule,
     chain,
     cost,
 )
@@ -50,7 +51,7 @@ ASK = RouteRequest(prompt_tokens=1000, output_tokens=10)
     key=st.text(max_size=3),
 )
 def test_every_rule_gives_one_of_the_candidates(
-    rule: str, loads: list[int], draw: float, key: str
+    rule: Rule, loads: list[int], draw: float, key: str
 ) -> None:
     candidates = [load(str(n), in_flight=busy, queued_tokens=busy) for n, busy in enumerate(loads)]
     request = RouteRequest(100, 10, key=key)

@@ -18,7 +18,7 @@ from argosy.gateway.aside import aside
 from argosy.gateway.identity import Identity, check_role
 from argosy.protocol import ApiError, invalid, parse, parse_query
 from argosy.store import ConflictError, NotFoundError, Store, StoreError
-from argosy.web import EXCHANGE, App, Exchange, Receive, Scope, Send
+from argosy.web import EXCHANGE, App, Exchange, Receive, Scope, Send, check_method
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
@@ -70,7 +70,7 @@ class _Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI's
         exchange: Exchange = scope["state"][EXCHANGE]
         caller = self._identity.identify(exchange)
-        operation = self._find(exchange)
+        operation = self._methods[check_method(exchange, self._methods)]
         check_role(caller, operation.role, operation.scope)
         body = operation.body
         call = Call(
@@ -94,16 +94,6 @@ class _Endpoint:
         if store is not None:
             with contextlib.suppress(StoreError):  # then it comes with the next look at the version
                 self._identity.update(store.directory())
-
-    def _find(self, exchange: Exchange) -> Operation:
-        method = "GET" if exchange.method == "HEAD" else exchange.method
-        operation = self._methods.get(method)
-        if operation is None:
-            known = " or ".join(self._methods)
-            message = f"{exchange.path[:200]} takes {known}, not {exchange.method[:20]}."
-            exchange.extra.append((b"allow", ", ".join(self._methods).encode()))
-            raise ApiError(405, "method_not_allowed", message)
-        return operation
 
     async def _run(self, operation: Operation, call: Call) -> Any:  # noqa: ANN401 - of the operation's type
         desk = self._desk.of(call.caller)
@@ -147,11 +137,14 @@ async def _next(pieces: Iterator[str]) -> str | None:
 
 
 def _parameters(query: bytes) -> dict[str, str]:
-    """What the URL asks for, by name; the last of each counts."""
-    found = dict(parse_qsl(query.decode("latin-1"), keep_blank_values=True))
-    for name, value in found.items():
+    """What the URL asks for, by name. Raises ApiError 400."""
+    found: dict[str, str] = {}
+    for name, value in parse_qsl(query.decode("latin-1"), keep_blank_values=True):
+        if name in found:
+            raise invalid(f"'{name[:100]}' is there twice. Give it once.", name[:100])
         if not value.isprintable():
             raise invalid(f"'{name[:100]}' takes printable text.", name[:100])
+        found[name] = value
     return found
 
 

@@ -35,28 +35,28 @@ PRICES = "/admin/prices"
 def list_limits(desk: Desk, call: Call) -> Page[LimitView]:
     """Limits."""
     query = call.query
-    return page(desk.accounts.list_limits(query.owner_kind, query.owner), LimitView, query)
+    return page(desk.terms.list_limits(query.owner_kind, query.owner), LimitView, query)
 
 
 @api.add("POST", LIMITS, "operator", body=NewLimit)
 def set_limit(desk: Desk, call: Call) -> LimitView:
     """Set a limit, in place of the one that its owner has for the same unit, window and model."""
     _check_owner(call.caller, call.body.owner_kind)
-    return view(desk.accounts.set_limit(**given(call.body), actor=call.actor), LimitView)
+    return view(desk.terms.set_limit(**given(call.body), actor=call.actor), LimitView)
 
 
 @api.add("DELETE", LIMITS + "/{id}", "operator")
 def delete_limit(desk: Desk, call: Call) -> Deleted:
     """Lift a limit."""
-    _check_owner(call.caller, desk.accounts.get_limit(call.id).owner_kind)
-    desk.accounts.delete_limit(call.id, actor=call.actor)
+    _check_owner(call.caller, desk.terms.get_limit(call.id).owner_kind)
+    desk.terms.delete_limit(call.id, actor=call.actor)
     return Deleted(id=call.id)
 
 
 @api.add("GET", PRICES, "viewer", query=OfModel)
 def list_prices(desk: Desk, call: Call) -> Page[PriceView]:
     """Prices, those of the past too."""
-    return page(desk.accounts.list_prices(call.query.model), PriceView, call.query)
+    return page(desk.terms.list_prices(call.query.model), PriceView, call.query)
 
 
 @api.add("POST", PRICES, "admin", "gateway", body=NewPrice)
@@ -65,7 +65,7 @@ def set_price(desk: Desk, call: Call) -> PriceView:
     fields = given(call.body) | {
         "since": time.time() if call.body.since is None else call.body.since
     }
-    return view(desk.accounts.set_price(Price(**fields), actor=call.actor), PriceView)
+    return view(desk.terms.set_price(Price(**fields), actor=call.actor), PriceView)
 
 
 def _check_owner(caller: Caller, kind: OwnerKind) -> None:

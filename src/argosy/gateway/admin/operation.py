@@ -12,7 +12,7 @@ import msgspec
 from argosy.gateway.caller import Caller
 from argosy.gateway.identity import reach
 from argosy.protocol import ApiError
-from argosy.store import Accounts, Audit, Role, RoleScope, Store, UsageLog
+from argosy.store import Accounts, Audit, Role, RoleScope, Store, Terms, UsageLog
 
 Method = Literal["GET", "POST", "PATCH", "DELETE"]
 JSON = "application/json"
@@ -69,6 +69,11 @@ class Desk:
     def accounts(self) -> Accounts:
         """The store's accounts. Raises ApiError 404 when there is no store; the others likewise."""
         return self._store.accounts.within(self.organisation)
+
+    @property
+    def terms(self) -> Terms:
+        """The store's limits and prices."""
+        return self._store.terms.within(self.organisation)
 
     @property
     def usage(self) -> UsageLog:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
@@ -22,7 +20,7 @@ from argosy.gateway.admin.shapes import (
 )
 from argosy.gateway.identity import allows
 from argosy.protocol import ApiError
-from argosy.store import Group, ReportRow, UsageFilter, UsageSum
+from argosy.store import Group, ReportRow, UsageFilter, UsageSum, csv_lines
 
 api = Operations()
 
@@ -108,11 +106,7 @@ def _groups(query: ReportQuery) -> list[Group]:
 def _table(groups: Sequence[str], rows: Sequence[ReportRow]) -> str:
     """CSV: the names of the columns, then a line for each group."""
     names = (*groups, *UsageSum.__struct_fields__)
-    file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(names)
-    writer.writerows([getattr(row, name) for name in names] for row in rows)
-    return file.getvalue()
+    return csv_lines([names, *([getattr(row, name) for name in names] for row in rows)])
 
 
 def _where(query: ReportQuery) -> UsageFilter:

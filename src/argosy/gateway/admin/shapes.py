@@ -16,6 +16,8 @@ from argosy.store import (
     Limit,
     Moment,
     Name,
+    Names,
+    Networks,
     Organisation,
     OwnerKind,
     Price,
@@ -24,6 +26,7 @@ from argosy.store import (
     Role,
     RoleScope,
     Tier,
+    TokenPrice,
     Unit,
     Unsure,
     UsageFilter,
@@ -222,7 +225,7 @@ class NewProject(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """By default 1."""
     share_cache: bool = False
     when_unsure: Unsure = "open"
-    networks: tuple[str, ...] = ()
+    networks: Networks = ()
 
 
 class ProjectChange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -233,7 +236,7 @@ class ProjectChange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     weight: Weight | UnsetType = UNSET
     share_cache: bool | UnsetType = UNSET
     when_unsure: Unsure | UnsetType = UNSET
-    networks: tuple[str, ...] | UnsetType = UNSET
+    networks: Networks | UnsetType = UNSET
 
 
 class NewUser(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -263,8 +266,8 @@ class NewKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     user: str | None = None
     role: Role = "caller"
     scope: RoleScope = "organisation"
-    models: tuple[str, ...] = ()
-    networks: tuple[str, ...] = ()
+    models: Names = ()
+    networks: Networks = ()
     expires_at: Moment | None = None
 
 
@@ -283,7 +286,7 @@ class NewLimit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     unit: Unit
     amount: Amount
     window: Window | None = None
-    model: str | None = None
+    model: Name | None = None
 
 
 class NewPrice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -291,8 +294,8 @@ class NewPrice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     model: Name
     tier: Tier | None = None
-    input: Amount
-    cached_input: Amount
-    output: Amount
+    input: TokenPrice
+    cached_input: TokenPrice
+    output: TokenPrice
     since: Moment | None = None
     """By default from now on."""

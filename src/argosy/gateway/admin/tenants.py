@@ -94,7 +94,7 @@ def get_project(desk: Desk, call: Call) -> ProjectView:
 def change_project(desk: Desk, call: Call) -> ProjectView:
     """Change a project; what is left out stays. Tier and weight take an admin of the whole gateway."""
     _check_share(call.caller, call.body)
-    _check_keys(desk, call)
+    _check_holders(desk, call)
     changed = desk.accounts.change_project(call.id, **given(call.body), actor=call.actor)
     return view(changed, ProjectView)
 
@@ -102,7 +102,7 @@ def change_project(desk: Desk, call: Call) -> ProjectView:
 @api.add("POST", PROJECTS + "/{id}/archive", "admin")
 def archive_project(desk: Desk, call: Call) -> ProjectView:
     """End a project: its keys are refused from now on."""
-    _check_keys(desk, call)
+    _check_holders(desk, call)
     return view(desk.accounts.archive_project(call.id, actor=call.actor), ProjectView)
 
 
@@ -149,9 +149,15 @@ def _check_share(caller: Caller, body: NewProject | ProjectChange) -> None:
         check_role(caller, "admin", "gateway")
 
 
-def _check_keys(desk: Desk, call: Call) -> None:
-    """Raise ApiError 403 when a key of the project may do more than the caller, who could end it or fence it in."""
+def _check_holders(desk: Desk, call: Call) -> None:
+    """Raise ApiError 403 when a key or a user of the project may do more than the caller.
+
+    The caller could end it, or fence it in.
+    """
     now = time.time()
     for key in desk.accounts.list_keys(call.id):
         if working(key, now):
             check_role(call.caller, key.role, key.scope)
+    for user in desk.accounts.list_users():
+        if user.project == call.id and user.disabled_at is None:
+            check_role(call.caller, user.role, user.scope)

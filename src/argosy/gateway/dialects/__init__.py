@@ -13,30 +13,25 @@ from argosy.gateway.dialects.dialect import (
     Reading,
 )
 from argosy.gateway.dialects.finding import Found, find
-from argosy.gateway.dialects.kv_batches import Cleared, KvBatches, Removed, Stored
-from argosy.gateway.dialects.kv_sources import KvAddress
+from argosy.gateway.dialects.kv_sources import KvAddress, KvSource
 from argosy.gateway.dialects.opening import Opening
-from argosy.gateway.dialects.passing import Identity, StreamReader, Usage, usage_of
+from argosy.gateway.dialects.passing import Identity, Usage, usage_of
 
 __all__ = [
     "CHAT_PATH",
     "COMPLETION_PATH",
     "Carrier",
     "Carry",
-    "Cleared",
     "Dialect",
     "Found",
     "Identity",
     "Kind",
     "KvAddress",
-    "KvBatches",
+    "KvSource",
     "Leg",
     "LoadSource",
     "Opening",
     "Reading",
-    "Removed",
-    "Stored",
-    "StreamReader",
     "Usage",
     "dialect_of",
     "find",

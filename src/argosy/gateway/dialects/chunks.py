@@ -17,6 +17,7 @@ from argosy.gateway.dialects.events import BROKEN_OFF, DONE, END, cut, data_of, 
 from argosy.gateway.dialects.passing import Usage
 from argosy.gateway.dialects.told import Told, encode
 from argosy.gateway.journal import Delivered
+from argosy.gateway.reader import StreamReader
 from argosy.protocol import SSE_DONE
 
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
@@ -49,7 +50,7 @@ class View:
     """Tokens before which no stop string counts."""
 
 
-class ChunkReader:
+class ChunkReader(StreamReader):
     """One attempt's stream."""
 
     def __init__(self, told: Told, delivered: Delivered, view: View) -> None:
@@ -61,10 +62,6 @@ class ChunkReader:
         self._before = told.tokens
         self._head = told.head()
         self._rest = b""
-        self.done = False
-        self.over = False
-        self.steady = False
-        self.failure = ""
 
     def feed(self, body: bytes) -> bytes:
         """See `StreamReader`."""

@@ -2,43 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
 from argosy.gateway.dialects.events import BROKEN_OFF, DONE, END, cut, data_of, error_of
 from argosy.gateway.journal import Delivered
+from argosy.gateway.reader import StreamReader
 from argosy.protocol import SSE_DONE
 
 Tokens = Annotated[int, Meta(ge=0, lt=2**48)]
 """A count that can be: whatever else a server says is not billed."""
-
-
-class StreamReader(Protocol):
-    """Reads one attempt's stream and says what the client gets of it."""
-
-    @property
-    def done(self) -> bool:
-        """`[DONE]` came: the answer is whole."""
-
-    @property
-    def over(self) -> bool:
-        """The answer is whole before its server knows, which need not go on."""
-
-    @property
-    def failure(self) -> str:
-        """Why it will not become whole, if the server said so."""
-
-    @property
-    def steady(self) -> bool:
-        """It has nothing half read, and journaled pieces that come next need no reader: see `fast_path`."""
-
-    def feed(self, body: bytes) -> bytes:
-        """What may be passed on now. Raises ValueError when it cannot be read."""
-
-    def take_held(self) -> bytes:
-        """What was held back until the attempt had ended well."""
 
 
 class Cached(msgspec.Struct):
@@ -122,7 +97,7 @@ class _Chunk(msgspec.Struct):
     object: str = ""
 
 
-class PassReader:
+class PassReader(StreamReader):
     """One attempt's stream. A choice that says something is taken for one token, until the usage tells."""
 
     def __init__(self, delivered: Delivered, *, shows_usage: bool) -> None:
@@ -131,10 +106,6 @@ class PassReader:
         self._decode = msgspec.json.Decoder(_Chunk).decode
         self._rest = b""
         self._first = b""
-        self.done = False
-        self.over = False
-        self.steady = False
-        self.failure = ""
         self.passed = False
         """Something was passed on: nobody else can give this answer any more."""
 

@@ -12,6 +12,7 @@ Network = IPv4Network | IPv6Network
 LOCALHOST = IPv4Address("127.0.0.1")
 LONGEST = 64
 """No address is longer, with whatever may be around it."""
+_MAPPED_BITS = 96
 FORWARDED = frozenset({b"x-forwarded-for", b"forwarded", b"x-real-ip", b"x-forwarded-host", b"via"})
 """A request with one of these came through a proxy."""
 
@@ -21,10 +22,18 @@ def parse_networks(texts: Iterable[str]) -> tuple[Network, ...]:
     networks = []
     for text in texts:
         try:
-            networks.append(ip_network(text.strip(), strict=False))
+            networks.append(_unmapped(ip_network(text.strip(), strict=False)))
         except ValueError as error:
             raise ValueError(f"{text!r} is no network; write it like 10.0.0.0/8") from error
     return tuple(networks)
+
+
+def _unmapped(network: Network) -> Network:
+    """IPv4 that is written as IPv6 (::ffff:10.0.0.0/104) as what it is, as addresses are."""
+    first = network.network_address
+    if isinstance(first, IPv6Address) and first.ipv4_mapped and network.prefixlen >= _MAPPED_BITS:
+        return IPv4Network((first.ipv4_mapped, network.prefixlen - _MAPPED_BITS))
+    return network
 
 
 def parse_address(text: str) -> Address | None:

@@ -147,7 +147,9 @@ def _caller(
     models: frozenset[str] | None = None,
 ) -> Caller:
     if project is None:
-        return Caller(organisation=organisation, user=user, role=role, scope=scope)
+        return Caller(
+            organisation=organisation, user=user, role=role, scope=scope, domain=organisation
+        )
     return Caller(
         organisation=organisation,
         project=project.id,

@@ -19,7 +19,7 @@ Algorithm = RsaAlgorithm | Literal["ES256", "ES384", "ES512", "EdDSA"]
 class JwtConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Whose tokens are taken: an OpenID Connect issuer's, or those signed with the keys of a JWKS."""
 
-    audience: Annotated[tuple[str, ...], Meta(min_length=1)]
+    audience: Annotated[tuple[Annotated[str, Meta(min_length=1)], ...], Meta(min_length=1)]
     """What `aud` must be, one of these: a token for another service is no token for this one."""
     issuer: str | None = None
     """What `iss` must be. Its keys are found by discovery, unless `jwks` says where they are."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import get_args
 
 from argosy.gateway.caller import Caller
 from argosy.protocol import ApiError
 from argosy.store import Role, RoleScope
 
-_RANKS: dict[Role, int] = {"caller": 0, "viewer": 1, "operator": 2, "admin": 3}
+_RANKS: dict[Role, int] = {role: rank for rank, role in enumerate(reversed(get_args(Role)))}
 
 
 def allows(caller: Caller, role: Role, scope: RoleScope = "organisation") -> bool:
@@ -21,10 +22,10 @@ def allows(caller: Caller, role: Role, scope: RoleScope = "organisation") -> boo
 def check_role(caller: Caller, role: Role, scope: RoleScope = "organisation") -> None:
     """Raise ApiError 403 unless the caller may do what `role` may, there where `scope` says."""
     if not allows(caller, role, scope):
-        message = (
-            f"This takes the role {_told(role, scope)}; yours is {_told(caller.role, caller.scope)}. "
-            "Use another key."
-        )
+        yours = _told(caller.role, caller.scope)
+        if scope == "gateway" and caller.scope == "organisation" and caller.role != "caller":
+            yours += " of your organisation only"
+        message = f"This takes the role {_told(role, scope)}; yours is {yours}. Use another key."
         raise ApiError(403, "insufficient_role", message)
 
 

@@ -17,6 +17,8 @@ from argosy.store import Role
 REMEMBERED = 8192
 """Most tokens whose signature is not checked again while they last."""
 LONGEST = 16 * 1024
+FOREVER = 2**53
+"""Seconds: later times, which may be beyond any float, are the same."""
 
 
 class Claims(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,7 +93,7 @@ class Tokens:
             organisation=_text(claims, config.organisation_claim),
             project=_text(claims, config.project_claim),
             role=_role(claims.get(config.role_claim)) if config.role_claim else "caller",
-            expires_at=float(claims["exp"]) + config.leeway_s,
+            expires_at=min(int(claims["exp"]), FOREVER) + config.leeway_s,
         )
 
 

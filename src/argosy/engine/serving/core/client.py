@@ -158,7 +158,7 @@ class EngineClient:
     def generate(self, request: EngineRequest) -> DeltaStream:
         """Send a request to the core; its deltas, ending after the one with `finish`.
 
-        Close the stream (`aclose`) to abort. Raises ApiError 503 when there is no core to serve it.
+        Close the stream to abort. Raises ApiError 503 when there is no core to serve it.
         """
         if self._state != "ready":
             raise self._unavailable()

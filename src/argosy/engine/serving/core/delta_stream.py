@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
-from functools import partial
+from collections.abc import Callable
 
 import msgspec
 
@@ -16,11 +14,11 @@ CRASHES = 4
 """A request that was running in this many crashes is not tried again, whatever it got."""
 
 
-class DeltaStream(AsyncIterator[Delta]):
+class DeltaStream:
     """The deltas of one request, for one reader; ends after the delta with `finish`.
 
-    The reader iterates, or asks to be told (`notify`) and takes. Deltas that wait for it are merged into one, so
-    what waits is bounded by the tokens that the request may generate. `close` before the end aborts the request.
+    The reader asks to be told (`notify`) and takes. Deltas that wait for it are merged into one, so what waits is
+    bounded by the tokens that the request may generate. `close` before the end aborts the request.
     """
 
     def __init__(
@@ -56,18 +54,6 @@ class DeltaStream(AsyncIterator[Delta]):
         """Whether its last delta has come (read or not), or it was closed."""
         return self._ended
 
-    def __aiter__(self) -> DeltaStream:
-        return self
-
-    async def __anext__(self) -> Delta:
-        while (delta := self.take()) is None:
-            if self._ended:
-                raise StopAsyncIteration
-            news = asyncio.get_running_loop().create_future()
-            self.notify(partial(_resolve, news))
-            await news
-        return delta
-
     def notify(self, heard: Callable[[], None]) -> None:
         """Call `heard` from now on when there is something to take, or the end has come."""
         self._heard = heard
@@ -85,12 +71,7 @@ class DeltaStream(AsyncIterator[Delta]):
         if not self._ended:
             self._ended = True
             self._closed(self)
-        heard, self._heard = self._heard, _nothing
-        heard()
-
-    async def aclose(self) -> None:
-        """The same, for `contextlib.aclosing`."""
-        self.close()
+        self._heard = _nothing
 
     def feed(self, delta: Delta) -> None:
         """Take what the core gave. What was already given in an earlier life of it is left out."""
@@ -164,11 +145,6 @@ def _merged(before: Delta, after: Delta) -> Delta:
         stop_token=after.stop_token,
         error=after.error,
     )
-
-
-def _resolve(news: asyncio.Future[None]) -> None:
-    if not news.done():
-        news.set_result(None)
 
 
 def _nothing() -> None:

@@ -29,14 +29,7 @@ from argosy.protocol import (
 )
 from argosy.telemetry import CONTENT_TYPE as METRICS_TYPE
 from argosy.telemetry import request_context
-from argosy.web import (
-    DisconnectedError,
-    Exchange,
-    Receive,
-    Scope,
-    Send,
-    SlowReaderError,
-)
+from argosy.web import Exchange, Receive, Scope, Send, answered, check_method
 
 Handler = Callable[[Exchange], Awaitable[None]]
 
@@ -49,19 +42,11 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A path's methods."""
+    """A path, or what paths have in common."""
 
     template: str
-    handlers: dict[str, Handler]
-
-    def handler(self, method: str) -> Handler:
-        """The handler for `method`; HEAD is GET without the body."""
-        found = self.handlers.get("GET" if method == "HEAD" else method)
-        if found is None:
-            allowed = ", ".join(self.handlers)
-            message = f"{method} is not allowed here. Use {allowed}."
-            raise ApiError(405, "method_not_allowed", message)
-        return found
+    method: str
+    handler: Handler
 
 
 class App:
@@ -87,9 +72,9 @@ class App:
             "/detokenize": self._detokenize,
             "/drain": self._drain,
         }
-        self._routes = {path: Route(path, {"GET": handler}) for path, handler in get.items()}
-        self._routes |= {path: Route(path, {"POST": handler}) for path, handler in post.items()}
-        self._model_route = Route(MODELS + "{model}", {"GET": self._model})
+        self._routes = {path: Route(path, "GET", handler) for path, handler in get.items()}
+        self._routes |= {path: Route(path, "POST", handler) for path, handler in post.items()}
+        self._model_route = Route(MODELS + "{model}", "GET", self._model)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one HTTP request."""
@@ -98,7 +83,7 @@ class App:
         with request_context(exchange.request_id, exchange.header(b"traceparent")):
             route = self._find(exchange.path)
             try:
-                await self._answer(exchange, route)
+                await answered(exchange, self._handle(exchange, route))
             finally:
                 self._replica.request_ends()
                 self._note(exchange, route)
@@ -108,42 +93,12 @@ class App:
             return self._model_route
         return self._routes.get(path)
 
-    async def _answer(self, exchange: Exchange, route: Route | None) -> None:
-        try:
-            await self._handle(exchange, route)
-        except ApiError as error:
-            extra = []
-            if error.status == 405 and route is not None:
-                extra = [(b"allow", ", ".join(route.handlers).encode())]
-            await self._refuse(exchange, error, extra)
-        except DisconnectedError:
-            exchange.failure = "client_closed_request"
-        except SlowReaderError:
-            exchange.failure = "slow_reader"
-        except Exception:
-            log.exception("request_failed", path=exchange.path)
-            message = "An internal error. Report it with the request id."
-            await self._refuse(exchange, ApiError(500, "internal_error", message), [])
-
     async def _handle(self, exchange: Exchange, route: Route | None) -> None:
         if route is None:
             message = f"There is nothing at {exchange.path[:200]!r}. See /openapi.json."
             raise ApiError(404, "not_found", message)
-        await route.handler(exchange.method)(exchange)
-
-    async def _refuse(
-        self, exchange: Exchange, error: ApiError, extra: list[tuple[bytes, bytes]]
-    ) -> None:
-        """Answer with `error`; when the answer has begun already, cutting it off is all there is."""
-        exchange.failure = error.code
-        if exchange.status is not None:
-            if not exchange.complete:
-                await exchange.drop()
-            return
-        try:
-            await exchange.refuse(error, extra)
-        except SlowReaderError:
-            exchange.failure = "slow_reader"
+        check_method(exchange, (route.method,))
+        await route.handler(exchange)
 
     def _note(self, exchange: Exchange, route: Route | None) -> None:
         template = route.template if route else "other"

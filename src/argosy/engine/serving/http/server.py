@@ -24,16 +24,7 @@ from argosy.engine.serving.text.template import ChatTemplate
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.process import heeding, raise_file_limit
 from argosy.telemetry import configure_logs
-from argosy.web import (
-    GOODBYE_S,
-    Certificates,
-    Listener,
-    bind,
-    bind_unix,
-    calm_collector,
-    leave,
-    url_of,
-)
+from argosy.web import GOODBYE_S, Certificates, Listener, calm_collector, listening_socket, url_of
 
 WATCH_S = 0.5
 
@@ -90,12 +81,13 @@ class ReplicaServer:
 
     async def run(self) -> None:
         """Serve until told to stop. Raises EngineFailedError when the engine cannot (go on to) serve."""
-        certificates = self._certificates
-        with heeding(self.stop, None if certificates is None else certificates.reload):
-            await self._run()
+        config, certificates = self._config, self._certificates
+        renew = None if certificates is None else certificates.reload
+        listening = listening_socket(config.host, config.port, config.uds)
+        with heeding(self.stop, renew), listening as bound:
+            await self._listen(bound)
 
-    async def _run(self) -> None:
-        bound = self._bind()
+    async def _listen(self, bound: socket.socket) -> None:
         listening = asyncio.create_task(self._listener.serve(sockets=[bound]))
         scheme = "http" if self._certificates is None else "https"
         serving = asyncio.create_task(self._serve(url_of(bound, scheme)))
@@ -114,7 +106,6 @@ class ReplicaServer:
             await listening
             with contextlib.suppress(asyncio.CancelledError):
                 await serving
-            leave(bound)
 
     async def _serve(self, url: str) -> None:
         """Load, announce, and watch the engine; ends only by an error."""
@@ -151,13 +142,6 @@ class ReplicaServer:
         )
         drained.cancel()
         at_once.cancel()
-
-    # --- the socket ------------------------------------------------------------------------------
-
-    def _bind(self) -> socket.socket:
-        if self._config.uds is not None:
-            return bind_unix(Path(self._config.uds))
-        return bind(self._config.host, self._config.port)
 
 
 def serve_replica(

@@ -1,4 +1,4 @@
-"""Follows what vLLM and SGLang publish of their KV blocks, so that requests are routed by what is really there.
+"""Follows what vLLM and SGLang publish of their KV blocks.
 
 They tell what changes, not what there is: what was stored before is told again by their replay, or not at all. What
 they have not told of is believed from what was sent there, as it is everywhere while nothing is told.
@@ -11,9 +11,10 @@ import asyncio
 import msgspec
 import structlog
 
-from argosy.gateway.dialects import Cleared, KvAddress, KvBatches, Removed, Stored
-from argosy.gateway.kv_feed import KvFeed, LostError, UnmetError
-from argosy.gateway.kv_texts import AGAIN_S, LATER_S, TextsOf, TooMuchError, texts_of
+from argosy.gateway.dialects import KvAddress, KvSource
+from argosy.gateway.kv.batches import Batches, Cleared, Removed, Stored
+from argosy.gateway.kv.feed import Feed, LostError, UnmetError
+from argosy.gateway.kv.texts import AGAIN_S, LATER_S, TextsOf, TooMuchError, texts_of
 from argosy.gateway.probing import TIMEOUT_S, get
 from argosy.gateway.replicas import Replica
 from argosy.gateway.upstream_connection import UpstreamError
@@ -30,12 +31,14 @@ WRONG = (ValueError, OverflowError, msgspec.DecodeError, TooMuchError, UnmetErro
 
 
 class EngineFollower:
-    """Follows one replica for as long as the gateway runs."""
+    """Follows one replica."""
 
-    def __init__(self, replica: Replica, texts: TextsOf) -> None:
+    def __init__(self, replica: Replica, source: KvSource, texts: TextsOf) -> None:
+        """`source` is where it says that it publishes, unless `kv_events` does."""
         self._replica = replica
+        self._source = source
         self._texts = texts
-        self._batches = KvBatches(replica.model)
+        self._batches = Batches(replica.model)
         self._index: ExactIndex | None = None
         """The replica's, once it has told how large its blocks are."""
         self._blocks: EngineBlocks | None = None
@@ -44,19 +47,13 @@ class EngineFollower:
         self._replayed = -1
         """Number up to which batches may come again, from before the replay."""
 
-    async def run(self) -> None:
-        """Follow again and again, if it is of a kind that publishes."""
-        while self._replica.kind == "auto" or self._replica.dialect.kv_source is not None:
-            known = self._replica.kind != "auto"
-            await asyncio.sleep(await self.follow() if known else AGAIN_S)
-
     async def follow(self) -> float:
         """Follow until the connection is lost. In how many seconds to try again."""
         try:
             address = self._replica.kv_events or await self._find()
             if address is None:
                 return LATER_S
-            async with KvFeed(address) as feed:
+            async with Feed(address) as feed:
                 await self._catch_up(feed, 0)
                 await feed.read(lambda number, payload: self._receive(feed, number, payload))
         except (LostError, UpstreamError, TimeoutError) as error:
@@ -69,27 +66,24 @@ class EngineFollower:
                 self._index = self._blocks = None
                 self._replica.prefixes = PrefixIndex()
             self._last, self._replayed = None, -1
-            self._batches = KvBatches(self._replica.model)
+            self._batches = Batches(self._replica.model)
         return AGAIN_S
 
     async def _find(self) -> KvAddress | None:
         """Ask the server where it publishes. Raises UpstreamError, TimeoutError, or one of `WRONG`."""
-        source = self._replica.dialect.kv_source
-        if source is None:
-            return None
         async with asyncio.timeout(TIMEOUT_S):
-            status, body = await get(self._replica.upstream, source.path)
-        ports = source.read(body) if status == 200 else None
+            status, body = await get(self._replica.upstream, self._source.path)
+        ports = self._source.read(body) if status == 200 else None
         return None if ports is None else ports.at(self._replica.upstream.endpoint)
 
-    async def _receive(self, feed: KvFeed, number: int, payload: bytes) -> None:
+    async def _receive(self, feed: Feed, number: int, payload: bytes) -> None:
         if self._last is not None and number > self._last + 1:
             await self._catch_up(feed, self._last + 1)
         if number > self._replayed:
             self._replayed = -1
             self._take(number, payload)
 
-    async def _catch_up(self, feed: KvFeed, start: int) -> None:
+    async def _catch_up(self, feed: Feed, start: int) -> None:
         """Take in what the server gives again."""
         async for number, payload in feed.replay(start):
             self._take(number, payload)

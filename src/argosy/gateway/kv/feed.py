@@ -56,7 +56,7 @@ class LostError(Exception):
     """There is no connection any more."""
 
 
-class KvFeed:
+class Feed:
     """Use it as a context, from one event loop. Raises UnmetError."""
 
     def __init__(self, address: KvAddress) -> None:

@@ -119,7 +119,7 @@ class Cleared(NamedTuple):
     """There are no blocks any more."""
 
 
-class KvBatches:
+class Batches:
     """Reads what one server publishes, as far as it concerns one model."""
 
     def __init__(self, model: str) -> None:

@@ -1,7 +1,7 @@
-"""Follows what replicas of ours tell of their prefix caches, so that requests are routed by what is really there.
+"""Follows what a replica of ours tells of its prefix cache, by a stream of its own.
 
-Each is followed by a stream of its own (`argosy.engine.serving.http.kv_events`). Where there is none, or while it is
-broken, what the replica has is believed from what was sent there.
+The replica's side is `argosy.engine.serving.http.kv_events`. Where there is no such stream, or while it is broken, what
+the replica has is believed from what was sent there.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ import msgspec
 import structlog
 
 from argosy.gateway.attempt import Attempt
-from argosy.gateway.kv_engines import EngineFollower
-from argosy.gateway.kv_texts import AGAIN_S, LATER_S, TextsOf, TooMuchError, texts_of
+from argosy.gateway.kv.texts import AGAIN_S, LATER_S, TextsOf, TooMuchError, texts_of
 from argosy.gateway.probing import NOT_THERE
-from argosy.gateway.replicas import Pool, Replica
+from argosy.gateway.replicas import Replica
 from argosy.gateway.upstream_connection import UpstreamError
 from argosy.policy import MOST_HELD, ExactIndex, PrefixIndex
 from argosy.protocol import EventParser, KvEvent, KvReading, unpack_names
@@ -34,8 +33,8 @@ WRONG = (ValueError, msgspec.DecodeError, TooMuchError)
 """What comes of a stream that cannot be followed."""
 
 
-class KvFollower:
-    """Follows one replica for as long as the gateway runs."""
+class EventFollower:
+    """Follows one replica."""
 
     def __init__(self, replica: Replica, texts: TextsOf) -> None:
         self._replica = replica
@@ -43,12 +42,6 @@ class KvFollower:
         self._events = EventParser()
         self._index: ExactIndex | None = None
         """The replica's, while it tells."""
-
-    async def run(self) -> None:
-        """Follow again and again, if it is one of ours."""
-        while self._replica.kind in {"auto", "argosy"}:
-            ours = self._replica.kind == "argosy"
-            await asyncio.sleep(await self.follow() if ours else AGAIN_S)
 
     async def follow(self) -> float:
         """Follow until the stream ends. In how many seconds to try again."""
@@ -110,10 +103,3 @@ class KvFollower:
         texts = texts_of(reading, self._texts)
         self._index = self._replica.prefixes = ExactIndex(texts, reading.block_size)
         log.info("kv_events_followed", replica=self._replica.name, block_size=reading.block_size)
-
-
-def followers(pools: list[Pool]) -> list[KvFollower | EngineFollower]:
-    """Two for each replica, of which one ends when it is known what it is; those of a pool share its texts."""
-    texts = [(pool, TextsOf()) for pool in pools]
-    replicas = [(one, shared) for pool, shared in texts for one in pool.replicas.values()]
-    return [follower(*each) for each in replicas for follower in (KvFollower, EngineFollower)]

@@ -1,0 +1,5 @@
+"""What each replica's prefix cache holds, as it tells itself, so that requests are routed by what is really there."""
+
+from argosy.gateway.kv.following import follow_all
+
+__all__ = ["follow_all"]

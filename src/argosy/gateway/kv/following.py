@@ -1,0 +1,36 @@
+"""Who follows which replica: ours by its own stream, vLLM and SGLang by what they publish, others not at all."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any
+
+from argosy.gateway.kv.engines import EngineFollower
+from argosy.gateway.kv.events import EventFollower
+from argosy.gateway.kv.texts import AGAIN_S, TextsOf
+from argosy.gateway.replicas import Pool, Replica
+
+
+def follow_all(pools: list[Pool]) -> list[Callable[[], Coroutine[Any, Any, None]]]:
+    """For each replica what follows it as long as the gateway runs; those of a pool share its texts."""
+    shared = [(pool, TextsOf()) for pool in pools]
+    return [partial(follow, one, texts) for pool, texts in shared for one in pool.replicas.values()]
+
+
+async def follow(replica: Replica, texts: TextsOf) -> None:
+    """Follow a replica again and again, from when it is known what it is, if it is of a kind that tells."""
+    while replica.kind == "auto":  # noqa: ASYNC110 - the replica does not say when it is known
+        await asyncio.sleep(AGAIN_S)
+    follower = _follower(replica, texts)
+    while follower is not None:
+        again_s = await follower.follow()
+        await asyncio.sleep(again_s)
+
+
+def _follower(replica: Replica, texts: TextsOf) -> EventFollower | EngineFollower | None:
+    if replica.kind == "argosy":
+        return EventFollower(replica, texts)
+    source = replica.dialect.kv_source
+    return None if source is None else EngineFollower(replica, source, texts)

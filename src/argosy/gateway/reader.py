@@ -1,0 +1,29 @@
+"""What reads the stream of a replica: the journal of ours, and what the dialects of others take."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+
+class StreamReader(ABC):
+    """Reads one attempt's stream and says what the client gets of it."""
+
+    done = False
+    """`[DONE]` came: the answer is whole."""
+    over = False
+    """The answer is whole before its server knows, which need not go on."""
+    failure = ""
+    """Why it will not become whole, if the server said so."""
+
+    @property
+    def steady(self) -> bool:
+        """It has nothing half read, and journaled pieces that come next need no reader: see `fast_path`."""
+        return False
+
+    @abstractmethod
+    def feed(self, body: bytes) -> bytes:
+        """What may be passed on now. Raises ValueError when it cannot be read."""
+
+    @abstractmethod
+    def take_held(self) -> bytes:
+        """What was held back until the attempt had ended well."""

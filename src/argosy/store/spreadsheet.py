@@ -1,0 +1,23 @@
+"""CSV text of which a spreadsheet computes nothing."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Sequence
+
+
+def csv_lines(lines: Iterable[Sequence[object]]) -> str:
+    """CSV text. An apostrophe comes before texts that a spreadsheet would compute: users choose some of them."""
+    file = io.StringIO()
+    safe = ([_harmless(cell) for cell in line] for line in lines)
+    csv.writer(file, lineterminator="\n").writerows(safe)
+    return file.getvalue()
+
+
+def _harmless(cell: object) -> object:
+    if not isinstance(cell, str):
+        return cell
+    computed = cell.startswith(("=", "+", "-", "@", "\t"))
+    text = cell.replace("\r", " ")  # the writer does not quote it, and readers end the line there
+    return f"'{text}" if computed else text

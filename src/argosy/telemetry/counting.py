@@ -1,0 +1,91 @@
+"""Numbers that are counted with one addition each, and made into Prometheus' families when somebody asks.
+
+A token passes here, so there are no locks and no objects for each label: one thread counts, and whoever reads, in any
+thread, takes what is there. What is not counted is a gauge of the moment. Names follow the Prometheus guidelines, so
+that `promtool check metrics` is content.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.utils import floatToGoString
+
+CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
+
+TTFT_BUCKETS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+    *(20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+ITL_BUCKETS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0),
+    *(2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+PHASE_BUCKETS = (
+    *(0.005, 0.01, 0.025, 0.05, 0.1, 0.2),
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+
+Labels = tuple[str, ...]
+"""Values, in the order of the names that a family was made with."""
+
+
+class Counter:
+    """A sum for each set of label values."""
+
+    def __init__(self, name: str, text: str, *labels: str) -> None:
+        self._name, self._text, self._labels = name, text, labels
+        self._values: dict[Labels, float] = {}
+
+    def add(self, labels: Labels, amount: float = 1) -> None:
+        """Count; what was counted once is shown, be it 0."""
+        self._values[labels] = self._values.get(labels, 0) + amount
+
+    def family(self) -> Metric:
+        """As Prometheus has it."""
+        shown = CounterMetricFamily(self._name, self._text, labels=self._labels)
+        for labels, value in list(self._values.items()):
+            shown.add_metric(labels, value)
+        return shown
+
+
+class Histogram:
+    """How values are spread over buckets, for each set of label values."""
+
+    def __init__(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> None:
+        self._name, self._text, self._labels = name, text, labels
+        self._buckets = buckets
+        self._bounds = [*map(floatToGoString, buckets), "+Inf"]
+        self._counts: dict[Labels, list[int]] = {}
+        self._sums: dict[Labels, float] = {}
+
+    def observe(self, labels: Labels, *values: float) -> None:
+        """Count values; what was counted once is shown, be there none."""
+        counts = self._counts.get(labels)
+        if counts is None:
+            self._sums[labels] = 0.0
+            counts = self._counts[labels] = [0] * len(self._bounds)
+        for value in values:
+            counts[bisect_left(self._buckets, value)] += 1
+        self._sums[labels] += sum(values)
+
+    def family(self) -> Metric:
+        """As Prometheus has it."""
+        shown = HistogramMetricFamily(self._name, self._text, labels=self._labels)
+        for labels, counts in list(self._counts.items()):
+            below = zip(self._bounds, accumulate(counts), strict=True)
+            shown.add_metric(labels, list(below), self._sums[labels])
+        return shown
+
+
+def gauge(name: str, text: str, values: Mapping[Labels, float], *labels: str) -> Metric:
+    """Numbers of the moment, one for each set of label values."""
+    shown = GaugeMetricFamily(name, text, labels=labels)
+    for each, value in values.items():
+        shown.add_metric(each, value)
+    return shown

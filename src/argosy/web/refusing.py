@@ -1,0 +1,51 @@
+"""What handlers raise, as answers: one for every request, whatever goes wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Collection
+
+import structlog
+
+from argosy.protocol import ApiError
+from argosy.web.exchange import DisconnectedError, Exchange, SlowReaderError
+
+log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.web")
+
+
+async def answered(exchange: Exchange, handling: Awaitable[None]) -> None:
+    """Let the request be handled. What that raises is its answer, and `exchange.failure`; no error leaves here."""
+    try:
+        await handling
+    except ApiError as error:
+        await _refuse(exchange, error)
+    except DisconnectedError:
+        exchange.failure = "client_closed_request"
+    except SlowReaderError:
+        exchange.failure = "slow_reader"
+    except Exception:
+        log.exception("request_failed", path=exchange.path)
+        message = "An internal error. Report it with the request id."
+        await _refuse(exchange, ApiError(500, "internal_error", message))
+
+
+async def _refuse(exchange: Exchange, error: ApiError) -> None:
+    """Answer with `error`; when the answer has begun already, cutting it off is all there is."""
+    exchange.failure = error.code
+    if exchange.status is not None:
+        if not exchange.complete:
+            await exchange.drop()
+        return
+    try:
+        await exchange.refuse(error)
+    except SlowReaderError:
+        exchange.failure = "slow_reader"
+
+
+def check_method(exchange: Exchange, methods: Collection[str]) -> str:
+    """The method, one of `methods`; HEAD is GET without a body. Raises ApiError 405, and the answer names them all."""
+    method = "GET" if exchange.method == "HEAD" else exchange.method
+    if method not in methods:
+        exchange.extra.append((b"allow", ", ".join(methods).encode()))
+        message = f"{exchange.path[:200]} takes {' or '.join(methods)}, not {exchange.method[:20]}."
+        raise ApiError(405, "method_not_allowed", message)
+    return method

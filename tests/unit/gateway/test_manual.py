@@ -1,0 +1,77 @@
+"""docs/gateway.md says what there is: every setting with its default, every metric, and only codes that are given."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from argosy.gateway.config import load_config
+from argosy.telemetry import GatewayMetrics, GatewayReading, SharedLimitsReading
+
+ROOT = Path(__file__).parents[3]
+MANUAL = (ROOT / "docs" / "gateway.md").read_text()
+(EXAMPLE,) = re.findall(r"^```yaml\n(.*?)^```$", MANUAL, re.MULTILINE | re.DOTALL)
+NAME = re.compile(r"`([a-z_]+)`")
+
+
+def missing(shown: object, told: object, path: str = "") -> Iterator[str]:
+    """Settings of `told`, a struct, that `shown` lacks; both are one value."""
+    if isinstance(told, list):
+        yield from missing(shown[0], told[0], path) if isinstance(shown, list) else ()
+    if not isinstance(told, msgspec.Struct):
+        return
+    assert isinstance(shown, dict)
+    for name in told.__struct_fields__:
+        if name in shown:
+            yield from missing(shown[name], getattr(told, name), f"{path}{name}.")
+        else:
+            yield f"{path}{name}"
+
+
+def test_every_setting_is_shown(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.yaml"
+    path.write_text(EXAMPLE)
+    shown = msgspec.yaml.decode(EXAMPLE)
+    (line,) = (line for line in EXAMPLE.splitlines() if line.endswith(": engines.md"))
+    named = set(re.findall(r"[a-z_]+", line.partition(":")[0]))
+    lacking = list(missing(shown, load_config(path)))
+    assert {name.removeprefix("models.replicas.") for name in lacking} == named
+
+
+def test_what_is_no_example_is_the_default(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.yaml"
+    path.write_text("models: [{name: m, replicas: [{url: http://a}]}]")
+    defaults = msgspec.to_builtins(load_config(path))
+    examples = {line.partition(":")[0].strip() for line in EXAMPLE.splitlines() if "e.g." in line}
+
+    def kept(settings: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in settings.items() if name not in examples}
+
+    shown = kept(msgspec.yaml.decode(EXAMPLE))
+    del shown["models"]
+    for name, value in shown.items():
+        known = defaults[name]
+        if isinstance(value, dict):
+            assert kept(value) == {key: known[key] for key in kept(value)}, name
+        else:
+            assert value == known, name
+
+
+def test_every_metric_is_told() -> None:
+    reading = GatewayReading(shared_limits=SharedLimitsReading(up=True, allowed=0, refused=0))
+    shown = GatewayMetrics().exposition(reading).decode()
+    there = set(re.findall(r"^# TYPE (\S+)", shown, re.MULTILINE))
+    told = {name for name in NAME.findall(MANUAL) if name.startswith(("argosy_g", "argosy_s"))}
+    assert told == there
+
+
+def test_every_code_is_given() -> None:
+    rows = [row.split("|")[2] for row in MANUAL.splitlines() if re.match(r"\| \d{3} \|", row)]
+    codes = {code for row in rows for code in NAME.findall(row)}
+    source = "".join(path.read_text() for path in (ROOT / "src/argosy").rglob("*.py"))
+    assert codes
+    assert {code for code in codes if f'"{code}"' not in source} == set()
