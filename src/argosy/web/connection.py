@@ -93,17 +93,15 @@ class Connection(asyncio.Protocol):
         """Bytes of requests."""
         if self._deaf:
             return
-        try:
-            self._parser.feed_data(data)
-        except (
-            httptools.HttpParserUpgrade
-        ):  # answered as if it had not asked to speak something else
-            self._deaf = True
-        except httptools.HttpParserError:
-            self._heads.remove(self)
-            if not self._deaf:
-                self._deaf = True
-                self._no_http()
+        while data:
+            try:
+                data = self._feed(data)
+            except httptools.HttpParserError:
+                self._heads.remove(self)
+                if not self._deaf:
+                    self._deaf = True
+                    self._no_http()
+                return
 
     def pause_writing(self) -> None:
         """What was sent piles up."""
@@ -150,14 +148,14 @@ class Connection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         """All headers came: the request can be answered, or waits until those before it are."""
-        if self._deaf:
+        if self._deaf or self._parser.should_upgrade():
             return
         self._heads.remove(self)
         scope = self._scope()
         if self._hosts != 1 and (self._hosts or scope["http_version"] == "1.1"):
             raise ValueError("whom a request is for is not clear")  # RFC 9112, 3.2
         version, parser = scope["http_version"], self._parser
-        keep_alive = version != "1.0" and parser.should_keep_alive() and not parser.should_upgrade()
+        keep_alive = version != "1.0" and parser.should_keep_alive()
         wire = RequestWire(self, scope, keep_alive=keep_alive, expects_continue=self._expects)
         scope["state"] = {WIRE: wire}
         self._headers = []  # for what may come behind the body, which nobody is told
@@ -246,6 +244,27 @@ class Connection(asyncio.Protocol):
         self.transport.close()
 
     # --- within ----------------------------------------------------------------------------------
+
+    def _feed(self, data: bytes) -> bytes:
+        """Parse; what is still to be parsed. Raises HttpParserError."""
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as error:
+            if self._deaf:
+                return b""
+            # The parser leaves the body to what was asked for instead of HTTP: it gets a head without that.
+            head, self._parser = self._plain_head(), httptools.HttpRequestParser(self)
+            return head + data[error.args[0] :]
+        return b""
+
+    def _plain_head(self) -> bytes:
+        """The head that came, but that it does not ask to speak something else."""
+        parser = self._parser
+        method, version = parser.get_method(), parser.get_http_version().encode()
+        if method == b"CONNECT":
+            raise httptools.HttpParserError("there are no tunnels here")
+        kept = (b": ".join(header) for header in self._headers if header[0] != b"upgrade")
+        return b"\r\n".join((b"%b %b HTTP/%b" % (method, self._url, version), *kept, b"", b""))
 
     def _scope(self) -> Scope:
         url = httptools.parse_url(self._url)

@@ -172,12 +172,38 @@ async def test_what_comes_behind_a_body_is_no_header() -> None:
     assert b"authorization" not in answer
 
 
-async def test_an_upgrade_is_not_taken_up() -> None:
-    head = b"GET /echo HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n"
+H2C = ("connection: Upgrade, HTTP2-Settings", "upgrade: h2c", "http2-settings: AAMAAABkAARAAAAA")
+"""What some clients, Java's own among them, ask with each request."""
+
+
+@pytest.mark.parametrize("cut", [1, 60, 150, None])
+async def test_an_upgrade_is_not_taken_up(cut: int | None) -> None:
+    """The request is answered as if it had not been asked for, and so is the next."""
+    asked = post("/echo", b"<body>", *H2C)
+    chunked = asked.replace(b"content-length: 6", b"transfer-encoding: chunked")
+    chunked = chunked.replace(b"<body>", b"3\r\n<ch\r\n5\r\nunks>\r\n0\r\n\r\n")
     async with listening(APP) as port:
-        answer = await talk(port, head + b"whatever comes then")
-    assert answer.startswith(b"HTTP/1.1 200 OK")
-    assert b"connection: close" in answer
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write((asked + chunked)[:cut])
+        if cut is not None:
+            await writer.drain()
+            await asyncio.sleep(0)
+            writer.write((asked + chunked)[cut:])
+        writer.write(post("/names", b"", *H2C) + LAST)
+        answer = await reader.read()
+        writer.close()
+    assert answer.count(b"HTTP/1.1 200 OK") == 4
+    assert b"\r\n\r\n<body>HTTP/1.1" in answer
+    assert b"\r\n\r\n<chunks>HTTP/1.1" in answer
+    assert b"host,content-length,connection,http2-settings" in answer
+    assert answer.endswith(b"bye")
+
+
+async def test_a_tunnel_is_refused() -> None:
+    async with listening(APP) as port:
+        answer = await talk(port, b"CONNECT x:443 HTTP/1.1\r\nhost: x\r\n\r\n" + LAST)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert answer.count(b"HTTP/1.1 ") == 1
 
 
 async def test_nonsense_after_a_request_is_refused_after_its_answer() -> None:
