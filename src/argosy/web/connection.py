@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import select
 import socket
 import struct
 from collections import deque
@@ -28,7 +30,8 @@ class Connection(asyncio.Protocol):
     """A client's connection, as uvicorn's server counts and ends it.
 
     Each request runs `app` in a task of its own, one at a time; the scope's `state` has its `RequestWire`.
-    `heads` and `idle` end connections whose headers take too long, and those that nobody uses.
+    `heads` and `idle` end connections whose headers take too long, and those that nobody uses; `quiet` looks
+    after those whose clients have said all.
     """
 
     transport: asyncio.Transport
@@ -37,13 +40,18 @@ class Connection(asyncio.Protocol):
         self,
         heads: Deadlines[Connection],
         idle: Deadlines[Connection],
+        quiet: Deadlines[Connection],
         app: App,
         server: ServerState,
     ) -> None:
         self._app = app
         self._loop = asyncio.get_running_loop()
         self._server = server
-        self._heads, self._idle = heads, idle
+        self._heads, self._idle, self._quiet = heads, idle, quiet
+        self._asked = 0
+        """Times that a client which sends no more was looked after."""
+        self._unsent = math.inf
+        """Bytes that waited to be sent when it was last looked whether they do."""
         self._parser = httptools.HttpRequestParser(self)
         self.full = False
         self._held = False
@@ -84,6 +92,7 @@ class Connection(asyncio.Protocol):
         self._server.connections.discard(self)
         self._heads.remove(self)
         self._idle.remove(self)
+        self._quiet.remove(self)
         self._deaf = True
         self._waiting.clear()
         if self._current is not None:
@@ -102,6 +111,16 @@ class Connection(asyncio.Protocol):
                     self._deaf = True
                     self._no_http()
                 return
+
+    def eof_received(self) -> bool:
+        """The client will send no more: it has left, unless it waits for the answers that are due."""
+        last = self._waiting[-1][0] if self._waiting else self._current
+        if last is None or self._incoming is not None or not self.transport.can_write_eof():
+            return False
+        self._deaf = True
+        last.keep_alive = False
+        self._quiet.add(self)
+        return not _has_left(self.transport)
 
     def pause_writing(self) -> None:
         """What was sent piles up."""
@@ -213,7 +232,7 @@ class Connection(asyncio.Protocol):
         if self.transport.is_closing():
             return
         if not wire.keep_alive:
-            self.transport.close()
+            self._part(wire)
         elif self._waiting:
             self._start(*self._waiting.popleft())
         elif self._bad:
@@ -240,8 +259,27 @@ class Connection(asyncio.Protocol):
             self._heads.add(self)
 
     def leave(self) -> None:
-        """Nobody uses it."""
-        self.transport.close()
+        """Nobody uses it, unless the client is still taking the last answer."""
+        unsent = self.transport.get_write_buffer_size()
+        if not unsent:
+            self.transport.close()
+        elif unsent < self._unsent:
+            self._unsent = unsent
+            self._idle.add(self)
+        else:
+            self.drop()
+
+    def look_after(self) -> None:
+        """Its client has said all: is it there? It is asked ever more rarely."""
+        if self._current is None:
+            return
+        if _has_left(self.transport):
+            self.transport.abort()
+            return
+        self._asked += 1
+        if self._asked & (self._asked - 1) == 0:
+            self._current.client_quiet()
+        self._quiet.add(self)
 
     # --- within ----------------------------------------------------------------------------------
 
@@ -288,6 +326,17 @@ class Connection(asyncio.Protocol):
         self._server.tasks.add(task)
         task.add_done_callback(self._server.tasks.discard)
 
+    def _part(self, wire: RequestWire) -> None:
+        """Close, once the client has what it was sent: to close while it sends would take that from it."""
+        transport = self.transport
+        taken = wire.whole and not transport.get_write_buffer_size()
+        if taken or not transport.can_write_eof():
+            transport.close()
+            return
+        self._deaf = True
+        transport.write_eof()
+        self._idle.add(self)
+
     def _no_http(self) -> None:
         """What came is no HTTP: say so, after the answers that are due."""
         current = self._current
@@ -310,3 +359,10 @@ class Connection(asyncio.Protocol):
         )
         self.transport.write(head.encode() + body)
         self.transport.close()
+
+
+def _has_left(transport: asyncio.Transport) -> bool:
+    """Whether the other end is known to be closed; over TCP only once it was sent something since."""
+    poll = select.poll()
+    poll.register(transport.get_extra_info("socket").fileno(), 0)  # an end is told unasked
+    return bool(poll.poll(0))

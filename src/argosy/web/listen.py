@@ -22,6 +22,8 @@ KEEP_ALIVE_S = 75
 """An idle connection is closed after this long; longer than clients keep theirs."""
 HEADER_TIMEOUT_S = 30
 """A connection whose request line and headers take longer is dropped."""
+QUIET_S = 0.25
+"""How often it is looked whether a client that has closed its sending direction is there, while it waits."""
 GOODBYE_S = 5
 """How long connections may take to close once everything has been answered."""
 
@@ -50,7 +52,8 @@ class Listener(uvicorn.Server):
         """Accept on `sockets`, as many at a time as wait."""
         heads = Deadlines(HEADER_TIMEOUT_S, Connection.late)
         idle = Deadlines(KEEP_ALIVE_S, Connection.leave)
-        make = partial(Connection, heads, idle, self.config.loaded_app, self.server_state)
+        quiet = Deadlines(QUIET_S, Connection.look_after)
+        make = partial(Connection, heads, idle, quiet, self.config.loaded_app, self.server_state)
         self.servers = [Acceptor(each, make, self.config.ssl) for each in sockets or ()]  # type: ignore[misc] # they do as asyncio's
         self.started = True
 
