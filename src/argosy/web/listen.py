@@ -22,7 +22,7 @@ KEEP_ALIVE_S = 75
 """An idle connection is closed after this long; longer than clients keep theirs."""
 HEADER_TIMEOUT_S = 30
 """A connection whose request line and headers take longer is dropped."""
-QUIET_S = 0.25
+QUIET_S = 0.05
 """How often it is looked whether a client that has closed its sending direction is there, while it waits."""
 GOODBYE_S = 5
 """How long connections may take to close once everything has been answered."""

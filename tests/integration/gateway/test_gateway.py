@@ -413,6 +413,9 @@ async def test_what_is_no_longer_looked_after_is_told(monkeypatch: pytest.Monkey
     assert told["log_level"] == "error"
 
 
+EMPTY = 'argosy_gateway_queue_depth{model="big"} 0.0'
+
+
 async def test_who_leaves_the_queue_frees_its_place() -> None:
     gate = Gate()
     async with rough_server(gate) as replica, gateway(replica, max_requests=1) as client:
@@ -425,6 +428,8 @@ async def test_who_leaves_the_queue_frees_its_place() -> None:
                     json=BODY | {"stream": stream},
                     timeout=httpx2.Timeout(30, read=0.2),
                 )
+        while EMPTY not in (await client.get("/metrics")).text:
+            pass  # they are asked whether they have left
         gate.open.release()
         gate.open.release()
         assert (await running).status_code == 200
