@@ -26,6 +26,13 @@ HEADER_LIMIT_BYTES = 64 * 1024
 TOO_LARGE = "the request's headers are too large"
 
 
+class State(ServerState):
+    """What uvicorn's server keeps of its connections."""
+
+    retired = False
+    """It is leaving: each connection's next answer is its last."""
+
+
 class Connection(asyncio.Protocol):
     """A client's connection, as uvicorn's server counts and ends it.
 
@@ -42,7 +49,7 @@ class Connection(asyncio.Protocol):
         idle: Deadlines[Connection],
         quiet: Deadlines[Connection],
         app: App,
-        server: ServerState,
+        server: State,
     ) -> None:
         self._app = app
         self._loop = asyncio.get_running_loop()
@@ -174,7 +181,7 @@ class Connection(asyncio.Protocol):
         if self._hosts != 1 and (self._hosts or scope["http_version"] == "1.1"):
             raise ValueError("whom a request is for is not clear")  # RFC 9112, 3.2
         version, parser = scope["http_version"], self._parser
-        keep_alive = version != "1.0" and parser.should_keep_alive()
+        keep_alive = version != "1.0" and parser.should_keep_alive() and not self._server.retired
         wire = RequestWire(self, scope, keep_alive=keep_alive, expects_continue=self._expects)
         scope["state"] = {WIRE: wire}
         self._headers = []  # for what may come behind the body, which nobody is told

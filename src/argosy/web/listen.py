@@ -11,7 +11,7 @@ from pathlib import Path
 import uvicorn
 
 from argosy.web.accepting import Acceptor
-from argosy.web.connection import Connection
+from argosy.web.connection import Connection, State
 from argosy.web.deadlines import Deadlines
 from argosy.web.exchange import App
 from argosy.web.tls import Certificates
@@ -47,15 +47,24 @@ class Listener(uvicorn.Server):
                 ssl_context_factory=None if shown is None else lambda *_: shown,
             )
         )
+        self.server_state = self._state = State()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept on `sockets`, as many at a time as wait."""
         heads = Deadlines(HEADER_TIMEOUT_S, Connection.late)
         idle = Deadlines(KEEP_ALIVE_S, Connection.leave)
         quiet = Deadlines(QUIET_S, Connection.look_after)
-        make = partial(Connection, heads, idle, quiet, self.config.loaded_app, self.server_state)
+        make = partial(Connection, heads, idle, quiet, self.config.loaded_app, self._state)
         self.servers = [Acceptor(each, make, self.config.ssl) for each in sockets or ()]  # type: ignore[misc] # they do as asyncio's
         self.started = True
+
+    def retire(self) -> None:
+        """Accept nobody any more, and let connections end with the answers that they are giving."""
+        self._state.retired = True
+        for server in self.servers:
+            server.close()
+        for connection in tuple(self._state.connections):
+            connection.shutdown()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

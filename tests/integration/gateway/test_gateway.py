@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 import itertools
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import httpx2
+import msgspec
 import openai
 import pytest
 from structlog.testing import capture_logs
@@ -31,6 +32,18 @@ STREAM = BODY | {"stream": True}
 QUICK = Timeouts(first_token_s=5.0, between_tokens_s=5.0, recovery_s=0.5)
 
 
+def config_of(
+    replicas: Sequence[Rough], max_requests: int = 256, routing: Rule = "round-robin"
+) -> GatewayConfig:
+    """The model "big" on these servers."""
+    behind = [
+        ReplicaConfig(url=r.url, kind="openai", model="rough", max_requests=max_requests)
+        for r in replicas
+    ]
+    model = ModelConfig(name="big", aliases=("default",), routing=routing, replicas=behind)
+    return GatewayConfig(port=0, models=[model], timeouts=QUICK)
+
+
 @contextlib.asynccontextmanager
 async def gateway(
     *replicas: Rough,
@@ -42,14 +55,8 @@ async def gateway(
     routing: Rule = "round-robin",
 ) -> AsyncIterator[httpx2.AsyncClient]:
     """A client of a gateway in front of these servers."""
-    behind = [
-        ReplicaConfig(url=r.url, kind="openai", model="rough", max_requests=max_requests)
-        for r in replicas
-    ]
-    models = [ModelConfig(name="big", aliases=("default",), routing=routing, replicas=behind)]
-    config = GatewayConfig(
-        port=0,
-        models=models,
+    config = msgspec.structs.replace(
+        config_of(replicas, max_requests, routing),
         timeouts=timeouts,
         keep_alive_s=keep_alive_s,
         body_limit_bytes=body_limit_bytes,
@@ -354,6 +361,27 @@ async def test_sessions_stay_at_a_replica_where_the_rule_is_hash() -> None:
             ]
             (went[session],) = {await ask(*way) for way in ways}
     assert set(went.values()) == {0, 1, 2}
+
+
+async def test_a_gateway_that_leaves_answers_what_runs_and_nothing_after() -> None:
+    """However busy the connections are that it has."""
+    gate = Gate()
+    async with rough_server(gate) as replica:
+        url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        server = GatewayServer(config_of([replica]), url.set_result)
+        running = asyncio.create_task(server.run())
+        async with httpx2.AsyncClient(base_url=await url, timeout=30) as client:
+            assert (await client.get("/health")).status_code == 200  # whose connection is kept
+            asked = asyncio.create_task(client.post("/v1/completions", json=BODY))
+            await gate.asked.acquire()
+            server.stop()
+            with contextlib.suppress(httpx2.TransportError):
+                while await client.get("/health"):
+                    pass  # it was answered for as long as it asked
+            gate.open.release()
+            answer = await asked
+            assert (answer.status_code, answer.headers["connection"]) == (200, "close")
+            await running
 
 
 # --- the queue -----------------------------------------------------------------------------------
