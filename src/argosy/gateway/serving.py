@@ -124,7 +124,7 @@ class Serving:
         """Raises ApiError when nothing here serves the model, to this caller, or ever could."""
         pool = self._models.pool(ask.model, caller)
         most = pool.max_model_len
-        if most is not None and ask.least_tokens > most:
+        if most is not None and ask.exceeds(most):
             message = f"The prompt is longer than the {most} tokens that {ask.model!r} can take."
             raise ApiError(413, "context_length_exceeded", message, param=api.prompt_field)
         answer_id = f"{api.id_prefix}-{random.getrandbits(128):032x}"

@@ -174,7 +174,9 @@ async def test_who_sends_a_large_body_and_wants_the_connection_closed_gets_the_a
     """Closing while it still sends would take the answer from it."""
     async with listening(APP) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(post("/early", b"", "connection: close").replace(b"length: 0", b"length: 9999999"))
+        writer.write(
+            post("/early", b"", "connection: close").replace(b"length: 0", b"length: 9999999")
+        )
         await reader.readuntil(b"\r\n\r\n")
         for _ in range(99):
             writer.write(b"x" * 100_000)
@@ -356,7 +358,11 @@ class Slow:
 
 async def test_who_has_said_all_gets_all_answers() -> None:
     async with listening(APP) as port:
-        asked = post("/echo", b"one") + post("/echo", b"two") + b"GET /counting HTTP/1.1\r\nhost: x\r\n\r\n"
+        asked = (
+            post("/echo", b"one")
+            + post("/echo", b"two")
+            + b"GET /counting HTTP/1.1\r\nhost: x\r\n\r\n"
+        )
         answer = await say_all(port, asked)
     assert answer.count(b"HTTP/1.1 200 OK") == 3
     assert answer.count(b"connection: close") == 1
