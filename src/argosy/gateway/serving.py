@@ -15,7 +15,7 @@ from argosy.gateway.attempt import Attempt
 from argosy.gateway.caller import Caller
 from argosy.gateway.config import GatewayConfig
 from argosy.gateway.dialects import Carrier
-from argosy.gateway.dispatch import Dispatcher
+from argosy.gateway.dispatch import RETRY_AFTER_S, Dispatcher
 from argosy.gateway.explain import Trace
 from argosy.gateway.fast_path import FastPath
 from argosy.gateway.journey import (
@@ -143,7 +143,7 @@ class Serving:
         return journey
 
     async def _pass(self, journey: Journey, visits: list[Visit], out: Out) -> None:
-        """Let the request in and answer it, unless the client goes away or its deadline passes."""
+        """Let the request in and answer it, unless the client or the gateway goes away, or its deadline passes."""
         task = asyncio.current_task()
         assert task is not None  # noqa: S101 - this is a coroutine
         dispatcher = self._dispatchers[journey.pool.model]
@@ -168,11 +168,12 @@ class Serving:
             journey.trace.admitted = self._clock()
             await Relay(self._ways, dispatcher, journey, carrier, stream, out).run()
         except asyncio.CancelledError:
-            if not stream.left:
-                raise
             task.uncancel()
             if stream.gone:
                 raise DisconnectedError from None
+            if not stream.left:
+                message = "The gateway is going away. Send the request again."
+                raise ApiError(503, "draining", message, retry_after_s=RETRY_AFTER_S) from None
             if stream.stopped is None:
                 raise _out_of_time(journey) from None
         finally:

@@ -384,6 +384,33 @@ async def test_a_gateway_that_leaves_answers_what_runs_and_nothing_after() -> No
             await running
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_who_is_still_answered_when_a_gateway_must_leave_is_told(*, stream: bool) -> None:
+    begun = asyncio.Event()
+
+    async def endless(asked: Asked) -> None:
+        if stream:
+            asked.stream()
+            asked.say("first")
+        begun.set()
+        await asyncio.Event().wait()
+
+    async with rough_server(endless) as replica:
+        url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        server = GatewayServer(config_of([replica]), url.set_result)
+        running = asyncio.create_task(server.run())
+        async with httpx2.AsyncClient(base_url=await url, timeout=30) as client:
+            body = BODY | {"stream": stream}
+            asked = asyncio.create_task(client.post("/v1/completions", json=body))
+            await begun.wait()
+            server.stop()
+            server.stop()
+            answer = await asked
+        assert answer.status_code == (200 if stream else 503)
+        assert '"code":"draining"' in answer.text
+        await running
+
+
 # --- the queue -----------------------------------------------------------------------------------
 
 
