@@ -87,6 +87,10 @@ BODIES = {
         "/v1/completions",
         completion("The cat", max_tokens=8, echo=True, logprobs=1, temperature=0),
     ),
+    "four choices with echo, the first of which ends first": (
+        "/v1/completions",
+        completion("The cat", seed=4, max_tokens=1, n=4, echo=True, logprobs=1),
+    ),
     "two choices": ("/v1/chat/completions", chat(seed=8, max_tokens=6, n=2)),
     "two prompts": (
         "/v1/completions",
