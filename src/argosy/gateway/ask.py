@@ -49,6 +49,7 @@ class _Known(msgspec.Struct, gc=False):
     prompt_cache_key: str | None = None
     timeout_s: Annotated[float, Meta(gt=0, le=86_400)] | None = None
     priority: Annotated[int, Meta(ge=0, le=8)] | None = None
+    request_id: str | None = None
 
 
 class _Part(msgspec.Struct, gc=False):
@@ -95,6 +96,8 @@ class Ask(msgspec.Struct, frozen=True, eq=False):
     """Its stream is to end with the usage."""
     drew_seed: bool = False
     """The seed was drawn here; the client gave none."""
+    request_id: str = ""
+    """What the client calls it."""
     domain: str = ""
     """Whose cached prompts it may share; empty: everybody's."""
 
@@ -158,6 +161,7 @@ def read(raw: bytes, prompt_field: str, domain: str = "", session: str = "") -> 
         media_bytes=sum(map(len, media)),
         include_usage=options is not None and bool(options.include_usage),
         drew_seed=drew_seed,
+        request_id=known.request_id or "",
         domain=domain,
     )
 

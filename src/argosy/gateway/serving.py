@@ -101,6 +101,7 @@ class Serving:
     async def _answer(self, exchange: Exchange, caller: Caller, api: Api) -> None:
         session = exchange.header(b"x-session-affinity")
         ask = read(await exchange.body(), api.prompt_field, caller.domain, session)
+        exchange.rename(ask.request_id)
         journey = self._journey(exchange, ask, api, caller)
         visits: list[Visit] = []
         out: Out = Streamed(exchange) if ask.stream else Gathered(journey)
