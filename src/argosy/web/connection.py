@@ -55,8 +55,8 @@ class Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._server = server
         self._heads, self._idle, self._quiet = heads, idle, quiet
-        self._asked = 0
-        """Times that a client which sends no more was looked after."""
+        self._looked, self._ask_at = 0, 1
+        """How often a client that sends no more was looked after, and when it is asked next."""
         self._unsent = math.inf
         """Bytes that waited to be sent when it was last looked whether they do."""
         self._parser = httptools.HttpRequestParser(self)
@@ -283,8 +283,9 @@ class Connection(asyncio.Protocol):
         if _has_left(self.transport):
             self.transport.abort()
             return
-        self._asked += 1
-        if self._asked & (self._asked - 1) == 0:
+        self._looked += 1
+        if self._looked == self._ask_at:
+            self._ask_at *= 4
             self._current.client_quiet()
         self._quiet.add(self)
 
