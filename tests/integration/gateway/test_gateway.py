@@ -133,6 +133,23 @@ async def test_a_piece_is_passed_on_before_the_next_comes() -> None:
         assert "last" in "".join([piece async for piece in pieces])
 
 
+@pytest.mark.parametrize("reason", ["abort", "error", "cancelled", "timeout"])
+async def test_a_whole_answer_that_was_broken_off_is_asked_of_another(reason: str) -> None:
+    async def leaving(asked: Asked) -> None:
+        choice = {"index": 0, "text": "some", "finish_reason": reason}
+        asked.json(200, {"id": "cmpl-1", "object": "text_completion", "choices": [choice]})
+
+    async with (
+        rough_server(leaving) as one,
+        rough_server(whole) as two,
+        gateway(one, two) as client,
+    ):
+        for _ in range(2):
+            answer = await client.post("/v1/completions", json=BODY)
+            assert answer.json()["choices"][0]["text"] == "something"
+        assert one.asked
+
+
 async def test_the_requests_own_fault_is_told_and_not_tried_elsewhere() -> None:
     async def refuse(asked: Asked) -> None:
         asked.json(422, {"error": {"message": "temperature is too high", "code": "too_hot"}})
