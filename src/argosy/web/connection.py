@@ -10,7 +10,6 @@ import struct
 from collections import deque
 from collections.abc import Iterable
 from typing import Any
-from urllib.parse import unquote
 
 import httptools
 import msgspec
@@ -19,11 +18,8 @@ from uvicorn.server import ServerState
 
 from argosy.web.deadlines import Deadlines
 from argosy.web.exchange import WIRE, App, Scope
+from argosy.web.head import Head
 from argosy.web.wire import RequestWire
-
-HEADER_LIMIT_BYTES = 64 * 1024
-"""Most bytes of request line and headers together."""
-TOO_LARGE = "the request's headers are too large"
 
 
 class State(ServerState):
@@ -70,11 +66,7 @@ class Connection(asyncio.Protocol):
         self._incoming: RequestWire | None = None
         self._current: RequestWire | None = None
         self._waiting: deque[tuple[RequestWire, Scope]] = deque()
-        self._url = b""
-        self._headers: list[tuple[bytes, bytes]] = []
-        self._header_bytes = 0
-        self._expects = False
-        self._hosts = 0
+        self._head = Head()
         self._place: dict[str, Any] = {}
 
     # --- asyncio's -------------------------------------------------------------------------------
@@ -149,42 +141,28 @@ class Connection(asyncio.Protocol):
             return
         self._idle.remove(self)
         self._heads.add(self)
-        self._url, self._headers, self._header_bytes = b"", [], 0
-        self._expects = False
-        self._hosts = 0
+        self._head = Head()
 
     def on_url(self, url: bytes) -> None:
         """A part of the request line came."""
-        self._header_bytes += len(url)
-        if self._header_bytes > HEADER_LIMIT_BYTES:
-            raise ValueError(TOO_LARGE)
-        self._url += url
+        self._head.add_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """A header came."""
-        self._header_bytes += len(name) + len(value)
-        if self._header_bytes > HEADER_LIMIT_BYTES:
-            raise ValueError(TOO_LARGE)
-        name = name.lower()
-        if name == b"expect":
-            self._expects = value.lower() == b"100-continue"
-        elif name == b"host":
-            self._hosts += 1
-        self._headers.append((name, value))
+        self._head.add_header(name, value)
 
     def on_headers_complete(self) -> None:
         """All headers came: the request can be answered, or waits until those before it are."""
         if self._deaf or self._parser.should_upgrade():
             return
         self._heads.remove(self)
-        scope = self._scope()
-        if self._hosts != 1 and (self._hosts or scope["http_version"] == "1.1"):
-            raise ValueError("whom a request is for is not clear")  # RFC 9112, 3.2
-        version, parser = scope["http_version"], self._parser
+        head, parser = self._head, self._parser
+        scope = head.scope(parser, self._place)
+        self._head = Head()  # for what may come behind the body, which nobody is told
+        version = scope["http_version"]
         keep_alive = version != "1.0" and parser.should_keep_alive() and not self._server.retired
-        wire = RequestWire(self, scope, keep_alive=keep_alive, expects_continue=self._expects)
+        wire = RequestWire(self, scope, keep_alive=keep_alive, expects_continue=head.expects)
         scope["state"] = {WIRE: wire}
-        self._headers = []  # for what may come behind the body, which nobody is told
         self._incoming = wire
         if self._current is None:
             self._start(wire, scope)
@@ -299,34 +277,9 @@ class Connection(asyncio.Protocol):
             if self._deaf:
                 return b""
             # The parser leaves the body to what was asked for instead of HTTP: it gets a head without that.
-            head, self._parser = self._plain_head(), httptools.HttpRequestParser(self)
+            head, self._parser = self._head.plain(self._parser), httptools.HttpRequestParser(self)
             return head + data[error.args[0] :]
         return b""
-
-    def _plain_head(self) -> bytes:
-        """The head that came, but that it does not ask to speak something else."""
-        parser = self._parser
-        method, version = parser.get_method(), parser.get_http_version().encode()
-        if method == b"CONNECT":
-            raise httptools.HttpParserError("there are no tunnels here")
-        kept = (b": ".join(header) for header in self._headers if header[0] != b"upgrade")
-        return b"\r\n".join((b"%b %b HTTP/%b" % (method, self._url, version), *kept, b"", b""))
-
-    def _scope(self) -> Scope:
-        url = httptools.parse_url(self._url)
-        path = url.path.decode("ascii")
-        return {
-            "type": "http",
-            "asgi": {"version": "3.0", "spec_version": "2.3"},
-            "http_version": self._parser.get_http_version(),
-            "method": self._parser.get_method().decode("ascii"),
-            "path": unquote(path) if "%" in path else path,
-            "raw_path": url.path,
-            "query_string": url.query or b"",
-            "root_path": "",
-            "headers": self._headers,
-            **self._place,
-        }
 
     def _start(self, wire: RequestWire, scope: Scope) -> None:
         self._current = wire
