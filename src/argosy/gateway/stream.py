@@ -174,9 +174,8 @@ class ClientStream:
             self.slow_down()
             attempt.abandon(f"nothing came for {patience:g} s")
         elif now - max(self._moved_at, self._shown_at) > limits.keep_alive_s:
-            self._read_on()
             self._shown_at = now
-            self._out.keep_alive()
+            self._show_life()
 
     def _take(self, body: bytes) -> None:
         reader, attempt = self._reader, self._attempt
@@ -227,6 +226,10 @@ class ClientStream:
             self._attempt.take_back(rest)
             if self._full and self._attempt is not None:
                 self._attempt.pause()
+
+    def _show_life(self) -> None:
+        self._read_on()
+        self._out.keep_alive()
 
     def _catch_up(self, news: News | None, visits: Sequence[Visit]) -> None:
         attempt = self._attempt
@@ -302,6 +305,11 @@ class ClientStream:
         self._full_since = None
         if self._attempt is not None:
             self._attempt.resume()
+
+    def on_quiet(self) -> None:
+        """It will send no more: what it is sent tells whether it is there."""
+        if not self._full:
+            self._show_life()
 
     def on_gone(self) -> None:
         """Nobody waits any more: the replica learns of it at once."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import select
 import socket
 import struct
 from collections import deque
 from collections.abc import Iterable
 from typing import Any
-from urllib.parse import unquote
 
 import httptools
 import msgspec
@@ -17,18 +18,23 @@ from uvicorn.server import ServerState
 
 from argosy.web.deadlines import Deadlines
 from argosy.web.exchange import WIRE, App, Scope
+from argosy.web.head import Head
 from argosy.web.wire import RequestWire
 
-HEADER_LIMIT_BYTES = 64 * 1024
-"""Most bytes of request line and headers together."""
-TOO_LARGE = "the request's headers are too large"
+
+class State(ServerState):
+    """What uvicorn's server keeps of its connections."""
+
+    retired = False
+    """It is leaving: each connection's next answer is its last."""
 
 
 class Connection(asyncio.Protocol):
     """A client's connection, as uvicorn's server counts and ends it.
 
     Each request runs `app` in a task of its own, one at a time; the scope's `state` has its `RequestWire`.
-    `heads` and `idle` end connections whose headers take too long, and those that nobody uses.
+    `heads` and `idle` end connections whose headers take too long, and those that nobody uses; `quiet` looks
+    after those whose clients have said all.
     """
 
     transport: asyncio.Transport
@@ -37,13 +43,18 @@ class Connection(asyncio.Protocol):
         self,
         heads: Deadlines[Connection],
         idle: Deadlines[Connection],
+        quiet: Deadlines[Connection],
         app: App,
-        server: ServerState,
+        server: State,
     ) -> None:
         self._app = app
         self._loop = asyncio.get_running_loop()
         self._server = server
-        self._heads, self._idle = heads, idle
+        self._heads, self._idle, self._quiet = heads, idle, quiet
+        self._looked, self._ask_at = 0, 1
+        """How often a client that sends no more was looked after, and when it is asked next."""
+        self._unsent = math.inf
+        """Bytes that waited to be sent when it was last looked whether they do."""
         self._parser = httptools.HttpRequestParser(self)
         self.full = False
         self._held = False
@@ -55,11 +66,7 @@ class Connection(asyncio.Protocol):
         self._incoming: RequestWire | None = None
         self._current: RequestWire | None = None
         self._waiting: deque[tuple[RequestWire, Scope]] = deque()
-        self._url = b""
-        self._headers: list[tuple[bytes, bytes]] = []
-        self._header_bytes = 0
-        self._expects = False
-        self._hosts = 0
+        self._head = Head()
         self._place: dict[str, Any] = {}
 
     # --- asyncio's -------------------------------------------------------------------------------
@@ -84,6 +91,7 @@ class Connection(asyncio.Protocol):
         self._server.connections.discard(self)
         self._heads.remove(self)
         self._idle.remove(self)
+        self._quiet.remove(self)
         self._deaf = True
         self._waiting.clear()
         if self._current is not None:
@@ -93,17 +101,25 @@ class Connection(asyncio.Protocol):
         """Bytes of requests."""
         if self._deaf:
             return
-        try:
-            self._parser.feed_data(data)
-        except (
-            httptools.HttpParserUpgrade
-        ):  # answered as if it had not asked to speak something else
-            self._deaf = True
-        except httptools.HttpParserError:
-            self._heads.remove(self)
-            if not self._deaf:
-                self._deaf = True
-                self._no_http()
+        while data:
+            try:
+                data = self._feed(data)
+            except httptools.HttpParserError:
+                self._heads.remove(self)
+                if not self._deaf:
+                    self._deaf = True
+                    self._no_http()
+                return
+
+    def eof_received(self) -> bool:
+        """The client will send no more: it has left, unless it waits for the answers that are due."""
+        last = self._waiting[-1][0] if self._waiting else self._current
+        if last is None or self._incoming is not None or not self.transport.can_write_eof():
+            return False
+        self._deaf = True
+        last.keep_alive = False
+        self._quiet.add(self)
+        return not _has_left(self.transport)
 
     def pause_writing(self) -> None:
         """What was sent piles up."""
@@ -125,42 +141,28 @@ class Connection(asyncio.Protocol):
             return
         self._idle.remove(self)
         self._heads.add(self)
-        self._url, self._headers, self._header_bytes = b"", [], 0
-        self._expects = False
-        self._hosts = 0
+        self._head = Head()
 
     def on_url(self, url: bytes) -> None:
         """A part of the request line came."""
-        self._header_bytes += len(url)
-        if self._header_bytes > HEADER_LIMIT_BYTES:
-            raise ValueError(TOO_LARGE)
-        self._url += url
+        self._head.add_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """A header came."""
-        self._header_bytes += len(name) + len(value)
-        if self._header_bytes > HEADER_LIMIT_BYTES:
-            raise ValueError(TOO_LARGE)
-        name = name.lower()
-        if name == b"expect":
-            self._expects = value.lower() == b"100-continue"
-        elif name == b"host":
-            self._hosts += 1
-        self._headers.append((name, value))
+        self._head.add_header(name, value)
 
     def on_headers_complete(self) -> None:
         """All headers came: the request can be answered, or waits until those before it are."""
-        if self._deaf:
+        if self._deaf or self._parser.should_upgrade():
             return
         self._heads.remove(self)
-        scope = self._scope()
-        if self._hosts != 1 and (self._hosts or scope["http_version"] == "1.1"):
-            raise ValueError("whom a request is for is not clear")  # RFC 9112, 3.2
-        version, parser = scope["http_version"], self._parser
-        keep_alive = version != "1.0" and parser.should_keep_alive() and not parser.should_upgrade()
-        wire = RequestWire(self, scope, keep_alive=keep_alive, expects_continue=self._expects)
+        head, parser = self._head, self._parser
+        scope = head.scope(parser, self._place)
+        self._head = Head()  # for what may come behind the body, which nobody is told
+        version = scope["http_version"]
+        keep_alive = version != "1.0" and parser.should_keep_alive() and not self._server.retired
+        wire = RequestWire(self, scope, keep_alive=keep_alive, expects_continue=head.expects)
         scope["state"] = {WIRE: wire}
-        self._headers = []  # for what may come behind the body, which nobody is told
         self._incoming = wire
         if self._current is None:
             self._start(wire, scope)
@@ -215,7 +217,7 @@ class Connection(asyncio.Protocol):
         if self.transport.is_closing():
             return
         if not wire.keep_alive:
-            self.transport.close()
+            self._part(wire)
         elif self._waiting:
             self._start(*self._waiting.popleft())
         elif self._bad:
@@ -242,32 +244,59 @@ class Connection(asyncio.Protocol):
             self._heads.add(self)
 
     def leave(self) -> None:
-        """Nobody uses it."""
-        self.transport.close()
+        """Nobody uses it, unless the client is still taking the last answer."""
+        unsent = self.transport.get_write_buffer_size()
+        if not unsent:
+            self.transport.close()
+        elif unsent < self._unsent:
+            self._unsent = unsent
+            self._idle.add(self)
+        else:
+            self.drop()
+
+    def look_after(self) -> None:
+        """Its client has said all: is it there? It is asked ever more rarely."""
+        if self._current is None:
+            return
+        if _has_left(self.transport):
+            self.transport.abort()
+            return
+        self._looked += 1
+        if self._looked == self._ask_at:
+            self._ask_at *= 4
+            self._current.client_quiet()
+        self._quiet.add(self)
 
     # --- within ----------------------------------------------------------------------------------
 
-    def _scope(self) -> Scope:
-        url = httptools.parse_url(self._url)
-        path = url.path.decode("ascii")
-        return {
-            "type": "http",
-            "asgi": {"version": "3.0", "spec_version": "2.3"},
-            "http_version": self._parser.get_http_version(),
-            "method": self._parser.get_method().decode("ascii"),
-            "path": unquote(path) if "%" in path else path,
-            "raw_path": url.path,
-            "query_string": url.query or b"",
-            "root_path": "",
-            "headers": self._headers,
-            **self._place,
-        }
+    def _feed(self, data: bytes) -> bytes:
+        """Parse; what is still to be parsed. Raises HttpParserError."""
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as error:
+            if self._deaf:
+                return b""
+            # The parser leaves the body to what was asked for instead of HTTP: it gets a head without that.
+            head, self._parser = self._head.plain(self._parser), httptools.HttpRequestParser(self)
+            return head + data[error.args[0] :]
+        return b""
 
     def _start(self, wire: RequestWire, scope: Scope) -> None:
         self._current = wire
         task = self._loop.create_task(wire.run(self._app, scope))
         self._server.tasks.add(task)
         task.add_done_callback(self._server.tasks.discard)
+
+    def _part(self, wire: RequestWire) -> None:
+        """Close, once the client has what it was sent: to close while it sends would take that from it."""
+        transport = self.transport
+        taken = wire.whole and not transport.get_write_buffer_size()
+        if taken or not transport.can_write_eof():
+            transport.close()
+            return
+        self._deaf = True
+        transport.write_eof()
+        self._idle.add(self)
 
     def _no_http(self) -> None:
         """What came is no HTTP: say so, after the answers that are due."""
@@ -291,3 +320,10 @@ class Connection(asyncio.Protocol):
         )
         self.transport.write(head.encode() + body)
         self.transport.close()
+
+
+def _has_left(transport: asyncio.Transport) -> bool:
+    """Whether the other end is known to be closed; over TCP only once it was sent something since."""
+    poll = select.poll()
+    poll.register(transport.get_extra_info("socket").fileno(), 0)  # an end is told unasked
+    return bool(poll.poll(0))

@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any, Protocol
 
-from argosy.protocol import SSE_CONTENT_TYPE, ApiError
+from argosy.protocol import SSE_CONTENT_TYPE, ApiError, comment
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -18,6 +18,8 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 JSON = b"application/json"
+ANYBODY = comment(b"")
+"""Says nothing, between events."""
 WIRE = "argosy.wire"
 """Key of the scope's state: the connection that the request came by, a `Wire`."""
 EXCHANGE = "argosy.exchange"
@@ -44,6 +46,9 @@ class Watcher(Protocol):
 
     def on_room(self) -> None:
         """It has caught up."""
+
+    def on_quiet(self) -> None:
+        """It will send no more, and may have gone: whatever it is sent in the middle of an answer tells."""
 
     def on_gone(self) -> None:
         """It has gone away."""
@@ -287,7 +292,7 @@ class Exchange:
 
 
 class Leaving:
-    """A `Watcher` that only wants to know when the client has gone."""
+    """A `Watcher` of a stream of events that only wants to know when the client has gone."""
 
     def __init__(self, wire: Wire, gone: Callable[[], object]) -> None:
         self._wire = wire
@@ -302,6 +307,10 @@ class Leaving:
 
     def on_room(self) -> None:
         """See `Watcher`."""
+
+    def on_quiet(self) -> None:
+        """See `Watcher`."""
+        self._wire.push(ANYBODY)
 
     def on_gone(self) -> None:
         """See `Watcher`."""

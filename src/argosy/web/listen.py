@@ -13,7 +13,7 @@ import uvicorn
 
 from argosy.process import most_clients
 from argosy.web.accepting import Acceptor, leave
-from argosy.web.connection import Connection
+from argosy.web.connection import Connection, State
 from argosy.web.deadlines import Deadlines
 from argosy.web.exchange import App
 from argosy.web.tls import Certificates
@@ -24,6 +24,8 @@ KEEP_ALIVE_S = 75
 """An idle connection is closed after this long; longer than clients keep theirs."""
 HEADER_TIMEOUT_S = 30
 """A connection whose request line and headers take longer is dropped."""
+QUIET_S = 0.05
+"""How often it is looked whether a client that has closed its sending direction is there, while it waits."""
 GOODBYE_S = 5
 """How long connections may take to close once everything has been answered."""
 
@@ -51,18 +53,28 @@ class Listener(uvicorn.Server):
                 ssl_context_factory=None if shown is None else lambda *_: shown,
             )
         )
+        self.server_state = self._state = State()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept on `sockets`, as many at a time as wait."""
         heads = Deadlines(HEADER_TIMEOUT_S, Connection.late)
         idle = Deadlines(KEEP_ALIVE_S, Connection.leave)
-        make = partial(Connection, heads, idle, self.config.loaded_app, self.server_state)
-        clients, most = self.server_state.connections, most_clients(self._descriptors)
+        quiet = Deadlines(QUIET_S, Connection.look_after)
+        make = partial(Connection, heads, idle, quiet, self.config.loaded_app, self._state)
+        clients, most = self._state.connections, most_clients(self._descriptors)
         self.servers = [
             Acceptor(each, make, self.config.ssl, clients, most)  # type: ignore[misc] # they do as asyncio's
             for each in sockets or ()
         ]
         self.started = True
+
+    def retire(self) -> None:
+        """Accept nobody any more, and let connections end with the answers that they are giving."""
+        self._state.retired = True
+        for server in self.servers:
+            server.close()
+        for connection in tuple(self._state.connections):
+            connection.shutdown()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -15,6 +15,7 @@ UNREAD_BYTES = 64 * 1024
 
 _LINES = {int(s): f"HTTP/1.1 {s} {s.phrase}\r\n".encode() for s in http.HTTPStatus}
 _BODILESS = frozenset({204, 304})
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 log = logging.getLogger("argosy.web")
 
@@ -81,7 +82,7 @@ class RequestWire:
         self._silent = scope["method"] == "HEAD"
         self._version: str = scope["http_version"]
         self._chunked = False
-        self._expects = expects_continue
+        self._expects = expects_continue and self._version != "1.0"
         self._body: list[bytes] = []
         self._size = 0
         self._most = UNREAD_BYTES
@@ -189,6 +190,14 @@ class RequestWire:
         if self._watcher is not None:
             self._watcher.on_room()
 
+    def client_quiet(self) -> None:
+        """The client will send no more: what it is sent comes back if it has gone."""
+        if self.started:
+            if self._watcher is not None:
+                self._watcher.on_quiet()
+        elif self._version != "1.0":  # which knows no interim answers
+            self._write(CONTINUE)
+
     def client_gone(self) -> None:
         """The connection was lost."""
         self.gone = True
@@ -248,6 +257,8 @@ class RequestWire:
 
     def _head(self, status: int, headers: list[tuple[bytes, bytes]]) -> bytes:
         self.started = True
+        if self._expects and not self.whole:  # its body was not called for, and may never come
+            self.keep_alive = False
         every = [*self._connection.fixed_headers, *headers]
         if not self.keep_alive:
             every.append((b"connection", b"close"))
@@ -269,7 +280,7 @@ class RequestWire:
         """Wait for anything to change, reading on meanwhile."""
         if self._expects and not self.started:
             self._expects = False
-            self._write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self._write(CONTINUE)
         self._connection.read_on()
         if self._changed is None:
             self._changed = asyncio.Event()

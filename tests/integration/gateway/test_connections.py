@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import select
+import socket
 from collections.abc import AsyncIterator
 
 import pytest
@@ -11,8 +13,10 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.routing import Route
+from tests.waiting import until
 
-from argosy.web import App, Listener, bind, url_of
+from argosy.web import App, Listener, Receive, Scope, Send, bind, listen, url_of
+from argosy.web.exchange import WIRE
 
 
 async def echo(request: Request) -> PlainTextResponse:
@@ -142,6 +146,46 @@ async def test_continue_is_sent_when_the_body_is_wanted() -> None:
         writer.close()
 
 
+async def test_an_older_client_is_not_told_to_continue() -> None:
+    async with listening(APP) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        asked = post("/echo", b"hello", "expect: 100-continue").replace(b"HTTP/1.1", b"HTTP/1.0")
+        writer.write(asked[:-5])
+        await writer.drain()
+        with pytest.raises(TimeoutError):  # it knows no interim answers
+            async with asyncio.timeout(0.1):
+                await reader.read(1)
+        writer.write(b"hello")
+        assert (await reader.read()).startswith(b"HTTP/1.1 200 OK")
+        writer.close()
+
+
+async def test_a_body_that_was_never_called_for_is_not_waited_for() -> None:
+    """Its client may send the next request instead."""
+    async with listening(APP) as port:
+        asked = post("/early", b"x" * 100, "expect: 100-continue")
+        answer = await talk(port, asked[:-100] + LAST)
+    assert answer.startswith(b"HTTP/1.1 413 ")
+    assert b"connection: close" in answer
+    assert answer.count(b"HTTP/1.1 ") == 1
+
+
+async def test_who_sends_a_large_body_and_wants_the_connection_closed_gets_the_answer() -> None:
+    """Closing while it still sends would take the answer from it."""
+    async with listening(APP) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(
+            post("/early", b"", "connection: close").replace(b"length: 0", b"length: 9999999")
+        )
+        await reader.readuntil(b"\r\n\r\n")
+        for _ in range(99):
+            writer.write(b"x" * 100_000)
+            await writer.drain()
+        assert await reader.read() == b"no"
+        writer.close()
+        await writer.wait_closed()
+
+
 async def test_what_was_answered_early_is_read_over() -> None:
     async with listening(APP) as port:
         answer = await talk(port, post("/early", b"x" * 3_000_000) + post("/echo", b"next") + LAST)
@@ -172,12 +216,38 @@ async def test_what_comes_behind_a_body_is_no_header() -> None:
     assert b"authorization" not in answer
 
 
-async def test_an_upgrade_is_not_taken_up() -> None:
-    head = b"GET /echo HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n"
+H2C = ("connection: Upgrade, HTTP2-Settings", "upgrade: h2c", "http2-settings: AAMAAABkAARAAAAA")
+"""What some clients, Java's own among them, ask with each request."""
+
+
+@pytest.mark.parametrize("cut", [1, 60, 150, None])
+async def test_an_upgrade_is_not_taken_up(cut: int | None) -> None:
+    """The request is answered as if it had not been asked for, and so is the next."""
+    asked = post("/echo", b"<body>", *H2C)
+    chunked = asked.replace(b"content-length: 6", b"transfer-encoding: chunked")
+    chunked = chunked.replace(b"<body>", b"3\r\n<ch\r\n5\r\nunks>\r\n0\r\n\r\n")
     async with listening(APP) as port:
-        answer = await talk(port, head + b"whatever comes then")
-    assert answer.startswith(b"HTTP/1.1 200 OK")
-    assert b"connection: close" in answer
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write((asked + chunked)[:cut])
+        if cut is not None:
+            await writer.drain()
+            await asyncio.sleep(0)
+            writer.write((asked + chunked)[cut:])
+        writer.write(post("/names", b"", *H2C) + LAST)
+        answer = await reader.read()
+        writer.close()
+    assert answer.count(b"HTTP/1.1 200 OK") == 4
+    assert b"\r\n\r\n<body>HTTP/1.1" in answer
+    assert b"\r\n\r\n<chunks>HTTP/1.1" in answer
+    assert b"host,content-length,connection,http2-settings" in answer
+    assert answer.endswith(b"bye")
+
+
+async def test_a_tunnel_is_refused() -> None:
+    async with listening(APP) as port:
+        answer = await talk(port, b"CONNECT x:443 HTTP/1.1\r\nhost: x\r\n\r\n" + LAST)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert answer.count(b"HTTP/1.1 ") == 1
 
 
 async def test_nonsense_after_a_request_is_refused_after_its_answer() -> None:
@@ -237,3 +307,145 @@ async def test_a_client_that_leaves_in_the_middle_of_its_body_ends_the_request()
         await writer.drain()
         writer.close()
         await ended.wait()
+
+
+# --- clients that say that they have said all ------------------------------------------------------
+
+
+async def say_all(port: int, sent: bytes) -> bytes:
+    """As `talk`, with the sending direction closed."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(sent)
+    writer.write_eof()
+    try:
+        return await reader.read()
+    finally:
+        writer.close()
+
+
+class Slow:
+    """An application whose answer waits."""
+
+    def __init__(self) -> None:
+        self.asked, self.may, self.gone = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        scope["state"][WIRE].watch(self)
+        self.asked.set()
+        if scope["path"] == "/stream":
+            await send({"type": "http.response.start", "status": 200})
+            await send({"type": "http.response.body", "body": b"once ", "more_body": True})
+        await self.may.wait()
+        if scope["path"] != "/stream":
+            await send({"type": "http.response.start", "status": 200})
+        await send({"type": "http.response.body", "body": b"upon"})
+
+    def on_full(self) -> None:
+        """See `Watcher`."""
+
+    def on_room(self) -> None:
+        """See `Watcher`."""
+
+    def on_quiet(self) -> None:
+        """See `Watcher`."""
+
+    def on_gone(self) -> None:
+        """See `Watcher`."""
+        self.gone.set()
+        self.may.set()
+
+
+async def test_who_has_said_all_gets_all_answers() -> None:
+    async with listening(APP) as port:
+        asked = (
+            post("/echo", b"one")
+            + post("/echo", b"two")
+            + b"GET /counting HTTP/1.1\r\nhost: x\r\n\r\n"
+        )
+        answer = await say_all(port, asked)
+    assert answer.count(b"HTTP/1.1 200 OK") == 3
+    assert answer.count(b"connection: close") == 1
+    assert answer.endswith(b"2;\r\n0\r\n\r\n")
+
+
+@pytest.mark.parametrize("path", ["/whole", "/stream"])
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+async def test_who_has_said_all_may_wait(path: str, version: bytes) -> None:
+    slow = Slow()
+    async with listening(slow) as port:
+        asked = post(path, b"").replace(b"1.1", version)
+        answering = asyncio.create_task(say_all(port, asked))
+        await slow.asked.wait()
+        slow.may.set()
+        answer = await answering
+    assert answer.startswith(b"HTTP/1.1 200 OK")
+    assert b"upon" in answer
+    assert not slow.gone.is_set()
+
+
+async def test_who_has_said_all_is_asked_whether_it_waits() -> None:
+    slow = Slow()
+    async with listening(slow) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(post("/whole", b""))
+        writer.write_eof()
+        for _ in range(2):
+            assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        slow.may.set()
+        assert (await reader.read()).endswith(b"upon\r\n0\r\n\r\n")
+        writer.close()
+
+
+async def test_half_a_request_is_none() -> None:
+    async with listening(APP) as port:
+        for half in (post("/echo", b"one")[:-1], post("/echo", b"one")[:20], b""):
+            assert await say_all(port, half) == b""
+
+
+@pytest.mark.parametrize("end", ["close", "say all, then close"])
+async def test_who_has_left_is_missed_before_there_is_an_answer(end: str) -> None:
+    slow = Slow()
+    async with listening(slow) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(post("/whole", b""))
+        await slow.asked.wait()
+        if end != "close":
+            writer.write_eof()
+            await reader.readuntil(b"\r\n\r\n")
+        writer.close()
+        await slow.gone.wait()
+
+
+@pytest.mark.parametrize("ending", [b"", b"connection: close\r\n"])
+async def test_who_takes_nothing_of_a_whole_answer_is_not_kept_for_ever(
+    monkeypatch: pytest.MonkeyPatch, ending: bytes
+) -> None:
+    monkeypatch.setattr(listen, "KEEP_ALIVE_S", 0.1)
+
+    async def much(_request: Request) -> PlainTextResponse:
+        return PlainTextResponse(b"x" * 50_000_000)
+
+    async with listening(Starlette(routes=[Route("/", much)])) as port:
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            client.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n" + ending + b"\r\n")
+            poll = select.poll()
+            poll.register(client, 0)  # errors are told unasked
+            await until(lambda: poll.poll(0))
+
+
+async def test_who_takes_a_whole_answer_slowly_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listen, "KEEP_ALIVE_S", 0.2)
+    size = 30_000_000
+
+    async def much(_request: Request) -> PlainTextResponse:
+        return PlainTextResponse(b"x" * size)
+
+    async with listening(Starlette(routes=[Route("/", much)])) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        await reader.readuntil(b"\r\n\r\n")
+        for _ in range(15):
+            await reader.readexactly(size // 15)
+            await asyncio.sleep(0.05)  # it takes its time
+        writer.close()

@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 import itertools
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import httpx2
+import msgspec
 import openai
 import pytest
 from structlog.testing import capture_logs
@@ -31,6 +32,18 @@ STREAM = BODY | {"stream": True}
 QUICK = Timeouts(first_token_s=5.0, between_tokens_s=5.0, recovery_s=0.5)
 
 
+def config_of(
+    replicas: Sequence[Rough], max_requests: int = 256, routing: Rule = "round-robin"
+) -> GatewayConfig:
+    """The model "big" on these servers."""
+    behind = [
+        ReplicaConfig(url=r.url, kind="openai", model="rough", max_requests=max_requests)
+        for r in replicas
+    ]
+    model = ModelConfig(name="big", aliases=("default",), routing=routing, replicas=behind)
+    return GatewayConfig(port=0, models=[model], timeouts=QUICK)
+
+
 @contextlib.asynccontextmanager
 async def gateway(
     *replicas: Rough,
@@ -42,14 +55,8 @@ async def gateway(
     routing: Rule = "round-robin",
 ) -> AsyncIterator[httpx2.AsyncClient]:
     """A client of a gateway in front of these servers."""
-    behind = [
-        ReplicaConfig(url=r.url, kind="openai", model="rough", max_requests=max_requests)
-        for r in replicas
-    ]
-    models = [ModelConfig(name="big", aliases=("default",), routing=routing, replicas=behind)]
-    config = GatewayConfig(
-        port=0,
-        models=models,
+    config = msgspec.structs.replace(
+        config_of(replicas, max_requests, routing),
         timeouts=timeouts,
         keep_alive_s=keep_alive_s,
         body_limit_bytes=body_limit_bytes,
@@ -124,6 +131,23 @@ async def test_a_piece_is_passed_on_before_the_next_comes() -> None:
         assert "first" in await anext(pieces)
         more.set()
         assert "last" in "".join([piece async for piece in pieces])
+
+
+@pytest.mark.parametrize("reason", ["abort", "error", "cancelled", "timeout"])
+async def test_a_whole_answer_that_was_broken_off_is_asked_of_another(reason: str) -> None:
+    async def leaving(asked: Asked) -> None:
+        choice = {"index": 0, "text": "some", "finish_reason": reason}
+        asked.json(200, {"id": "cmpl-1", "object": "text_completion", "choices": [choice]})
+
+    async with (
+        rough_server(leaving) as one,
+        rough_server(whole) as two,
+        gateway(one, two) as client,
+    ):
+        for _ in range(2):
+            answer = await client.post("/v1/completions", json=BODY)
+            assert answer.json()["choices"][0]["text"] == "something"
+        assert one.asked
 
 
 async def test_the_requests_own_fault_is_told_and_not_tried_elsewhere() -> None:
@@ -356,6 +380,54 @@ async def test_sessions_stay_at_a_replica_where_the_rule_is_hash() -> None:
     assert set(went.values()) == {0, 1, 2}
 
 
+async def test_a_gateway_that_leaves_answers_what_runs_and_nothing_after() -> None:
+    """However busy the connections are that it has."""
+    gate = Gate()
+    async with rough_server(gate) as replica:
+        url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        server = GatewayServer(config_of([replica]), url.set_result)
+        running = asyncio.create_task(server.run())
+        async with httpx2.AsyncClient(base_url=await url, timeout=30) as client:
+            assert (await client.get("/health")).status_code == 200  # whose connection is kept
+            asked = asyncio.create_task(client.post("/v1/completions", json=BODY))
+            await gate.asked.acquire()
+            server.stop()
+            with contextlib.suppress(httpx2.TransportError):
+                while (await client.get("/health")).is_success:
+                    pass  # it was answered for as long as it asked
+            gate.open.release()
+            answer = await asked
+            assert (answer.status_code, answer.headers["connection"]) == (200, "close")
+            await running
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_who_is_still_answered_when_a_gateway_must_leave_is_told(*, stream: bool) -> None:
+    begun = asyncio.Event()
+
+    async def endless(asked: Asked) -> None:
+        if stream:
+            asked.stream()
+            asked.say("first")
+        begun.set()
+        await asyncio.Event().wait()
+
+    async with rough_server(endless) as replica:
+        url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        server = GatewayServer(config_of([replica]), url.set_result)
+        running = asyncio.create_task(server.run())
+        async with httpx2.AsyncClient(base_url=await url, timeout=30) as client:
+            body = BODY | {"stream": stream}
+            asked = asyncio.create_task(client.post("/v1/completions", json=body))
+            await begun.wait()
+            server.stop()
+            server.stop()
+            answer = await asked
+        assert answer.status_code == (200 if stream else 503)
+        assert '"code":"draining"' in answer.text
+        await running
+
+
 # --- the queue -----------------------------------------------------------------------------------
 
 
@@ -415,6 +487,9 @@ async def test_what_cannot_be_looked_after_is_told_and_tried_again(
     assert told["log_level"] == "error"
 
 
+EMPTY = 'argosy_gateway_queue_depth{model="big"} 0.0'
+
+
 async def test_who_leaves_the_queue_frees_its_place() -> None:
     gate = Gate()
     async with rough_server(gate) as replica, gateway(replica, max_requests=1) as client:
@@ -427,6 +502,8 @@ async def test_who_leaves_the_queue_frees_its_place() -> None:
                     json=BODY | {"stream": stream},
                     timeout=httpx2.Timeout(30, read=0.2),
                 )
+        while EMPTY not in (await client.get("/metrics")).text:
+            pass  # they are asked whether they have left
         gate.open.release()
         gate.open.release()
         assert (await running).status_code == 200

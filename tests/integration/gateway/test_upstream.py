@@ -7,6 +7,7 @@ import contextlib
 import gc
 import itertools
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -212,6 +213,33 @@ async def test_a_sink_that_paused_at_an_answers_end_leaves_a_connection_that_wor
         async with asyncio.timeout(5.0):
             await then.ended.wait()
         assert (then.body, then.error) == (b"ok", None)
+
+
+async def test_what_was_abandoned_on_a_kept_connection_is_not_asked_again() -> None:
+    asked, taken = 0, asyncio.Event()
+
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal asked
+        while True:
+            await read_request(reader)
+            asked += 1
+            if asked == 1:
+                writer.write(OK)
+            else:
+                taken.set()  # and it says nothing any more
+
+    async with serving(handler) as upstream:
+        request, clock = upstream.request(b"POST", b"/v1/x", b"{}", []), time.monotonic
+        first = Attempt(clock)
+        await first.send(upstream, request)
+        assert await first.whole() == b"ok"
+        second = Attempt(clock)
+        sending = asyncio.create_task(second.send(upstream, request))
+        await taken.wait()
+        second.abandon("too late")
+        with pytest.raises(UpstreamError, match="too late"):
+            await sending
+    assert asked == 2
 
 
 async def test_aborting_tells_the_server_at_once() -> None:

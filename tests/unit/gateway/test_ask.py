@@ -39,7 +39,7 @@ def test_a_megabyte_of_picture_or_sound_is_not_taken_for_text(
     medium: Callable[[bytes], dict[str, object]],
 ) -> None:
     asked = chat(text("What is this?"), medium(b"\xff\xfe\x3f" * 350_000))
-    assert asked.least_tokens < 10
+    assert not asked.exceeds(10)
     assert MEDIA_TOKENS < asked.prompt_tokens < MEDIA_TOKENS + 100
     assert len(asked.prompt) > 1_000_000
 
@@ -48,7 +48,8 @@ def test_each_picture_counts_and_so_does_the_text_between() -> None:
     words = "word " * 4000
     asked = chat(*[picture(bytes(range(256)) * 40), text(words)] * 3)
     assert 3 * MEDIA_TOKENS + 15_000 < asked.prompt_tokens < 3 * MEDIA_TOKENS + 15_300
-    assert asked.least_tokens >= 3 * len(words) // LONGEST_TOKEN_BYTES
+    most = 3 * len(words) // LONGEST_TOKEN_BYTES
+    assert (asked.exceeds(most - 1), asked.exceeds(most)) == (True, False)
 
 
 @given(st.text(max_size=3000))
@@ -62,4 +63,40 @@ def test_text_is_counted_as_text(content: str) -> None:
 def test_an_estimate_is_never_less_than_one(contents: list[bytes]) -> None:
     asked = chat(*map(picture, contents))
     assert asked.prompt_tokens >= 1
-    assert asked.least_tokens >= 0
+
+
+LONG = "word " * 40_000
+
+
+def completion(prompt: object, **more: object) -> Ask:
+    return read(json.dumps({"model": "m", "prompt": prompt} | more).encode(), "prompt")
+
+
+@pytest.mark.parametrize("prompt", [LONG, [LONG], ["short", LONG], [7] * 1001, [[7], [7] * 1001]])
+def test_a_prompt_that_fits_nowhere_is_known(prompt: object) -> None:
+    assert completion(prompt).exceeds(1000)
+    assert not completion(prompt).exceeds(2000)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        completion([LONG[:100_000]] * 9),
+        completion([[7] * 600] * 9),
+        completion(LONG, truncate_prompt_tokens=9),
+        completion("\n" * 100_000),
+        completion("\u4e2d" * 100_000),
+        completion([[]]),
+        completion({"a": LONG}),
+        completion(["a", {"a": LONG}, None]),
+        read(
+            json.dumps(
+                {"model": "m", "messages": [{"role": "user", "content": "a", "reasoning": LONG}]}
+            ).encode(),
+            "messages",
+        ),
+    ],
+    ids=["texts", "ids", "cut", "lines", "wide", "none", "object", "mixed", "reasoning"],
+)
+def test_a_prompt_that_may_fit_is_for_a_replica_to_judge(asked: Ask) -> None:
+    assert not asked.exceeds(1000)

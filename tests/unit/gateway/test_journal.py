@@ -53,3 +53,16 @@ def test_any_pieces_give_the_same(
     assert delivered.output_tokens == sum(map(len, ids))
     assert (delivered.prompt_tokens, delivered.cached_tokens) == (7, 3)
     assert delivered.prompt_blocks == b"AAAA"
+
+
+def test_a_choice_that_has_ended_without_a_token_is_not_told_again() -> None:
+    delivered = Delivered()
+    first = JournalReader(delivered)
+    assert first.feed(EVENT % (0, 0) + b": argosy 0  length\n\n" + EVENT % (1, 0))
+    second = JournalReader(delivered)  # it begins anew: no ids can be named to go on from
+    again = EVENT % (0, 0) + b": argosy 0  length\n\n" + EVENT % (1, 0) + b": argosy 1  length\n\n"
+    assert second.feed(again) == EVENT % (1, 0)
+    third = JournalReader(delivered)
+    pieces = again.partition(EVENT % (1, 0))
+    assert (third.feed(pieces[0]), third.feed(pieces[1] + pieces[2] + DONE)) == (b"", b"")
+    assert third.take_held() == DONE

@@ -15,7 +15,7 @@ from argosy.gateway.dialects.dialect import (
 from argosy.gateway.dialects.finding import Found, find
 from argosy.gateway.dialects.kv_sources import KvAddress, KvSource
 from argosy.gateway.dialects.opening import Opening
-from argosy.gateway.dialects.passing import Identity, Usage, usage_of
+from argosy.gateway.dialects.passing import Identity, Usage, is_broken_off, usage_of
 
 __all__ = [
     "CHAT_PATH",
@@ -35,6 +35,7 @@ __all__ = [
     "Usage",
     "dialect_of",
     "find",
+    "is_broken_off",
     "sent_salt",
     "usage_of",
     "whole_request",

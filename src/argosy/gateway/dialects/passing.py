@@ -66,6 +66,23 @@ def usage_of(content: bytes) -> Usage | None:
         return None
 
 
+class _Ending(msgspec.Struct):
+    finish_reason: str | None = None
+
+
+class _Endings(msgspec.Struct):
+    choices: list[_Ending] = []
+
+
+def is_broken_off(content: bytes) -> bool:
+    """Whether a server says that a whole answer is none: it did not bring it to its end."""
+    try:
+        endings = msgspec.json.decode(content, type=_Endings)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return False
+    return any(choice.finish_reason in BROKEN_OFF for choice in endings.choices)
+
+
 class _Delta(msgspec.Struct):
     content: str | None = None
     reasoning: str | None = None

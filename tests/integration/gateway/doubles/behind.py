@@ -24,16 +24,16 @@ BODIES: dict[str, dict[str, Any]] = {
 
 @contextlib.asynccontextmanager
 async def gateway(
-    *replicas: ReplicaConfig, timeouts: Timeouts = QUICK
+    *replicas: ReplicaConfig, timeouts: Timeouts = QUICK, patience_s: float | None = 30.0
 ) -> AsyncIterator[tuple[GatewayServer, httpx2.AsyncClient]]:
-    """A gateway that takes the servers in turn, and a client of it."""
+    """A gateway that takes the servers in turn, and a client of it, which waits for so long."""
     model = ModelConfig(name="big", routing="round-robin", replicas=list(replicas))
     config = GatewayConfig(port=0, models=[model], timeouts=timeouts)
     url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     server = GatewayServer(config, url.set_result)
     running = asyncio.create_task(server.run())
     try:
-        async with httpx2.AsyncClient(base_url=await url, timeout=30) as client:
+        async with httpx2.AsyncClient(base_url=await url, timeout=patience_s) as client:
             yield server, client
     finally:
         server.stop()

@@ -47,7 +47,7 @@ class Job:
 
     requests: list[EngineRequest]
     """Choice i of prompt p at p * n + i, which is also its `index` in the answer. Log-probabilities
-    of a prompt come with its choice 0 only."""
+    of a prompt come with the first of its choices that has something to go on with."""
     n: int
     logprobs: int | None
     """How many likeliest tokens to list beside each token; None for no log-probabilities."""
@@ -123,12 +123,13 @@ class Door:
         prompt_logprobs = max((k for k in asked if k is not None), default=None)
         params = self._params(body, max(max_tokens, 1), logprobs, prompt_logprobs)
         requests = self._requests(body, context, prompts, params)
+        told = self._told(requests, context)
         return Job(
-            requests=requests,
+            requests=_led(requests, told, n),
             n=n,
             logprobs=logprobs,
             echo=[prompt.text for prompt in prompts] if body.echo else [],
-            told=self._told(requests, context),
+            told=told,
             scoring=max_tokens == 0,
         )
 
@@ -258,6 +259,25 @@ class Door:
         if TextStream(self._tokenizer, params, ids).stop is not None:
             return "it has a stop string"
         return ""
+
+
+def _led(requests: list[EngineRequest], told: frozenset[int], n: int) -> list[EngineRequest]:
+    """The same; of a prompt whose first choice has nothing to go on with, the next one that has leads the others.
+
+    Else nobody would compute the prompt's log-probabilities.
+    """
+    led = list(requests)
+    for first in range(0, len(led), n):
+        going = [index for index in range(first, first + n) if index not in told]
+        if first not in told or not going:
+            continue
+        heir, *others = going
+        scored = led[first].params.prompt_logprobs
+        own = msgspec.structs.replace(led[heir].params, prompt_logprobs=scored)
+        led[heir] = msgspec.structs.replace(led[heir], lead=None, params=own)
+        for other in others:
+            led[other] = msgspec.structs.replace(led[other], lead=led[heir].id)
+    return led
 
 
 def _domain(domain: str, salt: str | None) -> str:
