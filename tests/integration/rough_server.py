@@ -67,6 +67,8 @@ class Rough:
     """A running server; `script` answers generations, once the client has got to know the server."""
 
     script: Answer = plain
+    probed: Answer = plain
+    """Answers who asks for one token."""
     url: str = ""
     asked: list[Asked] = field(default_factory=list)
     """Generations of the plan: probes ask for one token and are not among them."""
@@ -111,7 +113,7 @@ class Rough:
         elif unknown := self.refuses & _fields(asked.body):
             asked.json(400, {"error": {"message": f"unknown: {unknown}"}})
         elif asked.body.get("max_tokens") == 1:
-            await plain(asked)
+            await self.probed(asked)
         else:
             await self._generate(asked)
 

@@ -411,7 +411,8 @@ async def test_servers_that_are_not_well_are_left_out_until_they_are() -> None:
         await until(lambda: breaker.closed)
         for _ in range(2):
             assert (await stream(client, CHAT)).text == WHOLE
-        assert len(one.asked) == 1
+        probe, asked = one.asked
+        assert (probe.body["max_tokens"], asked.body["stream"]) == (1, True)
 
 
 async def test_a_hosted_api_gets_its_key_and_no_field_that_it_does_not_know(

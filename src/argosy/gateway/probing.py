@@ -9,11 +9,11 @@ import msgspec
 import structlog
 
 from argosy.gateway.attempt import Attempt
-from argosy.gateway.dialects import LoadSource, find
+from argosy.gateway.dialects import CHAT_PATH, LoadSource, find
 from argosy.gateway.replicas import Replica
 from argosy.gateway.upstream import Upstream
 from argosy.gateway.upstream_connection import UpstreamError
-from argosy.policy import BLOCK_TOKENS, Outcome
+from argosy.policy import BLOCK_TOKENS, Outcome, classify
 from argosy.protocol import Load
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
@@ -22,10 +22,14 @@ OURS_EACH_S = 0.5
 LOADS_EACH_S = 1.0
 OTHERS_EACH_S = 5.0
 TIMEOUT_S = 2.0
+TOKEN_S = 10.0
+"""For the token that a replica has to give before it gets requests again."""
 WAITING_TOKENS = 512
 """A request that waits somewhere else counts as so many prompt tokens: others do not say how long theirs are."""
 NOT_THERE = frozenset({401, 403, 404, 405, 501})
 """A server that answers this when asked for its load does not tell it that way."""
+
+_HEADERS = [(b"content-type", b"application/json")]
 
 WRONG = (UpstreamError, TimeoutError, msgspec.DecodeError, RecursionError)
 """What comes of asking a server that is not well, or none; what it answers may be nested too deeply to be read."""
@@ -33,9 +37,13 @@ WRONG = (UpstreamError, TimeoutError, msgspec.DecodeError, RecursionError)
 
 async def get(upstream: Upstream, path: bytes) -> tuple[int, bytes]:
     """Status and body of what a server has there. Raises UpstreamError."""
+    return await _answer(upstream, upstream.request(b"GET", path, b"", []))
+
+
+async def _answer(upstream: Upstream, request: bytes) -> tuple[int, bytes]:
     attempt = Attempt(time.monotonic)
     try:
-        await attempt.send(upstream, upstream.request(b"GET", path, b"", []))
+        await attempt.send(upstream, request)
         return await attempt.head, await attempt.whole()
     except BaseException:
         attempt.abandon("the probe took too long")
@@ -73,9 +81,9 @@ class Prober:
         outcome = Outcome.FAILURE
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                met = self._met or await self._meet()
-                if met and await self._look():
-                    outcome = Outcome.SUCCESS
+                well = (self._met or await self._meet()) and await self._look()
+            if well:
+                outcome = await self._try_out() if probing else Outcome.SUCCESS
         except WRONG as error:
             log.debug("probe_failed", replica=replica.name, reason=str(error))
         finally:
@@ -120,6 +128,15 @@ class Prober:
             log.info("load_not_told", replica=replica.name, path=source.path.decode())
         status, _ = await self._ask(replica.dialect.health)
         return status < 500
+
+    async def _try_out(self) -> Outcome:
+        """Have it generate a token: one that says that it is well may still answer nobody."""
+        upstream, message = self._replica.upstream, {"role": "user", "content": "Hi"}
+        asked = {"model": self._replica.model, "messages": [message], "max_tokens": 1}
+        request = upstream.request(b"POST", CHAT_PATH, msgspec.json.encode(asked), _HEADERS)
+        async with asyncio.timeout(TOKEN_S):
+            status, _ = await _answer(upstream, request)
+        return classify(status)
 
     async def _ask(self, path: bytes) -> tuple[int, bytes]:
         return await get(self._replica.upstream, path)

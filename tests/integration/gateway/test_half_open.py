@@ -1,0 +1,84 @@
+"""A replica that failed gets requests again once it has generated something, whatever it says of itself."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from tests.integration.fake_engine import FakeEngine, Script
+from tests.integration.gateway.harness import front
+from tests.integration.rough_server import Answer, Asked, plain, rough_server
+from tests.integration.serving import MODEL, serve
+
+from argosy.engine.serving.text.tokenizer import Tokenizer
+from argosy.gateway import ReplicaConfig, probing
+from argosy.gateway.replicas import Replica
+from argosy.policy import Outcome
+
+
+def opened(replica: Replica) -> None:
+    """It has just failed often, and is to be tried again now."""
+    while replica.breaker.closed:
+        replica.breaker.record(Outcome.FAILURE, 0.0)
+
+
+async def fails(asked: Asked) -> None:
+    asked.json(500, {"error": {"message": "out of memory"}})
+
+
+async def hangs(asked: Asked) -> None:
+    del asked
+    await asyncio.Event().wait()
+
+
+async def full(asked: Asked) -> None:
+    asked.json(429, {"error": {"message": "later"}})
+
+
+async def knows_no_chats(asked: Asked) -> None:
+    asked.json(404, {"error": {"message": "no chats here"}})
+
+
+@pytest.mark.parametrize("probed", [fails, hangs])
+async def test_one_that_only_says_that_it_is_well_gets_none(
+    monkeypatch: pytest.MonkeyPatch, probed: Answer
+) -> None:
+    monkeypatch.setattr(probing, "TOKEN_S", 0.1)
+    async with (
+        rough_server() as rough,
+        front([], ReplicaConfig(url=rough.url, kind="openai")) as running,
+    ):
+        (replica,) = running.replicas
+        opened(replica)
+        rough.probed = probed
+        await running.probe()
+        assert not replica.breaker.closed
+
+
+@pytest.mark.parametrize("probed", [plain, full, knows_no_chats])
+async def test_one_that_answers_gets_them_again(probed: Answer) -> None:
+    async with (
+        rough_server() as rough,
+        front([], ReplicaConfig(url=rough.url, kind="openai")) as running,
+    ):
+        (replica,) = running.replicas
+        opened(replica)
+        rough.probed = probed
+        await running.probe()
+        assert replica.breaker.closed
+
+
+async def test_ours_generates_a_token(tokenizer: Tokenizer) -> None:
+    engine = FakeEngine(tokenizer, lambda _: Script([100, 101]))
+    async with (
+        serve(engine) as served,
+        front([], ReplicaConfig(url=served.url, model=MODEL)) as running,
+    ):
+        (replica,) = running.replicas
+        await running.probe()
+        assert not engine.requests  # nobody is asked for one while all is well
+        opened(replica)
+        await running.probe()
+        assert replica.breaker.closed
+    (asked,) = engine.requests
+    assert asked.params.max_tokens == 1
