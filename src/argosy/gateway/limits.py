@@ -146,7 +146,7 @@ class Limits:
     async def enter(self, journey: Journey) -> Held | None:
         """Hold what the request will likely use. Raises ApiError 413, 429 or 503 when that cannot be."""
         ask, caller = journey.ask, journey.caller
-        party = self._party(caller, journey.pool.model, ask.model)
+        party = self._party(caller, journey.pool.model)
         if not party.meters:
             return None
         now = self._clock()
@@ -178,13 +178,13 @@ class Limits:
 
     @contextlib.asynccontextmanager
     async def passing(
-        self, caller: Caller, model: str, asked: str, headers: list[tuple[bytes, bytes]]
+        self, caller: Caller, model: str, headers: list[tuple[bytes, bytes]]
     ) -> AsyncIterator[None]:
         """Count a request that generates nothing as one, if it succeeds, and as one at a time meanwhile.
 
         `headers` of its answer get what is left. Raises ApiError 429 or 503 when there is no room for it.
         """
-        party, now = self._party(caller, model, asked), self._clock()
+        party, now = self._party(caller, model), self._clock()
         one = Use(requests=1, concurrency=1)
         found, answered = await self._hold(party, one, one, now)
         headers += party.headers(now)
@@ -241,8 +241,8 @@ class Limits:
         counter = self._state.counter(limit)
         return Meter(limit.owner_kind, limit.unit, limit.window or "", limit.model, counter)
 
-    def _party(self, caller: Caller, model: str, asked: str) -> Party:
-        name = (caller.key, caller.user, caller.project, caller.organisation, model, asked)
+    def _party(self, caller: Caller, model: str) -> Party:
+        name = (caller.key, caller.user, caller.project, caller.organisation, model)
         party = self._parties.get(name)
         if party is None:
             if len(self._parties) >= MOST_PARTIES:
@@ -257,7 +257,7 @@ class Limits:
                 meter
                 for owner in owners
                 for meter in self._owners.get(owner, ())
-                if meter.model in {None, model, asked}
+                if meter.model in {None, model}
             )
             asker = (caller.key or caller.user or caller.project, model)
             party = Party(meters, caller.project not in self._closed, asker, Headers(meters))

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from typing import TypeVar
+
+import msgspec
 
 from argosy.gateway.caller import Caller
 from argosy.gateway.identity import check_model, may_use
 from argosy.gateway.replicas import Pool
 from argosy.protocol import ApiError, ModelCard, ModelList
+from argosy.store import Directory, Limit, Price
+
+T = TypeVar("T", Limit, Price)
 
 
 class Models:
@@ -34,6 +40,14 @@ class Models:
         message = "Missing parameter 'model'. Add it: there are several. See /v1/models."
         raise ApiError(400, "missing_required_parameter", message, param="model")
 
+    def meant(self, directory: Directory) -> Directory:
+        """With limits and prices of an alias as those of the model that it stands for now."""
+        return msgspec.structs.replace(
+            directory,
+            limits=tuple(map(self._meant, directory.limits)),
+            prices=tuple(map(self._meant, directory.prices)),
+        )
+
     def card(self, name: str, caller: Caller) -> ModelCard:
         """What is told of a model. Raises ApiError 404."""
         pool = self._named.get(name)
@@ -55,6 +69,10 @@ class Models:
         ]
         first, last = (cards[0].id, cards[-1].id) if cards else (None, None)
         return ModelList(data=cards, first_id=first, last_id=last)
+
+    def _meant(self, term: T) -> T:
+        pool = None if term.model is None else self._named.get(term.model)
+        return term if pool is None else msgspec.structs.replace(term, model=pool.model)
 
 
 def _not_served(name: str) -> ApiError:

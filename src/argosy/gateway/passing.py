@@ -43,8 +43,7 @@ class Passing:
         if self._limits is None:
             await self._pass(exchange, pool, fields)
             return
-        asked = name if isinstance(name, str) else pool.model
-        async with self._limits.passing(caller, pool.model, asked, exchange.extra):
+        async with self._limits.passing(caller, pool.model, exchange.extra):
             await self._pass(exchange, pool, fields)
 
     async def _pass(self, exchange: Exchange, pool: Pool, fields: dict[str, Raw]) -> None:

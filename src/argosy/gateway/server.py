@@ -25,6 +25,7 @@ from argosy.gateway.journey import Stage
 from argosy.gateway.kv import follow_all
 from argosy.gateway.ledger import Ledger
 from argosy.gateway.limits import Limits, shared_state
+from argosy.gateway.models import Models
 from argosy.gateway.operating import Operating, read_replicas
 from argosy.gateway.pools import build_models
 from argosy.gateway.probing import Prober
@@ -93,7 +94,7 @@ class GatewayServer:
                 closing.push_async_callback(limits.close)
                 ledger = Ledger(books.spool)
                 stages += [limits, ledger]
-                keeping = _Keeping(books, self._identity, limits, ledger)
+                keeping = _Keeping(books, self._models, self._identity, limits, ledger)
                 await keeping.update(books.directory)
             if bound is None:
                 bound = closing.enter_context(self._bind(books))
@@ -226,9 +227,12 @@ class GatewayServer:
 class _Keeping:
     """Tells whoever goes by the accounts what they are now."""
 
-    def __init__(self, books: Books, identity: Identity, limits: Limits, ledger: Ledger) -> None:
+    def __init__(
+        self, books: Books, models: Models, identity: Identity, limits: Limits, ledger: Ledger
+    ) -> None:
         self.books = books
         self.limits = limits
+        self._models = models
         self._identity = identity
         self._ledger = ledger
         self._known: Directory | None = None
@@ -237,9 +241,10 @@ class _Keeping:
         """Called each second. Raises StoreError."""
         if directory is not self._known:
             self._known = directory
-            self._identity.update(directory)
-            self.limits.update(directory)
-            self._ledger.update(directory)
+            meant = self._models.meant(directory)
+            self._identity.update(meant)
+            self.limits.update(meant)
+            self._ledger.update(meant)
         await self.limits.seed(self.books.store.usage.spent)
 
 

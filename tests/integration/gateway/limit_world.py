@@ -81,12 +81,10 @@ def directory(*limits: Limit, unsure: Unsure = "open", prices: Iterable[Price] =
     return Directory(projects=(project,), limits=limits, prices=tuple(prices))
 
 
-def request(
-    caller: Caller = CALLER, *, prompt: int = 10, most: int | None = 5, asked: str = "big"
-) -> Journey:
+def request(caller: Caller = CALLER, *, prompt: int = 10, most: int | None = 5) -> Journey:
     """A request with about so many tokens in its prompt."""
     content = "x" * (4 * prompt - 31)
-    body: dict[str, Any] = {"model": asked, "messages": [{"role": "user", "content": content}]}
+    body: dict[str, Any] = {"model": "big", "messages": [{"role": "user", "content": content}]}
     body |= {} if most is None else {"max_tokens": most}
     ask = read(json.dumps(body).encode(), "messages")
     pool = Pool("big", [], "round-robin")
