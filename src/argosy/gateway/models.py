@@ -71,7 +71,7 @@ class Models:
         return ModelList(data=cards, first_id=first, last_id=last)
 
     def _meant(self, term: T) -> T:
-        pool = None if term.model is None else self._named.get(term.model)
+        pool = self._named.get(term.model or "")  # None: of all models
         return term if pool is None else msgspec.structs.replace(term, model=pool.model)
 
 
