@@ -18,7 +18,7 @@ from uvicorn.server import ServerState
 
 from argosy.web.deadlines import Deadlines
 from argosy.web.exchange import WIRE, App, Scope
-from argosy.web.head import Head
+from argosy.web.head import LIMIT_BYTES, Head
 from argosy.web.wire import RequestWire
 
 
@@ -67,6 +67,8 @@ class Connection(asyncio.Protocol):
         self._current: RequestWire | None = None
         self._waiting: deque[tuple[RequestWire, Scope]] = deque()
         self._head = Head()
+        self._overhead = 0
+        """Bytes since the last piece of a body or the last whole request: the parser keeps a header until its end."""
         self._place: dict[str, Any] = {}
 
     # --- asyncio's -------------------------------------------------------------------------------
@@ -101,15 +103,15 @@ class Connection(asyncio.Protocol):
         """Bytes of requests."""
         if self._deaf:
             return
+        self._overhead += len(data)
         while data:
             try:
                 data = self._feed(data)
             except httptools.HttpParserError:
-                self._heads.remove(self)
-                if not self._deaf:
-                    self._deaf = True
-                    self._no_http()
+                self._no_http()
                 return
+        if self._overhead > LIMIT_BYTES:
+            self._no_http()
 
     def eof_received(self) -> bool:
         """The client will send no more: it has left, unless it waits for the answers that are due."""
@@ -172,11 +174,13 @@ class Connection(asyncio.Protocol):
 
     def on_body(self, body: bytes) -> None:
         """A piece of the body."""
+        self._overhead = 0
         if self._incoming is not None:
             self._incoming.came(body)
 
     def on_message_complete(self) -> None:
         """The request is whole."""
+        self._overhead = 0
         wire, self._incoming = self._incoming, None
         if wire is not None:
             wire.all_came()
@@ -300,6 +304,10 @@ class Connection(asyncio.Protocol):
 
     def _no_http(self) -> None:
         """What came is no HTTP: say so, after the answers that are due."""
+        self._heads.remove(self)
+        if self._deaf:
+            return
+        self._deaf = True
         current = self._current
         if current is None or (current is self._incoming and not current.started):
             self._refuse()

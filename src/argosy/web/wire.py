@@ -83,7 +83,7 @@ class RequestWire:
         self._version: str = scope["http_version"]
         self._chunked = False
         self._expects = expects_continue and self._version != "1.0"
-        self._body: list[bytes] = []
+        self._body = bytearray()
         self._size = 0
         self._most = UNREAD_BYTES
         self._handed = False
@@ -105,7 +105,7 @@ class RequestWire:
             if self.gone:
                 raise DisconnectedError
             await self._news()
-        body = b"".join(self._body)
+        body = bytes(self._body)
         self._body.clear()
         return body
 
@@ -168,7 +168,7 @@ class RequestWire:
         """A piece of the body."""
         if self.ended:  # nobody wants it any more
             return
-        self._body.append(body)
+        self._body += body
         self._size += len(body)
         if self._size > self._most:
             self._connection.hold()
@@ -226,7 +226,7 @@ class RequestWire:
             await self._news()
         if self.ended or self.gone:
             return {"type": "http.disconnect"}
-        body = b"".join(self._body)
+        body = bytes(self._body)
         self._body.clear()
         self._size = 0
         self._handed = self.whole

@@ -6,16 +6,18 @@ import asyncio
 import contextlib
 import select
 import socket
+import tracemalloc
 from collections.abc import AsyncIterator
 
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, StreamingResponse
-from starlette.routing import Route
+from starlette.routing import Mount, Route
 from tests.waiting import until
 
-from argosy.web import App, Listener, Receive, Scope, Send, bind, listen, url_of
+from argosy.gateway.config import GatewayConfig
+from argosy.web import App, Exchange, Listener, Receive, Scope, Send, bind, listen, url_of
 from argosy.web.exchange import WIRE
 
 
@@ -49,8 +51,15 @@ async def names(request: Request) -> PlainTextResponse:
     return PlainTextResponse(",".join(request.headers.keys()))
 
 
+async def hold(scope: Scope, receive: Receive, send: Send) -> None:
+    """Takes the whole body at once, as the gateway does, and says how long it is."""
+    body = await Exchange(scope, receive, send, GatewayConfig(models=[])).body()
+    await PlainTextResponse(str(len(body)))(scope, receive, send)
+
+
 APP = Starlette(
     routes=[
+        Mount("/hold", hold),
         Route("/names", names, methods=["POST"]),
         Route("/echo", echo, methods=["GET", "HEAD", "POST"]),
         Route("/early", early, methods=["POST"]),
@@ -133,6 +142,53 @@ async def test_head_has_the_length_and_no_body() -> None:
         answer = await talk(port, b"HEAD /closing HTTP/1.1\r\nhost: x\r\n\r\n")
     assert b"content-length: 3" in answer
     assert answer.endswith(b"\r\n\r\n")
+
+
+CHUNKED = b"POST /echo HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("begun", "more"),
+    [
+        (b"", b"\r\n"),
+        (b"GET /", b"x"),
+        (b"GET /echo HTTP/1.1\r\nhost: x\r\na: ", b"x"),
+        (b"GET /echo HTTP/1.1\r\nhost: x\r\n", b"x"),
+        (CHUNKED + b"1;", b"x"),
+        (CHUNKED + b"1\r\nx\r\n0\r\na: ", b"x"),
+    ],
+    ids=["nothing", "path", "value", "name", "chunk extension", "trailer"],
+)
+async def test_what_is_no_body_does_not_go_on_for_ever(begun: bytes, more: bytes) -> None:
+    async with listening(APP) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        sent = 0
+        with contextlib.suppress(ConnectionError):
+            writer.write(begun)
+            while not reader.at_eof() and sent < 64 << 20:
+                writer.write(more * (65536 // len(more)))
+                sent += 65536
+                await writer.drain()
+        writer.close()
+    assert sent < 32 << 20, "sockets hold some of that"
+
+
+async def test_a_body_in_tiny_chunks_takes_no_more_than_it_has() -> None:
+    """A chunk of two bytes that is kept as it came takes 20 times as much."""
+    tiny = b"2\r\nxx\r\n" * 200_000
+    async with listening(APP) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"POST /hold/ HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+        tracemalloc.start()
+        try:
+            writer.write(tiny + b"0\r\n\r\n" + LAST)
+            answer = await reader.read()
+            _, most = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        writer.close()
+    assert b"\r\n\r\n400000HTTP/1.1" in answer
+    assert most < 3 * len(tiny)
 
 
 async def test_continue_is_sent_when_the_body_is_wanted() -> None:
