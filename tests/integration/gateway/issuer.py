@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -42,6 +43,8 @@ class Issuer:
     def __init__(self) -> None:
         self.keys = [public_jwk(RSA_KEY, "rsa"), public_jwk(EC_KEY, "ec"), public_jwk(ED_KEY, "ed")]
         self.broken = False
+        self.drips = False
+        """Its keys come a byte at a time, and never to their end."""
         self.asked = 0
         """How often somebody asked for the keys."""
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
@@ -77,7 +80,11 @@ class Issuer:
                 self.send_response(500 if body is None else 200)
                 self.send_header("content-type", "application/json")
                 self.end_headers()
-                self.wfile.write(body or b"")
+                with contextlib.suppress(OSError):
+                    while issuer.drips and self.path == "/keys":
+                        self.wfile.write(b" ")
+                        time.sleep(0.05)
+                    self.wfile.write(body or b"")
 
             def log_message(self, *args: object) -> None:
                 """Nobody reads it."""

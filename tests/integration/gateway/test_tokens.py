@@ -26,7 +26,7 @@ from tests.integration.gateway.issuer import (
 from tests.integration.gateway.people import Request, bearer, directory, key, plain
 
 from argosy.gateway.caller import Caller
-from argosy.gateway.identity import AuthConfig, Identity, JwtConfig
+from argosy.gateway.identity import AuthConfig, Identity, JwtConfig, signing_keys
 from argosy.protocol import ApiError
 
 DEADLINE_S = 20.0
@@ -71,6 +71,17 @@ def refusal(who: Identity, token: str) -> tuple[int, str]:
     with pytest.raises(ApiError) as caught:
         identify(who, bearer(token))
     return caught.value.status, caught.value.message
+
+
+def until_refused(who: Identity, token: str, deadline: float) -> int:
+    """The status with which it is at last."""
+    while time.monotonic() < deadline:
+        try:
+            identify(who, bearer(token))
+        except ApiError as error:
+            return error.status
+        time.sleep(0.01)
+    return 200
 
 
 def encoded(value: dict[str, Any]) -> str:
@@ -321,6 +332,40 @@ def test_rotated_keys_are_found_and_withdrawn_ones_forgotten(issuing: Issuer) ->
     clock.ahead = 61.0
     assert identify(who, bearer(new)).project == "proj_chat"
     assert refusal(who, old)[0] == 401
+
+
+def test_tokens_of_a_withdrawn_key_are_refused_though_nobody_brings_another(
+    issuing: Issuer,
+) -> None:
+    clock = Clock()
+    who = trusting(issuing, clock)
+    stolen = issuing.token(project="chat", exp=time.time() + 86_400)
+    identify(who, bearer(stolen))
+    issuing.keys = [public_jwk(OTHER_RSA_KEY, "new")]
+    clock.ahead = 3_700.0
+    assert until_refused(who, stolen, time.monotonic() + DEADLINE_S) == 401
+
+
+def test_keys_that_come_too_slowly_are_given_up(
+    issuing: Issuer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the fetch would never end, and no other would begin: a withdrawn key would be good for ever."""
+    monkeypatch.setattr(signing_keys, "FETCH_S", 0.2)
+    issuing.drips = True
+    clock = Clock()
+    who = trusting(issuing, clock)
+    token = issuing.token(project="chat", exp=time.time() + 86_400)
+    deadline = time.monotonic() + DEADLINE_S
+    while issuing.asked < 2 and time.monotonic() < deadline:
+        with pytest.raises(ApiError) as caught:
+            who.identify(bearer(token))
+        assert caught.value.status == 503
+        clock.ahead += 6.0
+        time.sleep(0.05)
+    assert issuing.asked == 2
+    issuing.drips = False
+    clock.ahead += 6.0
+    assert identify(who, bearer(token)).project == "proj_chat"
 
 
 def test_a_flood_of_unknown_keys_asks_the_issuer_once(issuing: Issuer) -> None:

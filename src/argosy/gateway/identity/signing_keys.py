@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,7 @@ PAUSE_S = 60.0
 RETRY_S = 5.0
 """The same, after a failure."""
 FETCH_S = 5.0
+"""For one document: connecting, each pause of the other side, and all of it together."""
 SIZE_LIMIT_BYTES = 1 << 20
 DISCOVERY = "/.well-known/openid-configuration"
 
@@ -93,11 +95,15 @@ class SigningKeys:
         else:
             self._keep(_read(config))
 
+    def refresh(self) -> None:
+        """Have them fetched again if they are old."""
+        if self._clock() >= self._stale_at:
+            self._start()
+
     def find(self, key_id: str, algorithm: str) -> jwt.PyJWK:
         """The key with this id. Raises ApiError 401 when there is none, 503 while that is being found out."""
         now = self._clock()
-        if now >= self._stale_at:
-            self._start()
+        self.refresh()
         fetching, published = self._busy.locked(), self.published
         key = None if published is None else published.find(key_id, algorithm)
         if key is not None:
@@ -175,9 +181,11 @@ def _get(url: str) -> bytes:
     ):
         if answer.status_code != 200:
             raise ValueError(f"{url} answered with status {answer.status_code}")
-        body = b""
+        body, deadline = b"", time.monotonic() + FETCH_S
         for piece in answer.iter_bytes():
             body += piece
+            if time.monotonic() > deadline:
+                raise ValueError(f"{url} took longer than {FETCH_S:g} s to answer")
             if len(body) > SIZE_LIMIT_BYTES:
                 raise ValueError(f"{url} answered with more than {SIZE_LIMIT_BYTES} bytes")
         return body

@@ -43,7 +43,8 @@ class Tokens:
         self._published = self._keys.published
 
     def known(self, token: str) -> Claims | None:
-        """The claims of a token that was found good before, and still is."""
+        """The claims of a token that was found good before, and still is, as far as the issuer's keys are known."""
+        self._keys.refresh()
         if self._published is not self._keys.published:
             self._known.clear()
             self._published = self._keys.published
