@@ -443,6 +443,41 @@ async def test_a_hosted_api_gets_its_key_and_no_field_that_it_does_not_know(
         assert (await stream(client, CHAT)).errors
 
 
+@each_family
+async def test_no_client_says_what_only_parts_of_a_fleet_may_say(family: Family) -> None:
+    double = family()
+    async with running(double), gateway(behind(double)) as (_, client):
+        await stream(client, CHAT)
+        elsewhere = {
+            "rid": "another's",
+            "request_id": "another's",
+            "bootstrap_host": "10.0.0.1",
+            "kv_transfer_params": {"remote_host": "10.0.0.1"},
+            "migration_request": {"remote_engine_id": "10.0.0.1"},
+            "disaggregated_params": {"request_type": "generation_only"},
+            "lora_path": "/another",
+            "id_slot": 0,
+            "custom_logit_processor": "{}",
+        }
+        for path in (CHAT, COMPLETION):
+            await stream(client, path, **elsewhere)
+            await client.post(path, json=BODIES[path] | elsewhere)
+        assert len(double.asked) == 5
+        for asked in double.asked:
+            assert asked.body.keys().isdisjoint(elsewhere)
+
+
+async def test_requests_that_call_themselves_alike_are_not_alike_to_their_engine() -> None:
+    double = Vllm()
+    async with running(double), gateway(behind(double)) as (_, client):
+        for _ in range(2):
+            answer = await client.post(CHAT, json=BODIES[CHAT], headers={"x-request-id": "mine"})
+            assert answer.headers["x-request-id"] == "mine"
+    ids = {asked.headers["x-request-id"] for asked in double.asked}
+    assert len(ids) == 2
+    assert "mine" not in ids
+
+
 # --- hostile servers, and settings ---------------------------------------------------------------
 
 HOSTILE = [

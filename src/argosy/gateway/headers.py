@@ -18,10 +18,13 @@ def request_headers(
 ) -> list[tuple[bytes, bytes]]:
     """The headers of a request; `journaled`: a replica of ours is to tell where it can be carried on."""
     exchange, caller = journey.exchange, journey.caller
-    headers = [*_FIXED, (b"x-request-id", exchange.request_id.encode())]
+    headers = list(_FIXED)
     headers += [(name, exchange.headers[name]) for name in _TRACE if name in exchange.headers]
     if replica.kind != "argosy":
+        # Engines know their requests by it, and clients choose theirs: two that are the same would meet there.
+        headers.append((b"x-request-id", journey.id.rpartition("-")[2].encode()))
         return headers
+    headers.append((b"x-request-id", exchange.request_id.encode()))
     headers.append((b"x-argosy-answer", journey.identity))
     headers += _of(caller.tier, caller.weight, caller.project, caller.domain)
     if journaled:

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Raw
 
 from argosy.gateway.ask import Ask
-from argosy.gateway.dialects.dialect import CHAT_PATH, COMPLETION_PATH, Dialect
+from argosy.gateway.dialects.dialect import CHAT_PATH, COMPLETION_PATH, OPERATORS, Dialect
 
 _encode = msgspec.json.Encoder().encode
 
@@ -214,7 +214,8 @@ def output_limit(ask: Ask, path: bytes, dialect: Dialect) -> int | None:
 def _fields(
     ask: Ask, path: bytes, dialect: Dialect, model: str, *, carriable: bool
 ) -> dict[str, Raw]:
-    fields = {name: value for name, value in ask.fields.items() if name not in dialect.unknown}
+    left_out = dialect.unknown | OPERATORS
+    fields = {name: value for name, value in ask.fields.items() if name not in left_out}
     if ask.drew_seed:
         del fields["seed"]  # it is for our own replicas; others are slower with one
     fields["model"] = Raw(_encode(model))

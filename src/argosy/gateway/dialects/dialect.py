@@ -30,6 +30,40 @@ COMPLETION_PATH = b"/v1/completions"
 OURS = frozenset({"resume", "timeout_s", "session_id", "cache_salt", "priority"})
 """Fields of a body that this gateway and its own replicas read; few others know them, or mean the same."""
 
+OPERATORS = frozenset(
+    {
+        # Whose request it is: two of one id would be taken for one another, or end each other.
+        "request_id",
+        "rid",
+        "session_params",
+        # From where KV blocks are fetched, whom they are given, and which rank or slot computes.
+        "kv_transfer_params",
+        "ec_transfer_params",
+        "bootstrap_host",
+        "bootstrap_port",
+        "bootstrap_room",
+        "disaggregated_params",
+        "migration_request",
+        "with_cache",
+        "preserve_cache",
+        "kv_cache_retention_config",
+        "data_parallel_rank",
+        "routed_dp_rank",
+        "disagg_prefill_dp_rank",
+        "id_slot",
+        # Another model than the one that was asked for: an adapter, by its name or from a path.
+        "lora",
+        "lora_path",
+        "lora_request",
+        "adapter_id",
+        # Code.
+        "custom_logit_processor",
+        "logits_processors",
+    }
+)
+"""Fields by which the parts of a fleet speak with an engine: what they say is not for clients to say, so they are left
+out. Our own replicas know none of them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Reading:
