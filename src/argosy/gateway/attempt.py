@@ -7,7 +7,10 @@ from collections.abc import Callable
 
 from argosy.gateway.upstream import Upstream
 from argosy.gateway.upstream_connection import Connection, UpstreamError
+from argosy.web import JSON
 
+_HARMLESS = frozenset({JSON, b"text/plain", b"text/event-stream", b"application/openmetrics-text"})
+"""Content types that no browser takes for a page."""
 WHOLE_LIMIT_BYTES = 64 * 1024 * 1024
 """Most bytes of an answer that are kept until somebody takes them."""
 
@@ -73,6 +76,12 @@ class Attempt:
         """The whole body. Raises UpstreamError."""
         await self.end
         return b"".join(self._early)
+
+    @property
+    def kind(self) -> bytes:
+        """The content type, as far as the answer may be passed on as that: a page would speak to us as its reader."""
+        told = self.headers.get(b"content-type", JSON)
+        return told if told.partition(b";")[0].strip().lower() in _HARMLESS else b"text/plain"
 
     def pause(self) -> None:
         """Take nothing more for now."""

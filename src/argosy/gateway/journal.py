@@ -18,6 +18,8 @@ _SEAL_BYTES = len(_SEAL)
 _COMMENT = b"\n:"
 _EVENT = b"data:"
 _DONE = b"data: [DONE]"
+MOST_HELD_BYTES = 64 * 1024 * 1024
+"""Of events whose block has not come."""
 
 
 class Delivered(msgspec.Struct, eq=False):
@@ -55,6 +57,7 @@ class JournalReader(StreamReader):
         """Choices that ended without a token: no ids say so, and the replica tells them again."""
         self._rest = b""
         self._held: list[bytes] = []
+        self._held_bytes = 0
 
     def feed(self, body: bytes) -> bytes:
         """See `StreamReader`."""
@@ -69,17 +72,19 @@ class JournalReader(StreamReader):
             ):
                 return body[: end + 2] if self._counts(body[entry:-2]) else b""
         whole, mark, self._rest = (self._rest + body).rpartition(b"\n\n")
-        if not mark:
-            return b""
         passed: list[bytes] = []
-        for block in whole.split(b"\n\n"):
+        for block in whole.split(b"\n\n") if mark else ():
             if block.startswith(_MARK):
                 if self._counts(block[len(_MARK) :]):
                     passed += self._held
                 self._held.clear()
+                self._held_bytes = 0
             elif not block.startswith(b":"):
                 self.done = self.done or block == _DONE
                 self._held += (block, mark)
+                self._held_bytes += len(block) + len(mark)
+        if len(self._rest) + self._held_bytes > MOST_HELD_BYTES:
+            raise ValueError(f"more than {MOST_HELD_BYTES} bytes wait for what makes them count")
         return b"".join(passed)
 
     @property

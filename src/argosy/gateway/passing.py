@@ -111,5 +111,5 @@ async def _passed(
         replica.ended(outcome, time.monotonic())
     if outcome is not Outcome.SUCCESS:
         return False
-    await exchange.answer(status, content, attempt.headers.get(b"content-type", JSON))
+    await exchange.answer(status, content, attempt.kind)
     return True

@@ -164,7 +164,7 @@ class Prober:
         """What a server of another kind says; what it does not say stays as it was. Whether it could be read."""
         try:
             told = source.read(body)
-        except (ValueError, msgspec.DecodeError) as error:
+        except (ValueError, OverflowError, msgspec.DecodeError) as error:
             log.warning("load_not_read", replica=self._replica.name, reason=str(error))
             return False
         load = self._replica.load

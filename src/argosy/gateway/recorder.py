@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 from argosy.gateway.explain import Traces
@@ -10,6 +11,11 @@ from argosy.telemetry import GatewayMetrics
 
 GAPS = 64
 """Times between tokens that are kept of a stream before the metrics are told."""
+
+MOST_CHOICES = 256
+"""So many of a request's choices are told of,"""
+LONGEST_REASON = 40
+"""with so many characters of why each ended: a replica may say anything."""
 
 
 class Recorder:
@@ -78,7 +84,8 @@ class Recording:
         trace.prompt_tokens = delivered.prompt_tokens
         trace.cached_tokens = delivered.cached_tokens
         trace.output_tokens = delivered.output_tokens
-        trace.finished = delivered.finished
+        finished = itertools.islice(delivered.finished.items(), MOST_CHOICES)
+        trace.finished = {choice: reason[:LONGEST_REASON] for choice, reason in finished}
         if self._gaps:
             self._tell_gaps()
         stage.traces.end(trace, now)

@@ -23,7 +23,7 @@ from argosy.gateway.turn import Begun, Race, RefusedError, Turn, Whole
 from argosy.gateway.upstream_connection import UpstreamError
 from argosy.policy import Outcome, backoff_s, classify
 from argosy.protocol import ApiError
-from argosy.web import JSON, Deadlines
+from argosy.web import Deadlines
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
@@ -153,7 +153,7 @@ class Relay:
             raise RefusedError(status)
         if not dialect.journal and is_broken_off(content):
             raise UpstreamError("it broke the answer off")
-        return Whole(status, content, attempt.headers.get(b"content-type", JSON))
+        return Whole(status, content, attempt.kind)
 
     async def _pass_on(self, whole: Whole) -> None:
         """Give the client a replica's whole answer, a refusal too that is the request's own fault."""

@@ -19,6 +19,9 @@ from argosy.policy import Outcome
 OVERHEAD_LIMIT_BYTES = 64 * 1024
 """Most bytes in a row that are no body: heads, interim answers, chunk sizes, trailers."""
 
+LONGEST_REASON = 300
+"""Characters: it may have been made of what a replica said, and is kept and logged."""
+
 
 class UpstreamError(Exception):
     """The transport to a replica failed: no connection, a cut, or what is no HTTP."""
@@ -27,7 +30,7 @@ class UpstreamError(Exception):
     """What that says of the replica."""
 
     def __init__(self, message: str, *, untouched: bool = False) -> None:
-        super().__init__(message)
+        super().__init__(message[:LONGEST_REASON])
         self.untouched = untouched
         """Nothing of an answer had come."""
 

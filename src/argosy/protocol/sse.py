@@ -21,15 +21,23 @@ def comment(text: bytes) -> bytes:
     return b": " + text + b"\n\n"
 
 
+LONGEST_EVENT_BYTES = 64 * 1024 * 1024
+
+
 class EventParser:
     """Collects the `data` of events from a byte stream, however it is cut."""
 
     def __init__(self) -> None:
         self._rest = b""
         self._data: list[bytes] = []
+        self._size = 0
+        """Bytes in `_data`."""
 
     def feed(self, chunk: bytes) -> list[bytes]:
-        """The data of the events that `chunk` completes, in order. Comments and other fields are dropped."""
+        """The data of the events that `chunk` completes, in order. Comments and other fields are dropped.
+
+        Raises ValueError when an event does not end.
+        """
         lines = (self._rest + chunk).split(b"\n")
         self._rest = lines.pop()
         events = []
@@ -37,7 +45,10 @@ class EventParser:
             text = line.removesuffix(b"\r")
             if text.startswith(b"data:"):
                 self._data.append(text[5:].removeprefix(b" "))
+                self._size += len(line) + 1
             elif not text and self._data:
                 events.append(b"\n".join(self._data))
-                self._data = []
+                self._data, self._size = [], 0
+        if len(self._rest) + self._size > LONGEST_EVENT_BYTES:
+            raise ValueError(f"an event is longer than {LONGEST_EVENT_BYTES} bytes")
         return events

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy.gateway.journal import Delivered, JournalReader
+from argosy.gateway.journal import MOST_HELD_BYTES, Delivered, JournalReader
 
 EVENT = b'data: {"choices": [{"index": %d, "delta": {"content": "word %d"}}]}\n\n'
 DONE = b"data: [DONE]\n\n"
@@ -66,3 +67,11 @@ def test_a_choice_that_has_ended_without_a_token_is_not_told_again() -> None:
     pieces = again.partition(EVENT % (1, 0))
     assert (third.feed(pieces[0]), third.feed(pieces[1] + pieces[2] + DONE)) == (b"", b"")
     assert third.take_held() == DONE
+
+
+@pytest.mark.parametrize("junk", [b"x", b"data: x\n\n"], ids=["no event ends", "no block comes"])
+def test_what_waits_for_its_block_is_bounded(junk: bytes) -> None:
+    reader, piece = JournalReader(Delivered()), junk * (MOST_HELD_BYTES // 2 // len(junk))
+    reader.feed(piece)
+    with pytest.raises(ValueError, match="wait"):
+        reader.feed(piece + junk * 9)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from argosy.protocol import SSE_DONE, EventParser, comment, event
+from argosy.protocol.sse import LONGEST_EVENT_BYTES
 
 data = st.binary(min_size=1, max_size=20).map(lambda raw: raw.hex().encode())
 
@@ -26,3 +28,11 @@ def test_any_cut_gives_the_same_events(payloads: list[bytes], cuts: list[int]) -
 def test_carriage_returns_other_fields_and_several_lines() -> None:
     stream = b": hi\r\nevent: x\r\nid: 1\r\ndata: a\r\ndata:b\r\n\r\n\r\ndata: unfinished"
     assert EventParser().feed(stream) == [b"a\nb"]
+
+
+@pytest.mark.parametrize("piece", [b"x", b"data: x\n"], ids=["line", "lines"])
+def test_an_event_that_does_not_end_is_not_kept_for_ever(piece: bytes) -> None:
+    parser, half = EventParser(), piece * (LONGEST_EVENT_BYTES // 2 // len(piece))
+    assert parser.feed(half) == []
+    with pytest.raises(ValueError, match="longer"):
+        parser.feed(half + piece * 9)

@@ -26,7 +26,7 @@ def _says(data: bytes) -> bool:
     try:
         choices = _decode(data).get("choices")
         return choices is None or any(_choice_says(choice) for choice in choices)
-    except (AttributeError, TypeError, msgspec.DecodeError):
+    except (AttributeError, TypeError, RecursionError, msgspec.DecodeError):
         return bool(data.strip())
 
 

@@ -62,7 +62,7 @@ def usage_of(content: bytes) -> Usage | None:
     """The usage of a whole answer; None when it tells none, or is no such answer."""
     try:
         return msgspec.json.decode(content, type=_Whole).usage
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return None
 
 
@@ -78,7 +78,7 @@ def is_broken_off(content: bytes) -> bool:
     """Whether a server says that a whole answer is none: it did not bring it to its end."""
     try:
         endings = msgspec.json.decode(content, type=_Endings)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return False
     return any(choice.finish_reason in BROKEN_OFF for choice in endings.choices)
 
@@ -160,7 +160,7 @@ class PassReader(StreamReader):
             return True
         try:
             chunk = self._decode(data)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):
             return True  # no chunk, but perhaps its reader knows what it is
         if chunk.error is not None or chunk.object == "error":
             self.failure = error_of(msgspec.json.decode(data))

@@ -1,0 +1,105 @@
+"""Replicas that mean harm: what they answer costs what they answer, and nobody else anything."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+
+import httpx2
+import pytest
+from tests.integration.gateway.harness import Running, front
+
+from argosy.gateway.config import ReplicaConfig
+from argosy.gateway.dialects import Kind
+
+CHAT = "/v1/chat/completions"
+BODY = {"model": "big", "messages": [{"role": "user", "content": "Hi"}]}
+STREAM = BODY | {"stream": True}
+DEEP = b"[" * 100_000 + b"]" * 100_000
+
+
+def whole(body: bytes, kind: bytes = b"application/json") -> bytes:
+    return b"HTTP/1.1 200 OK\r\ncontent-type: %b\r\ncontent-length: %d\r\n\r\n%b" % (
+        kind,
+        len(body),
+        body,
+    )
+
+
+def streamed(*events: bytes) -> bytes:
+    body = b"".join(b"data: " + event + b"\n\n" for event in (*events, b"[DONE]"))
+    return whole(body, b"text/event-stream")
+
+
+@contextlib.asynccontextmanager
+async def behind(answers: Callable[[str], bytes], kind: Kind = "vllm") -> AsyncIterator[Running]:
+    """A front of a replica that answers each path as `answers` says."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            head = (await reader.readuntil(b"\r\n\r\n")).decode()
+            writer.write(answers(head.split(" ")[1]))
+            await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with server, front([], ReplicaConfig(url=url, name="bad", kind=kind)) as running:
+        yield running
+
+
+def kind_of(answer: httpx2.Response) -> str:
+    return answer.headers["content-type"]
+
+
+@pytest.mark.parametrize("kind", ["text/html", "TEXT/HTML; a=b", "image/svg+xml", "", "nonsense"])
+async def test_no_page_comes_from_a_replica(kind: str) -> None:
+    """It would speak to the gateway as whoever looks at it: on their own machine, as its administrator."""
+    page = whole(b"<script>fetch('/admin/keys')</script>", kind.encode())
+    async with behind(lambda _: page) as running:
+        assert kind_of(await running.client.post(CHAT, json=BODY)) == "text/plain"
+        assert kind_of(await running.client.get("/replicas/bad/metrics")) == "text/plain"
+
+
+async def test_what_replicas_do_say_keeps_its_type() -> None:
+    metrics = "text/plain; version=0.0.4; charset=utf-8"
+    told = whole(b"{}"), whole(b"x 1\n", metrics.encode())
+    async with behind(lambda path: told[path == "/metrics"]) as running:
+        assert kind_of(await running.client.post(CHAT, json=BODY)) == "application/json"
+        assert kind_of(await running.client.get("/replicas/bad/metrics")) == metrics
+
+
+async def test_a_whole_answer_that_is_nested_too_deeply_passes_as_it_came() -> None:
+    answer = b'{"x": ' + DEEP + b"}"
+    async with behind(lambda path: whole(answer if path == CHAT else b"{}")) as running:
+        got = await running.client.post(CHAT, json=BODY)
+    assert (got.status_code, got.content) == (200, answer)
+
+
+async def test_an_explanation_is_small_whatever_a_replica_said() -> None:
+    long = b"x" * 100_000
+    choices = b",".join(
+        b'{"index": %d, "text": "a", "finish_reason": "%b"}' % (n, long[:99]) for n in range(5_000)
+    )
+    answers = [
+        streamed(b'{"choices": [' + choices + b"]}"),
+        streamed(b'{"choices": [{"index": 0, "delta": {}, "finish_reason": "%b"}]}' % long),
+        streamed(b'{"choices": [{"index": 0, "delta": {"%b": 1}, "logprobs": 1}]}' % long),
+        streamed(b'{"error": {"message": "%b"}}' % long),
+    ]
+    for answer in answers:
+        async with behind(lambda _, answer=answer: answer) as running:  # type: ignore[misc]
+            got = await running.client.post(CHAT, json=STREAM | {"n": 2})
+            trace = running.traces.find(got.headers["x-argosy-request"])
+            assert trace is not None
+            assert len(str(trace.tell())) < 20_000
+
+
+async def test_loads_beyond_any_number_are_not_taken_and_the_replica_is_asked_again() -> None:
+    name = b"vllm:num_requests_running"
+    text = b"".join(b'%b{engine="%d"} 1e308\n' % (name, n) for n in range(2))
+    async with behind(lambda _: whole(text, b"text/plain")) as running:
+        await running.probe()
+        await running.probe()
+        assert running.replicas[0].load.running == 0
