@@ -478,6 +478,28 @@ async def test_requests_that_call_themselves_alike_are_not_alike_to_their_engine
     assert "mine" not in ids
 
 
+@pytest.mark.parametrize(
+    ("sent", "passed"),
+    [
+        ({"traceparent": "x" * 60_000, "tracestate": "a=1"}, set()),
+        (
+            {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01", "tracestate": "a" * 9_000},
+            {"traceparent"},
+        ),
+        ({"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01", "tracestate": "é"}, {"traceparent"}),
+        ({"tracestate": "a=1"}, set()),
+    ],
+)
+async def test_no_client_makes_a_server_ill_with_headers(
+    sent: dict[str, str], passed: set[str]
+) -> None:
+    double = Vllm()
+    headers = {name.encode(): value.encode() for name, value in sent.items()}
+    async with running(double), gateway(behind(double)) as (_, client):
+        await client.post(CHAT, json=BODIES[CHAT], headers=headers)
+    assert {"traceparent", "tracestate"} & double.asked[0].headers.keys() == passed
+
+
 # --- hostile servers, and settings ---------------------------------------------------------------
 
 HOSTILE = [

@@ -22,6 +22,8 @@ MOST = 1 << 24
 """Choices, and tokens of each, as far as estimates go; who asks for more is refused by the replica."""
 MEDIA_TOKENS = 1024
 """For estimates: about what models that see make of one picture."""
+MOST_BESIDE_BYTES = 4 * 1024 * 1024
+"""Of a body, beside its prompt: millions of fields would take a second and a gigabyte to look at."""
 WHOLE_ONLY = frozenset({"prompt_logprobs", "resume", "stream_options"})
 """Fields that streams do not take, or take differently."""
 
@@ -138,7 +140,7 @@ def read(raw: bytes, prompt_field: str, domain: str = "", session: str = "") -> 
         raise ApiError(
             400, "missing_required_parameter", f"Missing parameter '{name}'. Add it.", param=name
         )
-    fields = parse(dict[str, Raw], raw)
+    fields = fields_of(raw, prompt)
     drew_seed = known.seed is None
     if drew_seed:
         # Drawn here, so that whichever replica carries the answer on draws the same tokens.
@@ -175,6 +177,14 @@ def _least_tokens(given: _Prompt) -> int:
     said = sum(one.length for one in given if isinstance(one, _Message)) // LONGEST_TOKEN_BYTES
     ids = sum(isinstance(one, int) for one in given)
     return max([*texts, *lists, said, ids])
+
+
+def fields_of(raw: bytes, *prompts: Raw) -> dict[str, Raw]:
+    """All fields of a body, of which `prompts` are those that may be large. Raises ApiError 400 or 413."""
+    if len(raw) - sum(len(bytes(prompt)) for prompt in prompts) > MOST_BESIDE_BYTES:
+        message = f"The body has more than {MOST_BESIDE_BYTES} bytes beside its prompt. Send less."
+        raise ApiError(413, "request_too_large", message)
+    return parse(dict[str, Raw], raw)
 
 
 def _media(prompt: Raw) -> list[bytes]:

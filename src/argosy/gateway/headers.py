@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from functools import lru_cache
 from urllib.parse import quote
 
@@ -9,7 +11,9 @@ from argosy.gateway.journey import Journey
 from argosy.gateway.replicas import Replica
 
 _FIXED = [(b"content-type", b"application/json"), (b"accept-encoding", b"identity")]
-_TRACE = (b"traceparent", b"tracestate")
+_TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(?:-[!-~]{0,64})?")
+_TRACESTATE = re.compile(rb"[\t -~]{1,1024}")
+"""W3C Trace Context. What is not like this may be more than a replica takes, which would then count as ill."""
 _SAFE = "".join(map(chr, range(0x21, 0x7F))).replace("%", "")
 
 
@@ -19,7 +23,7 @@ def request_headers(
     """The headers of a request; `journaled`: a replica of ours is to tell where it can be carried on."""
     exchange, caller = journey.exchange, journey.caller
     headers = list(_FIXED)
-    headers += [(name, exchange.headers[name]) for name in _TRACE if name in exchange.headers]
+    headers += _trace(exchange.headers)
     if replica.kind != "argosy":
         # Engines know their requests by it, and clients choose theirs: two that are the same would meet there.
         headers.append((b"x-request-id", journey.id.rpartition("-")[2].encode()))
@@ -30,6 +34,15 @@ def request_headers(
     if journaled:
         headers.append((b"x-argosy-journal", b"1"))
     return headers
+
+
+def _trace(sent: Mapping[bytes, bytes]) -> list[tuple[bytes, bytes]]:
+    """What the client says of its trace, as far as it is that."""
+    parent, state = sent.get(b"traceparent", b""), sent.get(b"tracestate", b"")
+    if not parent or not _TRACEPARENT.fullmatch(parent):
+        return []
+    found = [(b"traceparent", parent)]
+    return [*found, (b"tracestate", state)] if _TRACESTATE.fullmatch(state) else found
 
 
 @lru_cache(maxsize=4096)

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import msgspec
 from msgspec import Raw
 
+from argosy.gateway.ask import fields_of
 from argosy.gateway.attempt import Attempt
 from argosy.gateway.caller import Caller
 from argosy.gateway.dispatch import unavailable
@@ -26,6 +27,14 @@ REPLICAS = "/replicas/"
 METRICS = "/metrics"
 
 
+class _Known(msgspec.Struct, gc=False):
+    """The fields that may be large; all others may be anything."""
+
+    prompt: Raw = Raw()
+    messages: Raw = Raw()
+    tokens: Raw = Raw()
+
+
 class Passing:
     """The handlers of what a replica's own HTTP server answers without its engine."""
 
@@ -35,7 +44,9 @@ class Passing:
 
     async def text(self, exchange: Exchange, caller: Caller) -> None:
         """`POST /tokenize` and `POST /detokenize`."""
-        fields = parse(dict[str, Raw], await exchange.body())
+        raw = await exchange.body()
+        known = parse(_Known, raw)
+        fields = fields_of(raw, known.prompt, known.messages, known.tokens)
         named = fields.get("model", Raw(b"null"))
         name = msgspec.json.decode(named)
         models = self._models

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from argosy.gateway.ask import LONGEST_TOKEN_BYTES, MEDIA_TOKENS, Ask, read
+from argosy.protocol import ApiError
 
 
 def chat(*parts: dict[str, object]) -> Ask:
@@ -100,3 +101,12 @@ def test_a_prompt_that_fits_nowhere_is_known(prompt: object) -> None:
 )
 def test_a_prompt_that_may_fit_is_for_a_replica_to_judge(asked: Ask) -> None:
     assert not asked.exceeds(1000)
+
+
+def test_a_body_is_its_prompt_and_not_much_beside() -> None:
+    """A dictionary of millions of fields took a gigabyte, and the event loop for seconds."""
+    many = b"".join(b',"%x":1' % number for number in range(600_000))
+    with pytest.raises(ApiError) as caught:
+        read(b'{"model":"m","prompt":"x"' + many + b"}", "prompt")
+    assert caught.value.status == 413
+    assert read(b'{"model":"m","prompt":"' + many.hex().encode() + b'"}', "prompt").choices == 1
