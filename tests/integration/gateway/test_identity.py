@@ -198,6 +198,9 @@ def test_one_person_on_their_own_machine_needs_no_key(peer: str) -> None:
         ("127.0.0.1", {b"x-forwarded-for": b"127.0.0.1"}),
         ("unix", {b"forwarded": b"for=203.0.113.1"}),
         ("127.0.0.1", {b"host": b"rebound.example:8000"}),
+        ("127.0.0.1", {b"host": b"192.168.1.5:8000"}),
+        ("127.0.0.1", {b"host": b"192.168.1.5:8000", b"origin": b"http://192.168.1.5:8000"}),
+        ("unix", {b"host": b"203.0.113.5"}),
         ("127.0.0.1", {b"host": b"localhost:8000", b"origin": b"https://evil.example"}),
         ("127.0.0.1", {b"host": b"localhost:8000", b"origin": b"http://203.0.113.5"}),
         ("127.0.0.1", {b"host": b"localhost:8000", b"origin": b"null"}),
@@ -214,7 +217,7 @@ def test_without_keys_nobody_else_is_let_in(peer: str, headers: dict[bytes, byte
         {b"host": b"[::1]:8000"},
         {b"host": b"box.localhost"},
         {b"host": b"localhost:8000", b"origin": b"http://localhost:3000"},
-        {b"host": b"192.168.1.5:8000", b"origin": b"http://192.168.1.5:8000"},
+        {b"host": b"0.0.0.0:8000", b"origin": b"http://0.0.0.0:8000"},
     ],
 )
 def test_pages_and_programs_of_this_machine_are_let_in(headers: dict[bytes, bytes]) -> None:

@@ -89,7 +89,7 @@ def from_this_machine(peer: str, headers: Mapping[bytes, bytes]) -> bool:
     if address is None or not address.is_loopback or not FORWARDED.isdisjoint(headers):
         return False
     host = headers.get(b"host", b"").decode("latin-1").lower()
-    if not (_is_local(host) or parse_address(host)):
+    if not _is_local(host):  # also another address of ours: somebody forwarded what came to it
         return False
     origin_of_page = headers.get(b"origin", b"").decode("latin-1").lower()
     page = origin_of_page.partition("://")[2]
@@ -100,6 +100,6 @@ def _is_local(authority: str) -> bool:
     """Whether `host:port` is a name or an address that only means the machine itself."""
     address = parse_address(authority)
     if address is not None:
-        return address.is_loopback
+        return address.is_loopback or address.is_unspecified
     name = authority.partition(":")[0]
     return name in {"", "localhost", "host.docker.internal"} or name.endswith(".localhost")
