@@ -23,7 +23,7 @@ async def answered(exchange: Exchange, handling: Awaitable[None]) -> None:
     except SlowReaderError:
         exchange.failure = "slow_reader"
     except Exception:
-        log.exception("request_failed", path=exchange.path)
+        log.exception("request_failed", path=exchange.path[:200])
         message = "An internal error. Report it with the request id."
         await _refuse(exchange, ApiError(500, "internal_error", message))
 
