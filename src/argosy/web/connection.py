@@ -21,12 +21,17 @@ from argosy.web.exchange import WIRE, App, Scope
 from argosy.web.head import LIMIT_BYTES, Head
 from argosy.web.wire import RequestWire
 
+MOST_UNREAD_BYTES = 1 << 30
+"""Of all connections together; bodies that go on coming beyond that are refused."""
+
 
 class State(ServerState):
     """What uvicorn's server keeps of its connections."""
 
     retired = False
     """It is leaving: each connection's next answer is its last."""
+    unread = 0
+    """Bytes of bodies that are kept until somebody takes them."""
 
 
 class Connection(asyncio.Protocol):
@@ -95,6 +100,8 @@ class Connection(asyncio.Protocol):
         self._idle.remove(self)
         self._quiet.remove(self)
         self._deaf = True
+        for wire, _ in self._waiting:
+            wire.forget()
         self._waiting.clear()
         if self._current is not None:
             self._current.client_gone()
@@ -201,6 +208,11 @@ class Connection(asyncio.Protocol):
     def fixed_headers(self) -> Iterable[tuple[bytes, bytes]]:
         """See `Owner`."""
         return self._server.default_headers
+
+    def keep(self, count: int) -> bool:
+        """See `Owner`."""
+        self._server.unread += count
+        return self._server.unread <= MOST_UNREAD_BYTES
 
     def hold(self) -> None:
         """See `Owner`."""

@@ -66,7 +66,7 @@ class Wire(Protocol):
         """Whether the client is behind with what was sent to it."""
 
     async def body(self, limit: int) -> bytes:
-        """The whole body, or more than `limit` bytes of it. Raises DisconnectedError."""
+        """The whole body, or more than `limit` bytes of it. Raises DisconnectedError, or ApiError 503."""
 
     async def room(self) -> None:
         """Wait until the client is not behind, or has gone."""
@@ -167,7 +167,10 @@ class Exchange:
             self.request_id = request_id
 
     async def body(self) -> bytes:
-        """The whole body. Raises ApiError 413 before reading too much, 408 when it does not come."""
+        """The whole body. Raises ApiError 413 before reading too much, 408 when it does not come.
+
+        503 when more bodies come than can be kept at a time.
+        """
         limit, wire = self._limits.body_limit_bytes, self._wire
         self._refuse_length(limit)
         if wire.whole:

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterable, MutableMapping
 from typing import Any, Protocol, cast
 
+from argosy.protocol import ApiError
 from argosy.web.exchange import App, DisconnectedError, Scope, Watcher
 
 UNREAD_BYTES = 64 * 1024
@@ -31,6 +32,9 @@ class Owner(Protocol):
     def fixed_headers(self) -> Iterable[tuple[bytes, bytes]]:
         """Headers of every answer."""
 
+    def keep(self, count: int) -> bool:
+        """So many more bytes of bodies are kept, or fewer; whether there is room for what all connections keep."""
+
     def hold(self) -> None:
         """Read nothing more for now."""
 
@@ -52,6 +56,7 @@ class RequestWire:
         "_changed",
         "_chunked",
         "_connection",
+        "_crowded",
         "_expects",
         "_handed",
         "_most",
@@ -85,6 +90,8 @@ class RequestWire:
         self._expects = expects_continue and self._version != "1.0"
         self._body = bytearray()
         self._size = 0
+        self._crowded = False
+        """There was no room for what came."""
         self._most = UNREAD_BYTES
         self._handed = False
         """The end of the body was given to an ASGI application."""
@@ -104,10 +111,11 @@ class RequestWire:
         while not self.whole and self._size <= limit:
             if self.gone:
                 raise DisconnectedError
+            if self._crowded:
+                message = "Too much is being sent at a time. Try again shortly."
+                raise ApiError(503, "overloaded", message, retry_after_s=1.0)
             await self._news()
-        body = bytes(self._body)
-        self._body.clear()
-        return body
+        return self._take()
 
     async def room(self) -> None:
         """See `Wire`."""
@@ -170,6 +178,7 @@ class RequestWire:
             return
         self._body += body
         self._size += len(body)
+        self._crowded = not self._connection.keep(len(body))
         if self._size > self._most:
             self._connection.hold()
         self._wake()
@@ -178,6 +187,10 @@ class RequestWire:
         """That was all of it."""
         self.whole = True
         self._wake()
+
+    def forget(self) -> None:
+        """Nobody wants what came."""
+        self._take()
 
     def client_full(self) -> None:
         """What was sent piles up."""
@@ -212,6 +225,7 @@ class RequestWire:
         except Exception:
             log.exception("the application failed")
         finally:
+            self.forget()
             if not (self.ended or self.gone):
                 if self.started:
                     self._connection.drop()
@@ -226,8 +240,7 @@ class RequestWire:
             await self._news()
         if self.ended or self.gone:
             return {"type": "http.disconnect"}
-        body = bytes(self._body)
-        self._body.clear()
+        body = self._take()
         self._size = 0
         self._handed = self.whole
         return {"type": "http.request", "body": body, "more_body": not self.whole}
@@ -275,6 +288,12 @@ class RequestWire:
         self.ended = True
         self._wake()
         self._connection.answered(self)
+
+    def _take(self) -> bytes:
+        body = bytes(self._body)
+        self._body.clear()
+        self._connection.keep(-len(body))
+        return body
 
     async def _news(self) -> None:
         """Wait for anything to change, reading on meanwhile."""

@@ -17,7 +17,19 @@ from starlette.routing import Mount, Route
 from tests.waiting import until
 
 from argosy.gateway.config import GatewayConfig
-from argosy.web import App, Exchange, Listener, Receive, Scope, Send, bind, listen, url_of
+from argosy.web import (
+    App,
+    Exchange,
+    Listener,
+    Receive,
+    Scope,
+    Send,
+    answered,
+    bind,
+    listen,
+    url_of,
+)
+from argosy.web import connection as connections
 from argosy.web.exchange import WIRE
 
 
@@ -53,8 +65,12 @@ async def names(request: Request) -> PlainTextResponse:
 
 async def hold(scope: Scope, receive: Receive, send: Send) -> None:
     """Takes the whole body at once, as the gateway does, and says how long it is."""
-    body = await Exchange(scope, receive, send, GatewayConfig(models=[])).body()
-    await PlainTextResponse(str(len(body)))(scope, receive, send)
+    exchange = Exchange(scope, receive, send, GatewayConfig(models=[]))
+
+    async def length() -> None:
+        await exchange.answer(200, str(len(await exchange.body())).encode())
+
+    await answered(exchange, length())
 
 
 APP = Starlette(
@@ -189,6 +205,26 @@ async def test_a_body_in_tiny_chunks_takes_no_more_than_it_has() -> None:
         writer.close()
     assert b"\r\n\r\n400000HTTP/1.1" in answer
     assert most < 3 * len(tiny)
+
+
+async def test_bodies_that_are_never_whole_take_so_much_together_and_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connections, "MOST_UNREAD_BYTES", 1 << 20)
+    begun = b"POST /hold/ HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
+    async with listening(APP) as port:
+        for _ in range(3):  # what was kept is given back, however it ended
+            slow = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
+            for _, writer in slow:
+                writer.write(begun % (1 << 20) + bytes(300_000))
+            answers = [asyncio.create_task(reader.read()) for reader, _ in slow]
+            done, _ = await asyncio.wait(answers, return_when=asyncio.FIRST_COMPLETED)
+            assert all(b" 503 " in answer.result().partition(b"\r\n")[0] for answer in done)
+            for _, writer in slow:
+                writer.close()
+            await asyncio.gather(*answers, return_exceptions=True)
+            whole = await talk(port, post("/hold/", bytes(900_000), "connection: close"))
+            assert whole.endswith(b"900000")
 
 
 async def test_continue_is_sent_when_the_body_is_wanted() -> None:
