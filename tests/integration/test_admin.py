@@ -65,7 +65,8 @@ async def admin(
     """A client without a key. Callers are those of the directory, by default the store's."""
     if directory is None:
         directory = Directory() if store is None else store.directory()
-    answer = build_admin(store, Identity(directory, AuthConfig()), cards, changed)
+    identity = Identity(directory, AuthConfig())
+    answer = build_admin(store, identity, lambda request, _: cards(request), changed)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send, Limits())

@@ -15,6 +15,7 @@ from tests.integration.test_metrics import value
 
 from argosy.cli.explain import show
 from argosy.gateway import ReplicaConfig
+from argosy.gateway.caller import Caller
 from argosy.gateway.explain import ExplainConfig, Trace, Traces, Try
 from argosy.policy import Cost
 
@@ -136,6 +137,21 @@ def test_nobody_hides_an_answer_by_choosing_its_id_for_a_request() -> None:
     for trace in (mine, other):
         traces.end(trace, 1.0)
     assert traces.find("chatcmpl-1") == mine
+
+
+def test_no_organisation_hides_a_request_of_another_by_calling_its_own_like_it() -> None:
+    traces = Traces(ExplainConfig(requests=2))
+    for number, organisation in enumerate(("acme", "zeta")):
+        trace = Trace(id=f"a{number}", request="same", caller=Caller(organisation=organisation))
+        traces.begin(trace)
+        traces.end(trace, float(number))
+    found = [traces.find("same", organisation) for organisation in ("acme", "zeta", None, "other")]
+    assert [trace and trace.id for trace in found] == ["a0", "a1", "a1", None]
+    for number in (2, 3):
+        trace = Trace(id=f"a{number}", request="other")
+        traces.begin(trace)
+        traces.end(trace, float(number))
+    assert traces.find("same", "acme") is None
 
 
 def test_attempts_and_candidates_are_bounded() -> None:

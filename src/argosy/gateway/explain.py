@@ -167,9 +167,14 @@ _pack = msgspec.msgpack.Encoder(enc_hook=str).encode
 
 class _Kept(NamedTuple):
     ended: float
+    organisation: str
     request: str
     trace: bytes
     """Packed: nothing of thousands of requests is left for the garbage collector to walk."""
+
+
+def _names(organisation: str, request: str) -> tuple[tuple[str | None, str], ...]:
+    return (None, request), (organisation, request)
 
 
 class Traces:
@@ -179,8 +184,8 @@ class Traces:
         self._config = config
         self._running: dict[str, Trace] = {}
         self._kept: OrderedDict[str, _Kept] = OrderedDict()
-        self._by_request: dict[str, str] = {}
-        """Request id -> the id of the latest request that had it."""
+        self._by_request: dict[tuple[str | None, str], str] = {}
+        """Organisation (None: any) and request id -> the id of the latest request that had it."""
 
     def __len__(self) -> int:
         return len(self._running) + len(self._kept)
@@ -188,25 +193,30 @@ class Traces:
     def begin(self, trace: Trace) -> None:
         """A request begins."""
         self._running[trace.id] = trace
-        self._by_request[trace.request] = trace.id
+        for name in _names(trace.caller.organisation, trace.request):
+            self._by_request[name] = trace.id
 
     def end(self, trace: Trace, now: float) -> None:
         """It has ended: from now on its trace does not change."""
         self._running.pop(trace.id, None)
-        self._kept[trace.id] = _Kept(now, trace.request, _pack(trace))
+        self._kept[trace.id] = _Kept(now, trace.caller.organisation, trace.request, _pack(trace))
         oldest = now - self._config.seconds
         while self._kept:
             name, kept = next(iter(self._kept.items()))
             if kept.ended >= oldest and len(self._kept) <= self._config.requests:
                 return
             del self._kept[name]
-            if self._by_request.get(kept.request) == name:
-                del self._by_request[kept.request]
+            for known in _names(kept.organisation, kept.request):
+                if self._by_request.get(known) == name:
+                    del self._by_request[known]
 
-    def find(self, name: str) -> Trace | None:
-        """The trace of an answer's id, else the latest of a request id: clients choose those, and hide no answer."""
+    def find(self, name: str, organisation: str | None = None) -> Trace | None:
+        """The trace of an answer's id, else the latest of a request id, of one organisation's if that is given.
+
+        Clients choose request ids: they hide no answer, and not the requests of another organisation.
+        """
         known = name in self._running or name in self._kept
-        found = name if known else self._by_request.get(name, name)
+        found = name if known else self._by_request.get((organisation, name), name)
         running = self._running.get(found)
         if running is not None:
             return running

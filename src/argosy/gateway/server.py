@@ -181,8 +181,8 @@ class GatewayServer:
             log.info("no_fast_path", reason=str(error))
             return None
 
-    def _explain(self, request: str) -> dict[str, Any] | None:
-        trace = self._traces.find(request)
+    def _explain(self, request: str, organisation: str | None) -> dict[str, Any] | None:
+        trace = self._traces.find(request, organisation)
         return None if trace is None else trace.tell()
 
     def _read(self, front: Front, serving: Serving, keeping: _Keeping | None) -> GatewayReading:

@@ -140,7 +140,7 @@ async def front(
         serving,
         operating,
         identify=identity.identify,
-        admin=build_admin(None, identity, lambda _: None, lambda: None),
+        admin=build_admin(None, identity, lambda *_: None, lambda: None),
         metrics=metrics,
         config=config,
     )

@@ -32,14 +32,14 @@ OPERATIONS = add_document(
 def build_admin(
     store: Store | None,
     identity: Identity,
-    cards: Callable[[str], dict[str, Any] | None],
+    cards: Callable[[str, str | None], dict[str, Any] | None],
     changed: Callable[[], None],
 ) -> App:
     """The application for /admin, to which requests are handed by `Exchange.hand_to`.
 
-    `cards` tells what became of a request, by its id. `changed` is called when accounts were changed; `identity` knows
-    by then. Both are called on the event loop's thread. Refusals are raised as ApiError, for whoever handed over
-    the exchange to answer.
+    `cards` tells what became of a request, by its id and the organisation that asks (None: the whole gateway).
+    `changed` is called when accounts were changed; `identity` knows by then. Both are called on the event loop's
+    thread. Refusals are raised as ApiError, for whoever handed over the exchange to answer.
     """
     desk = Desk(store, cards)
     by_path: dict[str, dict[str, Operation]] = {}

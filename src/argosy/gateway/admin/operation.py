@@ -49,7 +49,7 @@ class Desk:
     """What operations work on: all of the whole gateway, or of one organisation, as if there were no others."""
 
     store: Store | None
-    cards: Callable[[str], dict[str, Any] | None]
+    cards: Callable[[str, str | None], dict[str, Any] | None]
     """What `argosy explain` shows of a request, by its id."""
     organisation: str | None = None
     """Its id; None: the whole gateway."""
@@ -60,7 +60,7 @@ class Desk:
 
     def card(self, request: str) -> dict[str, Any] | None:
         """What `cards` tells, unless it is another organisation's."""
-        card, within = self.cards(request), self.organisation
+        card, within = self.cards(request, self.organisation), self.organisation
         if card is None or within is None or card["caller"]["organisation"] == within:
             return card
         return None
