@@ -10,9 +10,10 @@ from typing import Any, Protocol
 
 import msgspec
 
+from argosy.gateway.dialects import UNREADABLE
 from argosy.gateway.journal import Delivered
 from argosy.gateway.journey import CHAT, Journey
-from argosy.protocol import CachedTokens, EventParser, Usage, comment
+from argosy.protocol import ApiError, CachedTokens, EventParser, Usage, comment
 from argosy.web import Exchange
 
 KEEP_ALIVE = comment(b"keep-alive")
@@ -139,13 +140,9 @@ class Gathered:
             if told == _DONE:
                 continue
             try:
-                chunk = _decode(told)
-            except msgspec.DecodeError as error:
-                raise ValueError(str(error)) from error
-            self._identity = chunk
-            self._prompt_ids = chunk.get("prompt_token_ids", self._prompt_ids)
-            for choice in chunk["choices"]:
-                self._choices[choice["index"]].add(choice)
+                self._add(_decode(told))
+            except UNREADABLE as error:
+                raise ValueError(f"an event of it cannot be read ({error})") from error
 
     def keep_alive(self) -> None:
         """See `Out`: an answer that is sent whole has not begun."""
@@ -156,7 +153,21 @@ class Gathered:
         return True
 
     async def end(self) -> None:
-        """See `Out`."""
+        """See `Out`. Raises ApiError 502 when they are no answer."""
+        try:
+            whole = _encode(self._whole())
+        except UNREADABLE as error:
+            message = "The replica's answer cannot be read. Try again shortly."
+            raise ApiError(502, "upstream_failed", message) from error
+        await self._journey.exchange.answer(200, whole)
+
+    def _add(self, chunk: dict[str, Any]) -> None:
+        self._identity = chunk
+        self._prompt_ids = chunk.get("prompt_token_ids", self._prompt_ids)
+        for choice in chunk["choices"]:
+            self._choices[choice["index"]].add(choice)
+
+    def _whole(self) -> dict[str, Any]:
         chat = self._journey.api is CHAT
         write = _chat_choice if chat else _completion_choice
         identity = self._identity
@@ -170,7 +181,7 @@ class Gathered:
         }
         if self._prompt_ids is not None:
             whole["prompt_token_ids"] = self._prompt_ids
-        await self._journey.exchange.answer(200, _encode(whole))
+        return whole
 
 
 def _chat_choice(index: int, choice: _Choice) -> dict[str, Any]:

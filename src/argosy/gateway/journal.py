@@ -5,6 +5,7 @@ The replica's side, with the format, is `argosy.engine.serving.http.journal`.
 
 from __future__ import annotations
 
+import re
 from array import array
 
 import msgspec
@@ -18,6 +19,7 @@ _SEAL_BYTES = len(_SEAL)
 _COMMENT = b"\n:"
 _EVENT = b"data:"
 _DONE = b"data: [DONE]"
+_IDS = re.compile(rb"[0-9]{1,10}(?:,[0-9]{1,10})*")
 MOST_HELD_BYTES = 64 * 1024 * 1024
 """Of events whose block has not come."""
 
@@ -111,6 +113,8 @@ class JournalReader(StreamReader):
         if choice in self._told:
             return False
         if ids:
+            if not _IDS.fullmatch(ids):
+                raise ValueError("its token ids are none")
             told = delivered.tokens.get(choice)
             if told is None:
                 told = delivered.tokens[choice] = []

@@ -100,7 +100,10 @@ class ClientStream:
         assert self._reader is not None  # noqa: S101 - the attempt has fed it
         if not self._reader.done:
             raise UpstreamError(self._reader.failure or "the stream ended before its end")
-        self._push(self._reader.take_held())
+        try:
+            self._push(self._reader.take_held())
+        except ValueError as error:
+            raise UpstreamError(f"the end of its stream cannot be read ({error})") from error
         self._journey.pool.answered(self._told / self._journey.ask.choices)
 
     def end_with(self, events: bytes) -> None:

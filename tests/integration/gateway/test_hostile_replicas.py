@@ -96,6 +96,39 @@ async def test_an_explanation_is_small_whatever_a_replica_said() -> None:
             assert len(str(trace.tell())) < 20_000
 
 
+SEAL = b": argosy prompt 7 3\n\n"
+CHUNK = b'data: {"id": "x", "created": 1, "model": "m", "choices": [%b]}\n\n'
+CHOICE = b'{"index": 0, "delta": {"content": %b}, "text": "", "finish_reason": null}'
+DONE = b"data: [DONE]\n\n"
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [
+        SEAL + DONE,
+        SEAL + CHUNK % (CHOICE % b"[1]") + b": argosy 0 1\n\n" + DONE,
+        SEAL + b"data: 7\n\n" + DONE,
+        SEAL + CHUNK % (CHOICE % b'"a"') + b": argosy 0 x\n\n" + DONE,
+        SEAL + CHUNK % (CHOICE % b'"a"') + b": argosy 0 " + b"9" * 5000 + b"\n\n",
+    ],
+    ids=["nothing", "no text", "no chunk at its end", "no ids", "huge ids"],
+)
+async def test_what_cannot_be_read_is_the_replicas_failure_and_no_error_of_ours(
+    stream: bytes,
+) -> None:
+    answer = whole(stream, b"text/event-stream")
+    async with behind(lambda path: answer if path == CHAT else whole(b"{}"), "argosy") as running:
+        got = await running.client.post(CHAT, json=BODY)
+    assert (got.status_code, got.json()["error"]["code"]) == (502, "upstream_failed")
+
+
+async def test_text_that_is_none_is_the_servers_failure_too() -> None:
+    answers = streamed(CHUNK[6:-2] % (CHOICE % b"[1]"))
+    async with behind(lambda _: answers) as running:
+        got = await running.client.post(CHAT, json=STREAM)
+    assert b"upstream_failed" in got.content
+
+
 async def test_loads_beyond_any_number_are_not_taken_and_the_replica_is_asked_again() -> None:
     name = b"vllm:num_requests_running"
     text = b"".join(b'%b{engine="%d"} 1e308\n' % (name, n) for n in range(2))

@@ -12,6 +12,7 @@ from argosy.gateway.dialects.dialect import (
     LoadSource,
     Reading,
 )
+from argosy.gateway.dialects.events import UNREADABLE
 from argosy.gateway.dialects.finding import Found, find
 from argosy.gateway.dialects.kv_sources import KvAddress, KvSource
 from argosy.gateway.dialects.opening import Opening
@@ -20,6 +21,7 @@ from argosy.gateway.dialects.passing import Identity, Usage, is_broken_off, usag
 __all__ = [
     "CHAT_PATH",
     "COMPLETION_PATH",
+    "UNREADABLE",
     "Carrier",
     "Carry",
     "Dialect",

@@ -13,7 +13,16 @@ from typing import Any
 import msgspec
 
 from argosy.gateway.dialects.dialect import CHAT_PATH
-from argosy.gateway.dialects.events import BROKEN_OFF, DONE, END, cut, data_of, error_of, is_error
+from argosy.gateway.dialects.events import (
+    BROKEN_OFF,
+    DONE,
+    END,
+    UNREADABLE,
+    cut,
+    data_of,
+    error_of,
+    is_error,
+)
 from argosy.gateway.dialects.passing import Usage
 from argosy.gateway.dialects.told import Told, encode
 from argosy.gateway.journal import Delivered
@@ -22,14 +31,6 @@ from argosy.protocol import SSE_DONE
 
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
 _SAID = frozenset({"role", "content"})
-_UNREADABLE = (
-    AttributeError,
-    LookupError,
-    OverflowError,
-    TypeError,
-    ValueError,
-    msgspec.DecodeError,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,7 @@ class ChunkReader(StreamReader):
                 self.failure = error_of(chunk)
                 return b""
             changed = self._take_in(chunk)
-        except _UNREADABLE as error:
+        except UNREADABLE as error:
             self.failure = f"an event of its stream cannot be read ({error})"
             return b""
         if changed is None:
@@ -123,6 +124,7 @@ class ChunkReader(StreamReader):
         if self._view.completion:
             choice["delta"] = {"content": choice.pop("text")}
             choice.pop("prompt_token_ids", None)
+        self._check_text(choice)
         changed = self._take_ids(chunk, choice, counted=usage is not None) or bool(told.gate)
         if usage is not None:
             self._count(chunk, usage)
@@ -142,6 +144,14 @@ class ChunkReader(StreamReader):
             told.first = chunk
         chunk.update(self._head)
         return changed
+
+    def _check_text(self, choice: dict[str, Any]) -> None:
+        """Raises TypeError when the text of a choice is none: before it counts as something that was told."""
+        text = (
+            choice["delta"].get("content") if self._told.path == CHAT_PATH else choice.get("text")
+        )
+        if not isinstance(text, str | None):
+            raise TypeError("its text is none")
 
     def _take_text(self, choice: dict[str, Any]) -> tuple[str, bool]:
         """Note the text of a choice. What is new of it, and whether there is more than text."""

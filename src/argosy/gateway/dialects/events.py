@@ -4,9 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 LONGEST_EVENT_BYTES = 16 * 1024 * 1024
 END = b"\n\n"
 DONE = b"[DONE]"
+UNREADABLE = (
+    AttributeError,
+    LookupError,
+    OverflowError,
+    RecursionError,
+    TypeError,
+    ValueError,
+    msgspec.DecodeError,
+)
+"""What comes of events whose fields are not what they should be."""
 BROKEN_OFF = frozenset({"abort", "error", "cancelled", "timeout"})
 """Finish reasons of answers that a server did not bring to their end: it shuts down, or its engine died.
 
