@@ -19,7 +19,7 @@ _SEAL_BYTES = len(_SEAL)
 _COMMENT = b"\n:"
 _EVENT = b"data:"
 _DONE = b"data: [DONE]"
-_IDS = re.compile(rb"[0-9]{1,10}(?:,[0-9]{1,10})*")
+_IDS = re.compile(rb"[0-9]{0,10}(?:,[0-9]{0,10})*")
 MOST_HELD_BYTES = 64 * 1024 * 1024
 """Of events whose block has not come."""
 

@@ -77,7 +77,7 @@ def test_what_waits_for_its_block_is_bounded(junk: bytes) -> None:
         reader.feed(piece + junk * 9)
 
 
-@pytest.mark.parametrize("ids", [b"x", b"1,,2", b",", b"-1", b"9" * 5000])
+@pytest.mark.parametrize("ids", [b"x", b"1,x", b"-1", b"9" * 5000])
 def test_token_ids_that_are_none_are_found_at_once(ids: bytes) -> None:
     """Not when the answer is to be carried on elsewhere from them."""
     with pytest.raises(ValueError, match="ids"):
