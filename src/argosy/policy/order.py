@@ -9,7 +9,8 @@ leaves, so that a tenant does not take all room before its first token has come;
 known only as its answer streams, so `charge` may put a tenant into debt, which later rounds pay off, or
 give back what was too much. What is served while no other tenant waits is no debt. Between two tenants
 that both wait all the while, service per weight then differs by at most two quanta, plus for each what it
-can have running in excess of what was expected. Inside a tenant: by deadline, then as they came.
+can have running in excess of what was expected. Inside a tenant: by deadline, then as they came; none is
+overtaken by one that comes `PATIENCE_S` later, whatever its deadline.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ PROMOTED_EACH = 4
 PROMOTE_S = (math.inf, 5.0, 30.0)
 """For premium, standard and free: how long the oldest may wait before its tier takes turns."""
 LOWEST = len(PROMOTE_S) - 1
+PATIENCE_S = 30.0
+"""Who has waited for so long goes before all deadlines to come: those in a hurry may never stop coming."""
 
 
 @dataclass(slots=True)
@@ -69,6 +72,7 @@ class _Tenant(Generic[T]):
 
     def __init__(self) -> None:
         self.heap: list[tuple[float, int, Waiting[T]]] = []
+        """By when each has to go."""
         self.alive = 0
         self.size = 0
         self.credit = 0.0
@@ -101,7 +105,8 @@ class _Tier(Generic[T]):
         tenant.alive += 1
         tenant.size += waiting.size
         self.count += 1
-        heapq.heappush(tenant.heap, (waiting.deadline, number, waiting))
+        urgent = min(waiting.deadline, waiting.arrival + PATIENCE_S)
+        heapq.heappush(tenant.heap, (urgent, number, waiting))
         heapq.heappush(self.arrivals, (waiting.arrival, number, waiting))
 
     def pop(self) -> Waiting[T]:
@@ -190,13 +195,17 @@ class DispatchQueue(Generic[T]):
         return True
 
     def pop(self, now: float, lowest: int = LOWEST) -> Waiting[T] | None:
-        """The next request to dispatch, of tier `lowest` or above; None when none of these waits."""
-        busy = [number for number, tier in enumerate(self._tiers[: lowest + 1]) if tier.count]
-        if not busy:
+        """The next request to dispatch, where `lowest` is the lowest tier that there is room for; None: none of these.
+
+        Room that is kept for a tier between is taken by a higher one whenever that asks, so it is no reason for those
+        below to be left out of their turns.
+        """
+        busy = [number for number, tier in enumerate(self._tiers) if tier.count]
+        if not busy or busy[0] > lowest:
             return None
         self._turns += 1
         chosen = busy[0]
-        if self._turns % PROMOTED_EACH == 0:
+        if self._turns % PROMOTED_EACH == 0 and chosen < lowest:
             old = [n for n in busy[1:] if now - self._oldest(n) > self._promote_s[n]]
             chosen = min(old, key=self._oldest, default=chosen)
         waiting = self._tiers[chosen].pop()
