@@ -89,6 +89,7 @@ class Prober:
         finally:
             if probing or outcome is Outcome.FAILURE:
                 breaker.record(outcome, time.monotonic())
+                replica.on_change()
 
     async def _meet(self) -> bool:
         """Find out what it is and which models it has; whether that is known now."""
