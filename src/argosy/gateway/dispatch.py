@@ -207,6 +207,8 @@ class Dispatcher:
             if placed.done() and not placed.cancelled() and placed.exception() is None:
                 placed.result().ended(None, self._clock())  # it came too late
             if isinstance(error, TimeoutError):
+                if not self._pool.alive():
+                    raise unavailable(self._pool) from error
                 raise self._contended(f"no room within {self._limits.wait_s:g} s") from error
             raise
 

@@ -4,7 +4,7 @@ Between tiers the higher goes first, but a tier whose oldest request has waited 
 `promote_s` takes every `PROMOTED_EACH`-th turn, so nobody starves and nobody's old backlog drowns the
 higher tiers. Inside a tier, deficit round robin over tenants (Shreedhar & Varghese 1995) with the
 deficit in tokens: a tenant that has credit goes on until it has none, then waits until the rounds
-have given it some again (`QUANTUM` x weight each). A request is charged what it will likely cost as it
+have given it some again (`QUANTUM`, by weight). A request is charged what it will likely cost as it
 leaves, so that a tenant does not take all room before its first token has come; what it costs in truth is
 known only as its answer streams, so `charge` may put a tenant into debt, which later rounds pay off, or
 give back what was too much. What is served while no other tenant waits is no debt. Between two tenants
@@ -24,7 +24,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 QUANTUM = 256.0
-"""Tokens that a tenant of weight 1 gets in a round."""
+"""Tokens that the tenant of the largest weight gets in a round, and each other one in proportion to its own."""
 PROMOTED_EACH = 4
 PROMOTE_S = (math.inf, 5.0, 30.0)
 """For premium, standard and free: how long the oldest may wait before its tier takes turns."""
@@ -153,11 +153,12 @@ class _Tier(Generic[T]):
         for name, tenant in self.ring.items():
             if tenant.credit > 0:
                 return name, tenant
-        rounds = min(math.floor(-t.credit / (QUANTUM * t.weight)) + 1 for t in self.ring.values())
+        quantum = QUANTUM / max(tenant.weight for tenant in self.ring.values())
+        rounds = min(math.floor(-t.credit / (quantum * t.weight)) + 1 for t in self.ring.values())
         for tenant in self.ring.values():
-            tenant.credit += rounds * QUANTUM * tenant.weight
+            tenant.credit += rounds * quantum * tenant.weight
         for name, resting in list(self.resting.items()):
-            resting.credit += rounds * QUANTUM * resting.weight
+            resting.credit += rounds * quantum * resting.weight
             if resting.credit >= 0:
                 del self.resting[name]
         return self._turn()

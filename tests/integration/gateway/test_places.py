@@ -11,7 +11,7 @@ from tests.integration.gateway.harness import Running, Watching, front
 from tests.integration.rough_server import Asked, Rough, plain, rough_server
 from tests.waiting import until
 
-from argosy.gateway import ReplicaConfig, Timeouts
+from argosy.gateway import QueueConfig, ReplicaConfig, Timeouts
 from argosy.policy import RetryBudget
 from argosy.protocol import ApiError
 
@@ -97,6 +97,25 @@ async def test_a_replica_that_was_full_is_asked_again_though_nothing_ends_there(
         async with asyncio.timeout(10.0):
             assert (await quick).status_code == 200
         assert not long.done()
+        script.gates["long"].set()
+        assert (await long).status_code == 200
+
+
+async def test_who_waited_for_replicas_that_have_all_gone_is_told_so() -> None:
+    script, soon = Script(), QueueConfig(wait_s=0.3)
+    async with (
+        rough_server(script) as server,
+        front([], one(server, "a", 1), queue=soon, timeouts=PATIENT) as running,
+    ):
+        long = asks(running, "long")
+        await until(is_asked(script, 1))
+        assert (await asks(running, "waiting")).json()["error"]["code"] == "overloaded"
+        waiting = asks(running, "waiting")
+        await running.queued(1)
+        (replica,) = running.replicas
+        replica.taking = False
+        answer = await waiting
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_replica")
         script.gates["long"].set()
         assert (await long).status_code == 200
 
