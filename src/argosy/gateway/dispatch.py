@@ -70,7 +70,7 @@ class Dispatcher:
             Waiting(
                 item=_Ticket(journey, asyncio.get_running_loop().create_future()),
                 tier=journey.tier,
-                tenant=caller.project,
+                tenant=caller.tenant,
                 weight=caller.weight,
                 cost=float(ask.prompt_tokens + self._pool.expected(ask)),
                 arrival=now,
@@ -175,14 +175,14 @@ class Dispatcher:
 
     def _charge(self, journey: Journey, tokens: int) -> None:
         if tokens:
-            self._queue.charge(journey.tier, journey.caller.project, float(tokens))
+            self._queue.charge(journey.tier, journey.caller.tenant, float(tokens))
 
     def _admit(self, journey: Journey, now: float) -> None:
         """Raises ApiError 503 when nothing serves it, 429 when its size, tier or tenant keeps it out of the queue."""
         if not self._pool.alive():
             raise unavailable(self._pool)
         limits, queue, tier = self._limits, self._queue, journey.tier
-        held = queue.held(tier, journey.caller.project)
+        held = queue.held(tier, journey.caller.tenant)
         if queue.size + len(journey.ask.prompt) > limits.bytes:
             raise self._contended("the queue is full")
         if not (

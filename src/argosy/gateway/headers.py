@@ -23,18 +23,18 @@ def request_headers(
     if replica.kind != "argosy":
         return headers
     headers.append((b"x-argosy-answer", journey.identity))
-    headers += _of(caller.tier, caller.weight, caller.project, caller.domain)
+    headers += _of(caller.tier, caller.weight, caller.tenant, caller.domain)
     if journaled:
         headers.append((b"x-argosy-journal", b"1"))
     return headers
 
 
 @lru_cache(maxsize=4096)
-def _of(tier: int, weight: float, project: str, domain: str) -> tuple[tuple[bytes, bytes], ...]:
+def _of(tier: int, weight: float, tenant: str, domain: str) -> tuple[tuple[bytes, bytes], ...]:
     """What all requests of a caller are told."""
     headers = [(b"x-argosy-tier", b"%d" % tier), (b"x-argosy-weight", b"%g" % weight)]
-    if project:
-        headers.append((b"x-argosy-tenant", _value(project)))
+    if tenant:
+        headers.append((b"x-argosy-tenant", _value(tenant)))
     if domain:
         headers.append((b"x-argosy-domain", _value(domain)))
     return tuple(headers)
