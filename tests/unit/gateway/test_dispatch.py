@@ -1,4 +1,4 @@
-"""The queue and those that move, whatever happens: no seat is lost or taken twice, and nobody waits beside a free one."""
+"""The queue and those that move, whatever happens: no seat is lost or taken twice, nobody waits beside a free one."""
 
 from __future__ import annotations
 
