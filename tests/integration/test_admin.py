@@ -196,6 +196,13 @@ async def test_users_and_projects_change_and_end(store: Store, keys: Keys) -> No
             await client.patch(path, json={"weight": 2.5, "networks": ["127.0.0.0/8"]})
         )
         assert (changed["weight"], changed["networks"]) == (2.5, ["127.0.0.0/8"])
+        for weight in (
+            0,
+            1e-320,
+            1e7,
+        ):  # shares are compared: what is too small is a division by zero
+            refused = await client.patch(path, json={"weight": weight})
+            assert refused.status_code == 400
         assert (await done(await client.get(path)))["name"] == "chat"
         assert (await done(await client.post(f"{path}/archive")))["archived_at"] > 0
         assert told(await client.get(path)) == (401, "project_archived", None)

@@ -17,7 +17,6 @@ class Caller(msgspec.Struct, frozen=True, array_like=True):
 
     organisation: str = ""
     project: str = ""
-    """The tenant."""
     key: str = ""
     user: str = ""
     role: Role = "caller"
@@ -30,6 +29,11 @@ class Caller(msgspec.Struct, frozen=True, array_like=True):
     """Whose cached prompts its requests may share."""
     models: frozenset[str] | None = None
     """Public names that it may use; None: all."""
+
+    @property
+    def tenant(self) -> str:
+        """With whom it shares its turns: its project; users who have none, with those of their organisation."""
+        return self.project or self.organisation
 
 
 ANYONE = Caller(role="admin", scope="gateway")

@@ -48,6 +48,8 @@ class Dispatcher:
         """When each tier asked last."""
         self._ahead: dict[int, int] = {}
         """Tokens that were charged and have not come, of each request that was placed, by its identity as an object."""
+        self._moving: list[_Ticket] = []
+        """Requests that were placed, whose replica has failed."""
         pool.watch(self.pump)
 
     def __len__(self) -> int:
@@ -68,7 +70,7 @@ class Dispatcher:
             Waiting(
                 item=_Ticket(journey, asyncio.get_running_loop().create_future()),
                 tier=journey.tier,
-                tenant=caller.project,
+                tenant=caller.tenant,
                 weight=caller.weight,
                 cost=float(ask.prompt_tokens + self._pool.expected(ask)),
                 arrival=now,
@@ -76,6 +78,29 @@ class Dispatcher:
                 size=len(ask.prompt),
             )
         )
+
+    async def move(self, journey: Journey, within_s: float) -> bool:
+        """Whether a request that was placed got another replica within that time, none of those it has tried.
+
+        It goes before all that wait.
+        """
+        ticket = _Ticket(journey, asyncio.get_running_loop().create_future())
+        self._moving.append(ticket)
+        self._place_moving()
+        placed = ticket.replica
+        try:
+            async with asyncio.timeout(within_s):
+                await asyncio.shield(placed)
+        except TimeoutError:
+            return placed.done()
+        except BaseException:
+            if placed.done():
+                placed.result().ended(None, self._clock())  # it came too late
+            raise
+        finally:
+            if ticket in self._moving:
+                self._moving.remove(ticket)
+        return True
 
     def hedge(self, journey: Journey, others_than: Collection[str]) -> Picked | None:
         """One more replica for a request that was placed and is stuck. None: it has to wait for its own."""
@@ -108,7 +133,8 @@ class Dispatcher:
             self._charge(journey, -ahead)
 
     def pump(self) -> None:
-        """Hand out whatever room there is."""
+        """Hand out whatever room there is. To be called each second too: time alone gives room back."""
+        self._place_moving()
         while self._queue:
             now = self._clock()
             waiting = self._queue.pop(now, self._lowest(now))
@@ -124,26 +150,39 @@ class Dispatcher:
             ahead = int(waiting.cost) - journey.ask.prompt_tokens if waiting.charged else 0
             replica.set_result(self._goes(journey, picked, ahead, now))
 
+    def _place_moving(self) -> None:
+        now = self._clock()
+        for ticket in tuple(self._moving):
+            journey = ticket.journey
+            left_out = journey.tried | journey.unfit
+            if all(replica.name in left_out for replica in self._pool.room(now)):
+                continue
+            picked = self._pool.pick(journey.ask, journey.caller.domain, left_out, now)
+            if picked is not None:
+                self._moving.remove(ticket)
+                ticket.replica.set_result(journey.goes_to(picked, now))
+
     def _lowest(self, now: float) -> int:
         """The lowest tier that there is room for; -1: for none."""
         free, seats = self._pool.seats(now)
         return lowest_tier(free, seats, self._running, self._asked, now)
 
     def _goes(self, journey: Journey, picked: Picked, ahead: int, now: float) -> Replica:
+        self._pool.went(now)
         self._ahead[id(journey)] = ahead
         self._running[journey.tier] += 1
         return journey.goes_to(picked, now)
 
     def _charge(self, journey: Journey, tokens: int) -> None:
         if tokens:
-            self._queue.charge(journey.tier, journey.caller.project, float(tokens))
+            self._queue.charge(journey.tier, journey.caller.tenant, float(tokens))
 
     def _admit(self, journey: Journey, now: float) -> None:
         """Raises ApiError 503 when nothing serves it, 429 when its size, tier or tenant keeps it out of the queue."""
         if not self._pool.alive():
             raise unavailable(self._pool)
         limits, queue, tier = self._limits, self._queue, journey.tier
-        held = queue.held(tier, journey.caller.project)
+        held = queue.held(tier, journey.caller.tenant)
         if queue.size + len(journey.ask.prompt) > limits.bytes:
             raise self._contended("the queue is full")
         if not (
@@ -168,6 +207,8 @@ class Dispatcher:
             if placed.done() and not placed.cancelled() and placed.exception() is None:
                 placed.result().ended(None, self._clock())  # it came too late
             if isinstance(error, TimeoutError):
+                if not self._pool.alive():
+                    raise unavailable(self._pool) from error
                 raise self._contended(f"no room within {self._limits.wait_s:g} s") from error
             raise
 

@@ -30,7 +30,7 @@ def request_headers(
         return headers
     headers.append((b"x-request-id", exchange.request_id.encode()))
     headers.append((b"x-argosy-answer", journey.identity))
-    headers += _of(caller.tier, caller.weight, caller.project, caller.domain)
+    headers += _of(caller.tier, caller.weight, caller.tenant, caller.domain)
     if journaled:
         headers.append((b"x-argosy-journal", b"1"))
     return headers
@@ -46,11 +46,11 @@ def _trace(sent: Mapping[bytes, bytes]) -> list[tuple[bytes, bytes]]:
 
 
 @lru_cache(maxsize=4096)
-def _of(tier: int, weight: float, project: str, domain: str) -> tuple[tuple[bytes, bytes], ...]:
+def _of(tier: int, weight: float, tenant: str, domain: str) -> tuple[tuple[bytes, bytes], ...]:
     """What all requests of a caller are told."""
     headers = [(b"x-argosy-tier", b"%d" % tier), (b"x-argosy-weight", b"%g" % weight)]
-    if project:
-        headers.append((b"x-argosy-tenant", _value(project)))
+    if tenant:
+        headers.append((b"x-argosy-tenant", _value(tenant)))
     if domain:
         headers.append((b"x-argosy-domain", _value(domain)))
     return tuple(headers)

@@ -24,6 +24,7 @@ from argosy.policy import (
     Refusal,
     Reservation,
     Use,
+    never,
     reserve,
 )
 from argosy.store import (
@@ -202,9 +203,9 @@ class Limits:
     async def _hold(
         self, party: Party, likely: Use, least: Use, now: float
     ) -> tuple[Reservation | list[Refusal], bool]:
-        """Hold that, asking for more room if need be; whether anybody could say how much there is."""
+        """Hold that, asking for more room if that may help; whether anybody could say how much there is."""
         found = reserve(party.meters, likely, least, now)
-        if isinstance(found, list):
+        if isinstance(found, list) and not any(map(never, found)):
             return await self._reserve(party, likely, least, found)
         return found, True
 

@@ -87,7 +87,10 @@ class Prober:
         except WRONG as error:
             log.debug("probe_failed", replica=replica.name, reason=str(error))
         finally:
-            if probing or outcome is Outcome.FAILURE:
+            if probing:
+                breaker.probed(outcome, time.monotonic())
+                replica.on_change()
+            elif outcome is Outcome.FAILURE:
                 breaker.record(outcome, time.monotonic())
 
     async def _meet(self) -> bool:

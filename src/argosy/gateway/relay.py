@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -170,21 +169,18 @@ class Relay:
 
     async def _next(self) -> None:
         """Wait for the replica to try next. Raises ApiError when the request was tried enough."""
-        journey, pool = self._journey, self._journey.pool
+        journey = self._journey
         if journey.failing_since is None:
             await self._dispatcher.place(journey)
             return
-        while True:  # what was placed once goes before all that wait
-            now = self._ways.clock()
-            left_out = journey.tried | journey.unfit
-            picked = pool.pick(journey.ask, journey.caller.domain, left_out, now)
-            if picked is not None:
-                journey.goes_to(picked, now)
-                return
-            if now - journey.failing_since > self._ways.timeouts.recovery_s:
+        until = journey.failing_since + self._ways.timeouts.recovery_s
+        while not await self._dispatcher.move(
+            journey,
+            backoff_s(journey.failures, random.random()),  # noqa: S311 - jitter
+        ):
+            if self._ways.clock() > until:
                 raise _upstream_failed(journey)
             journey.tried.clear()
-            await asyncio.sleep(backoff_s(journey.failures, random.random()))  # noqa: S311 - jitter
 
     def _passed_over(self, replica: Replica) -> bool:
         """It cannot go on: perhaps another can. Raises ApiError 502 when none is left."""

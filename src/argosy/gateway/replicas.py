@@ -126,11 +126,14 @@ class Replica:
         """The answer to a prompt with so many uncached tokens began `seconds` after it was sent."""
         load = self.load
         load.latency.add(seconds, now)
-        if load.reported_at < now - seconds:
-            load.sent_tokens = max(0, load.sent_tokens - tokens)
         if self._alone and tokens >= LEAST_PREFILL and not self.tells_speed:
             self._prefill.add(tokens, seconds)
             load.prefill_rate = self._prefill.per_s or load.prefill_rate
+
+    def computed(self, tokens: int, since: float) -> None:
+        """The so many tokens of a prompt that was sent then are computed by now, or never will be."""
+        if self.load.reported_at < since:  # else the report has said what is left of them
+            self.load.sent_tokens = max(0, self.load.sent_tokens - tokens)
 
     def streamed(self, tokens: int, seconds: float) -> None:
         """So many tokens of one sequence, after its first, came in so long."""
@@ -236,8 +239,8 @@ class Pool:
                 free += max(0, seats - replica.load.in_flight)
         return free, all_seats
 
-    def asked(self, now: float) -> None:
-        """A request came: what may be tried again, and twice, is a part of all requests."""
+    def went(self, now: float) -> None:
+        """A request went to a replica: what may be tried again, and twice, is a part of those that do."""
         self.retries.request(now)
         if self.hedging is not None:
             self.hedging.request(now)

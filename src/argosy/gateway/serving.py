@@ -89,9 +89,11 @@ class Serving:
         await self._answer(exchange, caller, COMPLETION)
 
     async def tend(self) -> None:
-        """Look after running streams, for as long as the gateway runs."""
+        """Look after running streams and all that wait, for as long as the gateway runs."""
         while True:
             await asyncio.sleep(1.0)
+            for dispatcher in self._dispatchers.values():
+                dispatcher.pump()
             now = self._clock()
             for stream in tuple(self._streams):
                 stream.tend(now, self._limits)
@@ -129,7 +131,7 @@ class Serving:
             message = f"The prompt is longer than the {most} tokens that {ask.model!r} can take."
             raise ApiError(413, "context_length_exceeded", message, param=api.prompt_field)
         answer_id = f"{api.id_prefix}-{random.getrandbits(128):032x}"
-        journey = Journey(
+        return Journey(
             exchange,
             ask,
             api,
@@ -140,8 +142,6 @@ class Serving:
             headers=exchange.extra,
             trace=Trace(arrived=exchange.arrived, read=self._clock()),
         )
-        pool.asked(journey.trace.read)
-        return journey
 
     async def _pass(self, journey: Journey, visits: list[Visit], out: Out) -> None:
         """Let the request in and answer it, unless the client or the gateway goes away, or its deadline passes."""

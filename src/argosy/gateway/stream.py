@@ -120,11 +120,14 @@ class ClientStream:
         """An answer came in one piece: count what it says it used."""
         if self._journey.current is not None:
             self._journey.current.first = now
-        told = usage_of(content) or Usage(
+        usage = usage_of(content)
+        told = usage or Usage(
             prompt_tokens=self._journey.ask.prompt_tokens,
             completion_tokens=len(content) // BYTES_PER_TOKEN,
         )
         told.into(self._delivered)
+        if usage is not None and usage.completion_tokens is not None:
+            self._journey.pool.answered(usage.completion_tokens / self._journey.ask.choices)
         self.settle()
         self._count((now,))
 
@@ -251,6 +254,7 @@ class ClientStream:
         if attempt is None or replica is None or tried is None or picked is None:
             return
         self._first_at = tried.first = attempt.last
+        replica.computed(picked.uncached, tried.at)
         if tried.sent is None or self._before:
             return
         uncached = picked.uncached

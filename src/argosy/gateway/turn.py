@@ -57,6 +57,8 @@ class Turn(msgspec.Struct, frozen=True):
             attempt.abandon("nobody waits for it")
         tried.ended, tried.reason = self.clock(), reason
         tried.outcome = "ended" if outcome is None else outcome.value
+        if tried.first is None:
+            self.replica.computed(self.picked.uncached, tried.at)
         self.replica.ended(outcome, tried.ended, _retry_after(attempt))
 
 

@@ -78,16 +78,12 @@ class Breaker:
         self._probing = True
 
     def record(self, outcome: Outcome, now: float, retry_after_s: float | None = None) -> None:
-        """Take in how an attempt, or a probe, went."""
+        """Take in how an attempt went."""
         if outcome is Outcome.BACKPRESSURE:
-            wait = self._limits.cool_s if retry_after_s is None else retry_after_s
-            self.cool_until = max(self.cool_until, now + min(wait, self._limits.cool_most_s))
-        failed = outcome is Outcome.FAILURE
+            self._cool(now, retry_after_s)
         if not self.closed:
-            if self._probing:
-                self._probing = False
-                self._open(now) if failed else self._close()
             return  # attempts that began before it opened say nothing new
+        failed = outcome is Outcome.FAILURE
         self._recent.append(failed)
         self._row = self._row + 1 if failed else 0
         full = len(self._recent) == self._limits.sample
@@ -95,6 +91,20 @@ class Breaker:
             failed and full and sum(self._recent) >= self._limits.share * self._limits.sample
         ):
             self._open(now)
+
+    def probed(self, outcome: Outcome, now: float) -> None:
+        """Take in how the probe went: it alone says whether requests may go there again."""
+        self._probing = False
+        if outcome is Outcome.FAILURE:
+            self._open(now)
+            return
+        self._close()
+        if outcome is Outcome.BACKPRESSURE:
+            self._cool(now, None)
+
+    def _cool(self, now: float, retry_after_s: float | None) -> None:
+        wait = self._limits.cool_s if retry_after_s is None else retry_after_s
+        self.cool_until = max(self.cool_until, now + min(wait, self._limits.cool_most_s))
 
     def _open(self, now: float) -> None:
         limits = self._limits

@@ -24,7 +24,7 @@ class OutputEstimates:
         return length if most is None else min(most, length)
 
     def learn(self, asker: Hashable, tokens: int, default: int) -> None:
-        """An answer ended by itself after so many tokens."""
+        """An answer came to its end after so many tokens: its own, or the most that it was allowed."""
         length = self._lengths.pop(asker, float(default))
         self._lengths[asker] = max(1.0, length * (UP if tokens > length else DOWN))
         if len(self._lengths) > MOST:

@@ -149,7 +149,7 @@ class Lease(Shared):
     def recall(self, used: Iterable[tuple[float, int]]) -> None:
         """See `Counter`: the authority is told with the next ask; it listens to the first that tells."""
         self.unknown = False
-        self._seeds = list(used)
+        self._seeds = [(at, units) for at, units in used if at > self._starts]
 
     def due(self, now: float) -> bool:
         """See `Shared`."""

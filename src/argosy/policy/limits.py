@@ -166,7 +166,7 @@ def reserve(
         units, counter = likely[meter.index], meter.counter
         if units > counter.limit:
             units = max(counter.limit, least[meter.index])
-        if units > counter.room(now):
+        if units > max(0, counter.room(now)):
             refusals.append(_refusal(meter, units, now))
         holds.append(Hold(meter, counter.used, units, []))
     if refusals:

@@ -4,12 +4,13 @@ Between tiers the higher goes first, but a tier whose oldest request has waited 
 `promote_s` takes every `PROMOTED_EACH`-th turn, so nobody starves and nobody's old backlog drowns the
 higher tiers. Inside a tier, deficit round robin over tenants (Shreedhar & Varghese 1995) with the
 deficit in tokens: a tenant that has credit goes on until it has none, then waits until the rounds
-have given it some again (`QUANTUM` x weight each). A request is charged what it will likely cost as it
+have given it some again (`QUANTUM`, by weight). A request is charged what it will likely cost as it
 leaves, so that a tenant does not take all room before its first token has come; what it costs in truth is
 known only as its answer streams, so `charge` may put a tenant into debt, which later rounds pay off, or
 give back what was too much. What is served while no other tenant waits is no debt. Between two tenants
 that both wait all the while, service per weight then differs by at most two quanta, plus for each what it
-can have running in excess of what was expected. Inside a tenant: by deadline, then as they came.
+can have running in excess of what was expected. Inside a tenant: by deadline, then as they came; none is
+overtaken by one that comes `PATIENCE_S` later, whatever its deadline.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 QUANTUM = 256.0
-"""Tokens that a tenant of weight 1 gets in a round."""
+"""Tokens that the tenant of the largest weight gets in a round, and each other one in proportion to its own."""
 PROMOTED_EACH = 4
 PROMOTE_S = (math.inf, 5.0, 30.0)
 """For premium, standard and free: how long the oldest may wait before its tier takes turns."""
 LOWEST = len(PROMOTE_S) - 1
+PATIENCE_S = 30.0
+"""Who has waited for so long goes before all deadlines to come: those in a hurry may never stop coming."""
 
 
 @dataclass(slots=True)
@@ -69,6 +72,7 @@ class _Tenant(Generic[T]):
 
     def __init__(self) -> None:
         self.heap: list[tuple[float, int, Waiting[T]]] = []
+        """By when each has to go."""
         self.alive = 0
         self.size = 0
         self.credit = 0.0
@@ -101,7 +105,8 @@ class _Tier(Generic[T]):
         tenant.alive += 1
         tenant.size += waiting.size
         self.count += 1
-        heapq.heappush(tenant.heap, (waiting.deadline, number, waiting))
+        urgent = min(waiting.deadline, waiting.arrival + PATIENCE_S)
+        heapq.heappush(tenant.heap, (urgent, number, waiting))
         heapq.heappush(self.arrivals, (waiting.arrival, number, waiting))
 
     def pop(self) -> Waiting[T]:
@@ -148,11 +153,12 @@ class _Tier(Generic[T]):
         for name, tenant in self.ring.items():
             if tenant.credit > 0:
                 return name, tenant
-        rounds = min(math.floor(-t.credit / (QUANTUM * t.weight)) + 1 for t in self.ring.values())
+        quantum = QUANTUM / max(tenant.weight for tenant in self.ring.values())
+        rounds = min(math.floor(-t.credit / (quantum * t.weight)) + 1 for t in self.ring.values())
         for tenant in self.ring.values():
-            tenant.credit += rounds * QUANTUM * tenant.weight
+            tenant.credit += rounds * quantum * tenant.weight
         for name, resting in list(self.resting.items()):
-            resting.credit += rounds * QUANTUM * resting.weight
+            resting.credit += rounds * quantum * resting.weight
             if resting.credit >= 0:
                 del self.resting[name]
         return self._turn()
@@ -190,13 +196,17 @@ class DispatchQueue(Generic[T]):
         return True
 
     def pop(self, now: float, lowest: int = LOWEST) -> Waiting[T] | None:
-        """The next request to dispatch, of tier `lowest` or above; None when none of these waits."""
-        busy = [number for number, tier in enumerate(self._tiers[: lowest + 1]) if tier.count]
-        if not busy:
+        """The next request to dispatch, where `lowest` is the lowest tier that there is room for; None: none of these.
+
+        Room that is kept for a tier between is taken by a higher one whenever that asks, so it is no reason for those
+        below to be left out of their turns.
+        """
+        busy = [number for number, tier in enumerate(self._tiers) if tier.count]
+        if not busy or busy[0] > lowest:
             return None
         self._turns += 1
         chosen = busy[0]
-        if self._turns % PROMOTED_EACH == 0:
+        if self._turns % PROMOTED_EACH == 0 and chosen < lowest:
             old = [n for n in busy[1:] if now - self._oldest(n) > self._promote_s[n]]
             chosen = min(old, key=self._oldest, default=chosen)
         waiting = self._tiers[chosen].pop()

@@ -6,6 +6,8 @@ from __future__ import annotations
 class RetryBudget:
     """Retries may be this share of the requests of the last while, plus a few for quiet times.
 
+    In its first `t` seconds they are at most `share` x requests + `reserve` x (1 + t x ln 2 / `half_life_s`).
+
     Without a budget retries multiply the load of a pool that is already failing. The count of requests
     fades with time (half of it each `half_life_s`), so no history is kept.
     """

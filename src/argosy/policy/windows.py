@@ -55,7 +55,10 @@ class Counter(Protocol):
         """The moments, earliest first, since when sums of what was used are worth telling to `recall`."""
 
     def recall(self, used: Iterable[tuple[float, int]]) -> None:
-        """Count what was used before the counter was there: moments, in order, and what was used just before each."""
+        """Count what was used before the counter was there: moments, in order, and what was used just before each.
+
+        What was used in a period that is over by now does not count.
+        """
 
 
 class Window:
@@ -124,7 +127,8 @@ class Window:
     def reset_s(self, now: float) -> float:
         """See `Counter`."""
         self.room(now)
-        return max(0.0, self._end(self._newest) - now) if self._slots else 0.0
+        newest = next((slot for slot in reversed(self._slots) if self._slots[slot]), None)
+        return 0.0 if newest is None else max(0.0, self._end(newest) - now)
 
     def since(self, now: float) -> tuple[float, ...]:
         """See `Counter`."""
@@ -209,7 +213,7 @@ class Period:
     def recall(self, used: Iterable[tuple[float, int]]) -> None:
         """See `Counter`."""
         self.unknown = False
-        self.used += sum(units for _, units in used)
+        self.used += sum(units for at, units in used if at > self._starts)
 
     def _turn(self, now: float) -> None:
         self._starts, self._ends = period(self.calendar, now)

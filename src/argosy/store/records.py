@@ -40,7 +40,7 @@ Networks = Annotated[tuple[str, ...], Meta(max_length=100)]
 Amount = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 TokenPrice = Annotated[int, Meta(ge=0, le=10**9)]
 """Nano-dollars for a token: a dollar at most, so that what a ledger sums up stays within 64 bits."""
-Weight = Annotated[float, Meta(gt=0, le=1e6)]
+Weight = Annotated[float, Meta(ge=1e-6, le=1e6)]
 Moment = Annotated[float, Meta(ge=0, le=253_402_300_799)]
 """Seconds since the epoch, until the year 9999."""
 

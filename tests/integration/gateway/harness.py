@@ -25,6 +25,7 @@ from argosy.gateway.front import Front
 from argosy.gateway.identity import Identity
 from argosy.gateway.journey import ANY, Alone, Journey, Stage, Visit
 from argosy.gateway.kv import follow_all
+from argosy.gateway.models import Models
 from argosy.gateway.operating import Operating
 from argosy.gateway.pools import build_models
 from argosy.gateway.probing import Prober
@@ -93,7 +94,12 @@ class Running:
     metrics: GatewayMetrics
     serving: Serving
     probers: list[Prober]
-    replicas: list[Replica]
+    models: Models
+
+    @property
+    def replicas(self) -> list[Replica]:
+        """Behind all models."""
+        return [replica for pool in self.models.pools for replica in pool.replicas.values()]
 
     async def probe(self) -> None:
         """Ask the replicas how they are."""
@@ -156,7 +162,7 @@ async def front(
     ]
     try:
         async with httpx2.AsyncClient(base_url=url_of(bound), timeout=30) as client:
-            yield Running(client, traces, metrics, serving, probers, replicas)
+            yield Running(client, traces, metrics, serving, probers, models)
         await app.idle.wait()
         assert all(replica.load.in_flight == 0 for replica in replicas)
     finally:

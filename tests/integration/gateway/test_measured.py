@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
+import httpx2
 import pytest
 from tests.integration.fake_engine import FakeEngine, always, says
 from tests.integration.gateway.harness import Watching, front
-from tests.integration.rough_server import Asked, rough_server
+from tests.integration.rough_server import Asked, plain, rough_server
 from tests.integration.serving import MODEL, chat, completion, real_engine, serve
+from tests.waiting import until
 
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.engine.serving.wire import Stats
@@ -124,15 +126,57 @@ def test_what_was_sent_counts_until_it_was_computed_whether_or_not_the_server_re
     load = replica.load
     for tokens in (500, 300, 200):
         replica.sent(tokens)
-    replica.first_token(0.5, 500, now=10.0)
+    replica.computed(500, since=9.5)
     assert load.sent_tokens == 500
     load.reported_at, load.sent_tokens = 10.0, 0
     replica.sent(100)
-    replica.first_token(1.0, 300, now=10.5)
+    replica.computed(300, since=9.5)
     assert load.sent_tokens == 100
     for _ in range(4):
         replica.ended(None, 11.0)
     assert load.sent_tokens == 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_what_has_ended_in_whatever_way_is_not_waited_for(stream: bool) -> None:
+    watching, stuck = Watching(), asyncio.Event()
+
+    async def scripted(asked: Asked) -> None:
+        prompt = str(asked.body["prompt"])
+        if prompt.startswith("long"):
+            await stuck.wait()
+        if prompt.startswith("broken"):
+            asked.json(500, {"error": {"message": "out of order"}})
+        elif asked.body.get("stream"):
+            await plain(asked)
+        else:
+            asked.json(200, {"choices": [{"index": 0, "text": "yes", "finish_reason": "stop"}]})
+
+    async with (
+        rough_server(scripted) as other,
+        front([watching], ReplicaConfig(url=other.url, kind="openai")) as running,
+    ):
+
+        def asks(prompt: str) -> asyncio.Task[httpx2.Response]:
+            body = completion(prompt + " and so on" * 100, model="big", max_tokens=3, stream=stream)
+            return asyncio.create_task(running.client.post("/v1/completions", json=body))
+
+        long = asks("long")  # it is never idle meanwhile
+        await until(lambda: len(other.asked) == 1)
+        (replica,) = running.replicas
+        waits = replica.load.sent_tokens
+        assert waits > 0
+        for number in range(5):
+            assert (await asks(f"{number}")).status_code == 200
+            assert replica.load.sent_tokens == waits
+        assert (await asks("broken")).status_code == 502
+        gone = asks("long ago")
+        await until(lambda: replica.load.in_flight == 2)
+        gone.cancel()
+        await until(lambda: replica.load.in_flight == 1)
+        assert replica.load.sent_tokens == waits
+        stuck.set()
+        assert (await long).status_code == 200
 
 
 async def test_a_replica_that_was_started_anew_is_believed_to_have_nothing(
@@ -177,3 +221,25 @@ async def test_answers_are_expected_to_be_as_long_as_those_before(tokenizer: Tok
         decode_s = journey.pool.loads()[0].decode_s
         (cost,) = journey.trace.tries[-1].costs
         assert cost.decode_s < 100 * decode_s
+
+
+async def test_whole_answers_of_other_servers_tell_how_long_answers_are_too() -> None:
+    async def short(asked: Asked) -> None:
+        usage = {"prompt_tokens": 3, "completion_tokens": 4}
+        choices = [{"index": i, "text": "yes", "finish_reason": "stop"} for i in range(2)]
+        asked.json(200, {"choices": choices, "usage": usage})
+
+    watching = Watching()
+    async with (
+        rough_server(short) as other,
+        front([watching], ReplicaConfig(url=other.url, kind="openai")) as running,
+    ):
+        body = completion("Is it so?", model="big", n=2, max_tokens=500)
+        before = None
+        for _ in range(100):
+            assert (await running.client.post("/v1/completions", json=body)).is_success
+            journey = watching.left[-1]
+            before = before or journey.pool.expected(journey.ask)
+        assert before is not None
+        assert before > 400
+        assert journey.pool.expected(journey.ask) <= 2 * 32

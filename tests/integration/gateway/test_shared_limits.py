@@ -97,6 +97,28 @@ async def test_hammering_three_gateways_lets_no_more_requests_in_than_the_limit(
     assert await _kept(server, "key-requests-hour-None") == count
 
 
+@pytest.mark.parametrize("kept", [limit("tokens", 100), limit("tokens", 100, "day")])
+async def test_what_never_fits_is_said_so_without_redis_and_disturbs_nobody(
+    server: RedisServer, kept: Limit
+) -> None:
+    async with gateways(server, kept, count=1, unsure="closed") as [stage]:
+        assert await let_in(stage) is not None  # there is a grant from now on
+        refused = await refusal(stage, request(prompt=200))
+        assert refused is not None
+        assert refused.status == 413
+        assert await let_in(stage) is not None  # though others have just asked for too much
+        server.process.kill()
+
+        async def lost() -> bool:
+            told = stage.read()
+            return told is not None and not told.up
+
+        await until(lost)
+        refused = await refusal(stage, request(prompt=200))
+        assert refused is not None
+        assert refused.status == 413
+
+
 async def test_streams_of_three_gateways_deliver_no_more_than_the_limit_and_some_pieces(
     server: RedisServer,
 ) -> None:

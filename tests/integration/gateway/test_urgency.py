@@ -150,8 +150,8 @@ async def test_the_queue_goes_by_them_and_drops_who_is_too_late() -> None:
             urgencies = (
                 ("modest", 10.0, 1),
                 ("patient", None, 0),
-                ("later", 60.0, 0),
-                ("sooner", 30.0, 0),
+                ("later", 25.0, 0),
+                ("sooner", 20.0, 0),
             )
             for place, urgency in enumerate(urgencies, 1):
                 asked.append(ask(*urgency))

@@ -52,12 +52,13 @@ def test_one_probe_at_a_time_decides_and_each_failed_one_doubles_the_wait() -> N
         assert breaker.wants_probe(now)
         breaker.probe_sent()
         assert not breaker.wants_probe(now)
-        breaker.record(Outcome.FAILURE, now)
+        breaker.probed(Outcome.FAILURE, now)
     assert waits == [2.0, 4.0, 8.0, 10.0, 10.0, 10.0, 10.0]
     assert breaker.open_until is not None
     breaker.probe_sent()
-    breaker.record(Outcome.SUCCESS, breaker.open_until)
+    breaker.probed(Outcome.BACKPRESSURE, breaker.open_until)
     assert breaker.closed
+    assert breaker.cooling(now)
 
 
 def test_what_began_before_it_opened_neither_closes_nor_prolongs_it() -> None:
@@ -66,6 +67,12 @@ def test_what_began_before_it_opened_neither_closes_nor_prolongs_it() -> None:
     breaker.record(Outcome.SUCCESS, 0.1)
     breaker.record(Outcome.FAILURE, 0.2)
     assert breaker.open_until == until
+    breaker.probe_sent()
+    breaker.record(Outcome.SUCCESS, 2.1)
+    breaker.record(Outcome.FAILURE, 2.2)
+    assert breaker.open_until == until
+    breaker.probed(Outcome.SUCCESS, 2.3)
+    assert breaker.closed
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=20))

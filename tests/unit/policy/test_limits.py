@@ -154,6 +154,23 @@ def test_in_the_end_what_counts_is_what_was_used(
         assert used(limits) == [count, total, 0]
 
 
+@given(st.integers(0, 50), st.integers(1, 50), st.integers(0, 3))
+def test_who_needs_nothing_of_a_limit_is_let_in_however_far_it_was_passed_or_lowered(
+    used_up: int, passed_by: int, free: int
+) -> None:
+    tokens_, cost = (
+        Meter("key", unit, "minute", None, Window(used_up, 60.0))
+        for unit in ("tokens", "nano_dollars")
+    )
+    for meter in (tokens_, cost):
+        meter.counter.add(used_up + passed_by, 0.0)
+    one = Use(requests=1, concurrency=1)
+    assert isinstance(reserve([tokens_, cost], one, one, 1.0), Reservation)
+    unpriced = running(10, free, 0)
+    assert isinstance(reserve([cost], unpriced, running(10, 1, 0), 1.0), Reservation)
+    assert isinstance(reserve([tokens_], unpriced, running(10, 1, 0), 1.0), list)
+
+
 def test_estimates_settle_where_one_answer_in_ten_is_longer() -> None:
     estimates = OutputEstimates()
     assert estimates.expected("key", None, 256) == 256

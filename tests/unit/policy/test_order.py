@@ -122,6 +122,31 @@ def test_service_per_weight_of_backlogged_tenants_stays_within_the_bound(
         assert max(served) - min(served) <= bound
 
 
+@given(
+    st.lists(st.sampled_from([1e-6, 0.001, 0.5, 1.0, 3.0, 1000.0]), min_size=2, max_size=4),
+    st.integers(0, 20),
+    st.lists(st.integers(1, 100_000), min_size=1, max_size=8),
+)
+def test_only_how_weights_compare_counts_and_the_heaviest_gets_a_quantum_a_round(
+    weights: list[float], power: int, costs: list[int]
+) -> None:
+    orders = []
+    for factor in (1.0, 2.0**-power):
+        queue = DispatchQueue[int]()
+        for number in range(20):
+            for tenant, weight in enumerate(weights):
+                cost = costs[(number + tenant) % len(costs)]
+                queue.push(waiting(tenant=str(tenant), weight=weight * factor, cost=cost))
+        orders.append([one.tenant for one in (queue.pop(0.0) for _ in range(60)) if one])
+    assert orders[0] == orders[1]
+    queue = DispatchQueue[int]()
+    for _ in range(20):
+        for name in "ab":
+            queue.push(waiting(tenant=name, weight=1000.0, cost=1000.0))
+    order = [one.tenant for one in (queue.pop(0.0) for _ in range(20)) if one]
+    assert order == ["a", "b"] * 10
+
+
 def test_a_tenant_that_was_alone_owes_nothing_to_one_that_comes_later() -> None:
     queue = DispatchQueue[int]()
     for _ in range(50):

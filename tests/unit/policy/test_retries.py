@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,6 +20,22 @@ def test_retries_never_exceed_the_share_and_the_reserve(tries: list[bool]) -> No
             budget.request(0.0)
             requests += 1
         assert retries <= 5 + 0.1 * requests
+
+
+@given(st.lists(st.tuples(st.booleans(), st.floats(0.0, 20.0)), max_size=200))
+def test_over_time_a_few_more_come_back_and_no_more_than_is_said(
+    tries: list[tuple[bool, float]],
+) -> None:
+    budget, requests, retries, now = RetryBudget(), 0, 0, 1000.0
+    for retry, pause in tries:
+        now += pause
+        if retry:
+            retries += budget.take(now)
+        else:
+            budget.request(now)
+            requests += 1
+        few = 5.0 * (1.0 + (now - 1000.0) * math.log(2) / 10.0)
+        assert retries <= 0.1 * requests + few + 1e-6
 
 
 def test_the_budget_comes_back_with_time() -> None:

@@ -73,6 +73,42 @@ def test_a_faster_machine_a_fuller_cache_and_a_missing_report_count_in_seconds()
     assert cost(ASK, load("x", sent_tokens=4000), 0.0).queue_s == 2.0
 
 
+LOADS = st.builds(
+    ReplicaLoad,
+    st.just(""),
+    prefill_rate=st.floats(0.0, 1e6),
+    decode_s=st.floats(0.0, 10.0),
+    queued_tokens=st.integers(0, 10**7),
+    sent_tokens=st.integers(0, 10**7),
+    kv_used=st.floats(0.0, 1.0),
+    reported_at=st.sampled_from([-math.inf, 0.0, 99.0, 100.0, 101.0]),
+)
+
+
+@given(
+    st.lists(LOADS, min_size=1, max_size=6),
+    st.lists(st.integers(0, 10**6), min_size=6, max_size=6),
+    st.integers(0, 10**6),
+    st.integers(0, 1 << 40),
+    st.floats(0.0, 1.0, exclude_max=True),
+)
+def test_no_cost_is_negative_and_none_that_is_dearer_in_every_way_is_taken(
+    loads: list[ReplicaLoad], hits: list[int], prompt: int, output: int, draw: float
+) -> None:
+    for number, one in enumerate(loads):
+        one.name = str(number)
+    request = RouteRequest(prompt, output, hits={str(n): hit for n, hit in enumerate(hits)})
+    costs = {one.name: cost(request, one, 100.0) for one in loads}
+    terms = {
+        name: (c.queue_s, c.prefill_s, c.decode_s, c.memory_s, c.stale_s)
+        for name, c in costs.items()
+    }
+    assert all(math.isfinite(term) and term >= 0 for told in terms.values() for term in told)
+    chosen = choose(LeastCost(), request, loads, draw, 100.0).name
+    for other in terms.values():
+        assert not all(a > b + 1e-8 for a, b in zip(terms[chosen], other, strict=True))
+
+
 def test_equals_share_by_the_draw() -> None:
     candidates = [load(name) for name in "abcd"]
     chosen = Counter(

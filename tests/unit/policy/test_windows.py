@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy.policy import Concurrency, Period, Window, period
+from argosy.policy import Concurrency, Lease, Period, Window, period
 
 STEPS = st.lists(st.tuples(st.floats(0, 40), st.integers(0, 60)), max_size=60)
 MOMENTS = st.datetimes(datetime(1971, 1, 1), datetime(2100, 1, 1), timezones=st.just(UTC))  # noqa: DTZ001 - hypothesis wants them so
@@ -112,6 +112,31 @@ def test_a_budget_is_renewed_at_midnight_and_what_is_given_back_later_is_yesterd
     assert budget.correct(today, -4, midnight + 2.0)
     assert budget.used == 6
     assert budget.since(midnight + 2.0) == (midnight,)
+
+
+def test_what_was_used_yesterday_is_not_counted_today_when_it_is_told_only_then() -> None:
+    midnight = datetime(2026, 12, 1, tzinfo=UTC).timestamp()
+    for budget in (Period(100, "month"), Lease("budget", Period(100, "month"))):
+        (since,) = budget.since(midnight - 0.1)
+        assert since == datetime(2026, 11, 1, tzinfo=UTC).timestamp()
+        assert budget.room(midnight + 0.1) in {0, 100}  # somebody asks while the ledger is read
+        budget.recall([(midnight - 0.1, 90)])
+        if isinstance(budget, Lease):
+            budget.want(1)
+            assert budget.ask(midnight + 0.2).seeds == ()
+        else:
+            assert budget.room(midnight + 0.2) == 100
+
+
+def test_what_was_given_back_is_free_at_once() -> None:
+    window = Window(10, 60.0)
+    window.recall([(40.0, 0), (50.0, 0), (100.0, 0)])
+    assert window.reset_s(100.0) == 0.0
+    used, given_back = window.add(3, 100.0), window.add(4, 110.0)
+    assert window.correct(given_back, -4, 111.0)
+    assert window.reset_s(111.0) == 50.0
+    assert window.correct(used, -3, 112.0)
+    assert window.reset_s(112.0) == 0.0
 
 
 def test_what_runs_at_a_time_comes_back_as_it_ends() -> None:

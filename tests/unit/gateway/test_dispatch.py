@@ -1,0 +1,89 @@
+"""The queue and those that move, whatever happens: no seat is lost or taken twice, nobody waits beside a free one."""
+
+from __future__ import annotations
+
+import asyncio
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.integration.gateway.limit_world import request
+
+from argosy.gateway import GatewayConfig, ModelConfig, QueueConfig, ReplicaConfig
+from argosy.gateway.caller import Caller
+from argosy.gateway.dispatch import Dispatcher
+from argosy.gateway.journey import Journey
+from argosy.gateway.pools import build_models
+from argosy.policy import Outcome
+
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["ask", "ask", "ask", "end", "fail", "leave"]), st.integers(0, 30)),
+    max_size=60,
+)
+
+
+class World:
+    """Three replicas with two seats each; what runs on them and what waits."""
+
+    def __init__(self) -> None:
+        behind = [
+            ReplicaConfig(url=f"http://127.0.0.1:{port}", kind="openai", max_requests=2)
+            for port in (7, 8, 9)
+        ]
+        (self.pool,) = build_models(
+            GatewayConfig(models=[ModelConfig(name="big", replicas=behind)])
+        ).pools
+        self.queue = Dispatcher(self.pool, QueueConfig(), lambda: 0.0)
+        self.running: list[Journey] = []
+        self.waiting: list[tuple[Journey, asyncio.Task[object]]] = []
+
+    async def step(self, what: str, number: int) -> None:
+        """Something happens; who gets a seat by it runs."""
+        queue = self.queue
+        if what == "ask":
+            journey = request(Caller(project=f"p{number % 4}", tier=number % 3))
+            self.waiting.append((journey, asyncio.create_task(queue.place(journey))))
+        elif what == "leave" and self.waiting:
+            journey, task = self.waiting.pop(number % len(self.waiting))
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            queue.ended(journey)
+        elif what == "end" and self.running:
+            journey = self.running.pop(number % len(self.running))
+            self.pool.replicas[journey.route].ended(Outcome.SUCCESS, 0.0)
+            queue.ended(journey)
+        elif what == "fail" and self.running:
+            journey = self.running.pop(number % len(self.running))
+            journey.tried = {journey.route}
+            self.pool.replicas[journey.route].ended(None, 0.0)
+            self.waiting.append((journey, asyncio.create_task(queue.move(journey, 1000.0))))
+        for _ in range(4):
+            await asyncio.sleep(0)
+        self.running += [journey for journey, task in self.waiting if task.done()]
+        self.waiting = [(journey, task) for journey, task in self.waiting if not task.done()]
+
+    def check(self) -> None:
+        """What always holds."""
+        replicas = self.pool.replicas.values()
+        assert all(0 <= replica.load.in_flight <= 2 for replica in replicas)
+        assert sum(replica.load.in_flight for replica in replicas) == len(self.running)
+        free = {replica.name for replica in replicas if replica.has_room}
+        assert all(free <= journey.tried for journey, _ in self.waiting)
+
+
+@settings(max_examples=150, deadline=None)
+@given(STEPS)
+def test_no_seat_is_lost_or_taken_twice_and_nobody_waits_beside_a_free_one(
+    steps: list[tuple[str, int]],
+) -> None:
+    async def run() -> None:
+        world = World()
+        for what, number in steps:
+            await world.step(what, number)
+            world.check()
+        while world.running:
+            await world.step("end", 0)
+            world.check()
+        assert not world.waiting
+        assert not len(world.queue)
+
+    asyncio.run(run())
