@@ -24,6 +24,8 @@ class Attempt:
         """The status. Raises UpstreamError when none will come."""
         self.end: asyncio.Future[None] = loop.create_future()
         """Done when the answer is whole. Raises UpstreamError when it will not be."""
+        self.sent = False
+        """A replica was sent the request."""
         self.headers: dict[bytes, bytes] = {}
         self.last = clock()
         """When something came last."""
@@ -39,6 +41,7 @@ class Attempt:
         """Send the request on a kept connection, or a new one. Raises UpstreamError when there is none."""
         kept = upstream.kept()
         self._connection = kept or await upstream.connect()
+        self.sent = True
         self.last = self._clock()
         self._connection.ask(request, self)
         if kept is None:
@@ -51,7 +54,9 @@ class Attempt:
             # A kept connection that the replica closed meanwhile: it never saw the request.
             self.head = asyncio.get_running_loop().create_future()
             self.end = asyncio.get_running_loop().create_future()
+            self.sent = False
             self._connection = await upstream.connect()
+            self.sent = True
             self._connection.ask(request, self)
 
     def deliver(self, take: Callable[[bytes], None]) -> None:

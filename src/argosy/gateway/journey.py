@@ -61,6 +61,8 @@ class Journey(msgspec.Struct, eq=False):
     failures: int = 0
     refusals: int = 0
     """Failures that were answers: of a replica that lives."""
+    losses: int = 0
+    """Replicas that were lost while they had it. It may be what they die of."""
     failing_since: float | None = None
     delivered: Delivered = msgspec.field(default_factory=Delivered)
     headers: list[tuple[bytes, bytes]] = msgspec.field(default_factory=list)
@@ -115,7 +117,7 @@ class Journey(msgspec.Struct, eq=False):
     def got_on(self) -> None:
         """A part of the answer came."""
         self.tried.clear()
-        self.failures = self.refusals = 0
+        self.failures = self.refusals = self.losses = 0
         self.failing_since = None
 
 

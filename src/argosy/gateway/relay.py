@@ -33,7 +33,7 @@ class Ways:
 
     timeouts: Timeouts
     attempts: int
-    """Failures that living replicas answer with before a request is given up."""
+    """Failures that living replicas answer with, or replicas lost in a row, before a request is given up."""
     clock: Callable[[], float]
     heads: Deadlines[Attempt]
     """Attempts whose answer is to begin."""
@@ -88,7 +88,7 @@ class Relay:
         finally:
             race.turn.end(outcome, "" if failure is None else str(failure))
         if failure is not None:
-            self._failed(race.turn.replica, failure)
+            self._failed(race.turn, failure)
             return isinstance(failure, UpstreamError) and self._ended()
         if whole is not None:
             await self._pass_on(whole)
@@ -198,20 +198,23 @@ class Relay:
         others = {journey.route} | journey.tried | whole
         return self._dispatcher.hedge(journey, others)
 
-    def _failed(self, replica: Replica, failure: UpstreamError | RefusedError) -> None:
+    def _failed(self, turn: Turn, failure: UpstreamError | RefusedError) -> None:
         """Note that a replica failed the request. Raises ApiError when it was tried enough.
 
-        What was carried on from a replica that died has to go somewhere: only the time that recovery may
-        take bounds it. A request that has nothing yet, and that a living replica refused, draws on the
-        retry budget.
+        What was carried on from a replica that died has to go somewhere: the time that recovery may take bounds it,
+        and how many may be lost with it in a row. A request that has nothing yet, and that a living replica refused,
+        draws on the retry budget.
         """
-        journey, now = self._journey, self._ways.clock()
+        journey, now, replica = self._journey, self._ways.clock(), turn.replica
         journey.tried.add(replica.name)
         journey.failures += 1
         journey.failing_since = journey.failing_since or now
         model = journey.pool.model
         log.warning("attempt_failed", replica=replica.name, model=model, reason=str(failure))
         if isinstance(failure, UpstreamError):
+            journey.losses += turn.attempt.sent
+            if journey.losses >= self._ways.attempts:
+                raise _upstream_failed(journey)
             return
         if failure.outcome is Outcome.FAILURE:
             journey.refusals += 1

@@ -354,6 +354,19 @@ async def test_models_and_what_is_not_there() -> None:
         assert (await client.get("/v1/completions")).status_code == 405
 
 
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_request_that_replicas_die_of_does_not_go_to_all_of_them(stream: bool) -> None:
+    async def dies(asked: Asked) -> None:
+        asked.writer.transport.abort()
+
+    async with contextlib.AsyncExitStack() as stack:
+        replicas = [await stack.enter_async_context(rough_server(dies)) for _ in range(6)]
+        client = await stack.enter_async_context(gateway(*replicas))
+        answer = await client.post("/v1/completions", json=BODY | {"stream": stream})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (502, "upstream_failed")
+    assert sum(bool(replica.asked) for replica in replicas) == 4
+
+
 async def test_sessions_stay_at_a_replica_where_the_rule_is_hash() -> None:
     async with contextlib.AsyncExitStack() as stack:
         replicas = [await stack.enter_async_context(rough_server(whole)) for _ in range(3)]
