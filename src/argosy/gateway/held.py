@@ -89,10 +89,9 @@ class Held(msgspec.Struct, eq=False):
         if not prompt and told.output_tokens:
             prompt = self.prompt  # nobody said
         cost = self.rates.cost(prompt, told.cached_tokens, told.output_tokens)
-        if not prompt and journey.status == "cancelled":
-            prompt = (
-                self.prompt
-            )  # it was being read, or soon would have been: leaving early makes none of it free
+        if not prompt and journey.status in {"cancelled", "stopped"}:
+            # It was being read, or soon would have been: to leave early, or allow little time, makes none of it free.
+            prompt = self.prompt
         self.reservation.settle(ended(prompt, told.output_tokens, cost), now)
         if journey.status == "completed":
             length = told.output_tokens // journey.ask.choices

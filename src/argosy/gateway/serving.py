@@ -197,6 +197,8 @@ class Serving:
 
 
 def _out_of_time(journey: Journey) -> ApiError:
+    """The deadline of a request has ended it before anything came."""
+    journey.status = "stopped"
     journey.headers.append((b"x-should-retry", b"false"))  # or SDKs would, with as little time
     allowed_s = journey.deadline - journey.exchange.arrived
     message = (

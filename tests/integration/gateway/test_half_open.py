@@ -39,33 +39,30 @@ async def knows_no_chats(asked: Asked) -> None:
     asked.json(404, {"error": {"message": "no chats here"}})
 
 
-@pytest.mark.parametrize("probed", [fails, hangs])
+async def probed_by(answer: Answer) -> bool:
+    """Whether a server whose failures took it out gets requests again, once it was probed and has answered so."""
+    async with (
+        rough_server() as rough,
+        front([], ReplicaConfig(url=rough.url, kind="openai")) as running,
+    ):
+        (replica,) = running.replicas
+        opened(replica)
+        rough.probed = answer
+        await running.probe()
+        return replica.breaker.closed
+
+
+@pytest.mark.parametrize("answer", [fails, hangs])
 async def test_one_that_only_says_that_it_is_well_gets_none(
-    monkeypatch: pytest.MonkeyPatch, probed: Answer
+    monkeypatch: pytest.MonkeyPatch, answer: Answer
 ) -> None:
     monkeypatch.setattr(probing, "TOKEN_S", 0.1)
-    async with (
-        rough_server() as rough,
-        front([], ReplicaConfig(url=rough.url, kind="openai")) as running,
-    ):
-        (replica,) = running.replicas
-        opened(replica)
-        rough.probed = probed
-        await running.probe()
-        assert not replica.breaker.closed
+    assert not await probed_by(answer)
 
 
-@pytest.mark.parametrize("probed", [plain, full, knows_no_chats])
-async def test_one_that_answers_gets_them_again(probed: Answer) -> None:
-    async with (
-        rough_server() as rough,
-        front([], ReplicaConfig(url=rough.url, kind="openai")) as running,
-    ):
-        (replica,) = running.replicas
-        opened(replica)
-        rough.probed = probed
-        await running.probe()
-        assert replica.breaker.closed
+@pytest.mark.parametrize("answer", [plain, full, knows_no_chats])
+async def test_one_that_answers_gets_them_again(answer: Answer) -> None:
+    assert await probed_by(answer)
 
 
 async def test_ours_generates_a_token(tokenizer: Tokenizer) -> None:

@@ -24,6 +24,7 @@ from tests.integration.gateway.limit_world import (
 )
 
 from argosy.gateway.books import Books
+from argosy.gateway.journey import Status
 from argosy.gateway.limit_words import duration
 from argosy.gateway.limits import LimitsConfig, shared_state
 from argosy.store import (
@@ -247,7 +248,10 @@ async def test_a_request_that_got_nothing_because_of_us_costs_nothing(clock: Clo
     assert "1 request per minute" in refused.message
 
 
-async def test_who_leaves_before_the_first_token_has_used_the_prompt(clock: Clock) -> None:
+@pytest.mark.parametrize("status", ["cancelled", "stopped"])
+async def test_who_leaves_or_is_out_of_time_before_the_first_token_has_used_the_prompt(
+    clock: Clock, status: Status
+) -> None:
     limits = in_force(
         clock,
         limit("input_tokens", 30),
@@ -257,7 +261,7 @@ async def test_who_leaves_before_the_first_token_has_used_the_prompt(clock: Cloc
     for _ in range(2):
         journey = request(prompt=15, most=1)
         await limits.enter(journey)
-        leave(limits, journey, "cancelled")
+        leave(limits, journey, status)
     refused = await refusal(limits, request(prompt=15, most=1))
     assert refused is not None
     assert "30 input tokens are used" in refused.message

@@ -124,7 +124,7 @@ async def test_one_of_which_nothing_came_is_refused(tokenizer: Tokenizer, stream
             refused(await running.client.post(CHAT, json=body(0.1, stream=stream)))
             trace = running.traces.find(watching.left[0].id)
     assert trace is not None
-    assert (trace.status, trace.error, trace.output_tokens) == ("failed", "deadline_exceeded", 0)
+    assert (trace.status, trace.error, trace.output_tokens) == ("stopped", "deadline_exceeded", 0)
 
 
 async def test_the_queue_goes_by_them_and_drops_who_is_too_late() -> None:
