@@ -29,6 +29,8 @@ WHOLE_ONLY = frozenset({"prompt_logprobs", "resume", "stream_options"})
 
 _MEDIA = re.compile(rb'"(?:data:[^",]{0,100},)?[A-Za-z0-9+/\\]{512,}={0,2}"')
 """A picture or sound in base64."""
+_SEVERAL = re.compile(rb'\[\s*["[]')
+"""Texts or lists of ids, and not one text, one list of ids, or a chat's messages."""
 
 
 class _StreamOptions(msgspec.Struct, gc=False):
@@ -84,16 +86,14 @@ class Ask(msgspec.Struct, frozen=True, eq=False):
     max_output: int | None
     prompt: bytes
     """The prompt or the messages, as they came."""
+    prompt_tokens: int
+    """Estimated."""
     session: str
     """What it belongs together with: of equal sessions, all go to one replica where the pool's rule is `hash`."""
     timeout_s: float = math.inf
     """Seconds from its arrival that the client allows."""
     priority: int = 0
     """By how many tiers the client sets it back behind its others."""
-    media: int = 0
-    """Pictures and sounds in the prompt,"""
-    media_bytes: int = 0
-    """and what they take of it."""
     include_usage: bool = False
     """Its stream is to end with the usage."""
     drew_seed: bool = False
@@ -117,12 +117,6 @@ class Ask(msgspec.Struct, frozen=True, eq=False):
         return _least_tokens(given) > tokens
 
     @property
-    def prompt_tokens(self) -> int:
-        """Estimated."""
-        text = (len(self.prompt) - self.media_bytes) // BYTES_PER_TOKEN
-        return max(1, text + MEDIA_TOKENS * self.media)
-
-    @property
     def gathers(self) -> bool:
         """Whether its whole answer can be put together from a stream of ours."""
         return self.fields.keys().isdisjoint(WHOLE_ONLY)
@@ -134,13 +128,13 @@ def read(raw: bytes, prompt_field: str, domain: str = "", session: str = "") -> 
     Raises ApiError 400: a field that is needed is missing or ill-typed.
     """
     known = parse(_Known, raw)
-    prompt = known.messages if prompt_field == "messages" else known.prompt
+    prompt = bytes(known.messages if prompt_field == "messages" else known.prompt)
     if known.model is None or not prompt:
         name = "model" if known.model is None else prompt_field
         raise ApiError(
             400, "missing_required_parameter", f"Missing parameter '{name}'. Add it.", param=name
         )
-    fields = fields_of(raw, prompt)
+    fields = fields_of(raw, len(prompt))
     drew_seed = known.seed is None
     if drew_seed:
         # Drawn here, so that whichever replica carries the answer on draws the same tokens.
@@ -148,19 +142,17 @@ def read(raw: bytes, prompt_field: str, domain: str = "", session: str = "") -> 
     limit = known.max_completion_tokens
     limit = known.max_tokens if limit is None else limit
     options = known.stream_options
-    media = _media(prompt)
     return Ask(
         fields=fields,
         model=known.model,
         stream=bool(known.stream),
         choices=max(1, min(known.n or 1, MOST)) * _prompts(prompt),
         max_output=None if limit is None else max(0, min(limit, MOST)),
-        prompt=bytes(prompt),
+        prompt=prompt,
+        prompt_tokens=_tokens(prompt),
         session=known.session_id or session or known.prompt_cache_key or "",
         timeout_s=math.inf if known.timeout_s is None else known.timeout_s,
         priority=known.priority or 0,
-        media=len(media),
-        media_bytes=sum(map(len, media)),
         include_usage=options is not None and bool(options.include_usage),
         drew_seed=drew_seed,
         request_id=known.request_id or "",
@@ -179,25 +171,23 @@ def _least_tokens(given: _Prompt) -> int:
     return max([*texts, *lists, said, ids])
 
 
-def fields_of(raw: bytes, *prompts: Raw) -> dict[str, Raw]:
-    """All fields of a body, of which `prompts` are those that may be large. Raises ApiError 400 or 413."""
-    if len(raw) - sum(len(bytes(prompt)) for prompt in prompts) > MOST_BESIDE_BYTES:
+def fields_of(raw: bytes, prompt_bytes: int) -> dict[str, Raw]:
+    """All fields of a body, of which so much may be prompt. Raises ApiError 400 or 413."""
+    if len(raw) - prompt_bytes > MOST_BESIDE_BYTES:
         message = f"The body has more than {MOST_BESIDE_BYTES} bytes beside its prompt. Send less."
         raise ApiError(413, "request_too_large", message)
     return parse(dict[str, Raw], raw)
 
 
-def _media(prompt: Raw) -> list[bytes]:
-    """What of a chat's messages is no text."""
-    text = bytes(prompt)
-    if b";base64," not in text and b'"input_audio"' not in text:
-        return []
-    return _MEDIA.findall(text)
+def _tokens(prompt: bytes) -> int:
+    """How many a prompt or chat has, about."""
+    if b";base64," not in prompt and b'"input_audio"' not in prompt:
+        return max(1, len(prompt) // BYTES_PER_TOKEN)
+    media = _MEDIA.findall(prompt)
+    text = (len(prompt) - sum(map(len, media))) // BYTES_PER_TOKEN
+    return max(1, text + MEDIA_TOKENS * len(media))
 
 
-def _prompts(prompt: Raw) -> int:
+def _prompts(prompt: bytes) -> int:
     """How many prompts a completion has: a list of texts or of lists of ids has as many as items."""
-    text = bytes(prompt)
-    if not text.startswith(b"[") or text[1:].lstrip()[:1] not in {b'"', b"["}:
-        return 1
-    return len(msgspec.json.decode(prompt, type=list[Raw]))
+    return len(msgspec.json.decode(prompt, type=list[Raw])) if _SEVERAL.match(prompt) else 1

@@ -29,7 +29,7 @@ def request_headers(
         headers.append((b"x-request-id", journey.id.rpartition("-")[2].encode()))
         return headers
     headers.append((b"x-request-id", exchange.request_id.encode()))
-    headers.append((b"x-argosy-answer", journey.identity))
+    headers.append((b"x-argosy-answer", b"%b %d" % (journey.id.encode(), journey.started_at)))
     headers += _of(caller.tier, caller.weight, caller.tenant, caller.domain)
     if journaled:
         headers.append((b"x-argosy-journal", b"1"))

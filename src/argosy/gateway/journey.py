@@ -12,7 +12,7 @@ import msgspec
 import structlog
 
 from argosy.gateway.ask import Ask
-from argosy.gateway.caller import TIERS, Caller
+from argosy.gateway.caller import Caller
 from argosy.gateway.dialects import CHAT_PATH, COMPLETION_PATH
 from argosy.gateway.explain import Trace, Try
 from argosy.gateway.journal import Delivered
@@ -49,9 +49,11 @@ class Journey(msgspec.Struct, eq=False):
     ask: Ask
     api: Api
     pool: Pool
-    identity: bytes
-    """The answer's id and its time, which every replica is told."""
+    id: str
+    """The answer's, which no client can choose; it names the request in the ledger and in explanations."""
     caller: Caller
+    tier: int
+    """The rank that it waits in."""
     deadline: float = math.inf
     """When its answer ends with what there is, on the monotonic clock."""
     tried: set[str] = msgspec.field(default_factory=set)
@@ -76,22 +78,12 @@ class Journey(msgspec.Struct, eq=False):
     current: Try | None = None
     """The attempt there."""
     started_at: float = msgspec.field(default_factory=time.time)
-    """Seconds since the epoch."""
+    """Seconds since the epoch; every replica is told, as the answer's time."""
     status: Status = "failed"
     error: ApiError | None = None
     """Why it was refused or failed."""
     nano_dollars: int = 0
     """What it cost, once the ledger has said so."""
-
-    @property
-    def id(self) -> str:
-        """Names it in the ledger and in explanations: the answer's id, which no client can choose."""
-        return self.identity.partition(b" ")[0].decode()
-
-    @property
-    def tier(self) -> int:
-        """The rank that it waits in: its caller's, or a lower one that it asks for."""
-        return min(self.caller.tier + self.ask.priority, len(TIERS) - 1)
 
     @property
     def card(self) -> dict[str, Any]:

@@ -46,7 +46,8 @@ class Passing:
         """`POST /tokenize` and `POST /detokenize`."""
         raw = await exchange.body()
         known = parse(_Known, raw)
-        fields = fields_of(raw, known.prompt, known.messages, known.tokens)
+        texts = (known.prompt, known.messages, known.tokens)
+        fields = fields_of(raw, sum(len(bytes(text)) for text in texts))
         named = fields.get("model", Raw(b"null"))
         name = msgspec.json.decode(named)
         models = self._models

@@ -12,7 +12,7 @@ from argosy.gateway.answer import Out
 from argosy.gateway.ask import Ask
 from argosy.gateway.attempt import Attempt
 from argosy.gateway.config import Timeouts
-from argosy.gateway.dialects import Carrier, Leg, is_broken_off, whole_request
+from argosy.gateway.dialects import Carrier, Dialect, Leg, is_broken_off, whole_request
 from argosy.gateway.dispatch import RETRY_AFTER_S, Dispatcher
 from argosy.gateway.headers import request_headers
 from argosy.gateway.journey import Journey
@@ -101,7 +101,11 @@ class Relay:
         """
         journey, stream, carrier = self._journey, self._stream, self._carrier
         hedging = journey.pool.hedging
-        if hedging is None or _has_begun(journey) or not _flows(journey.ask, race.turn.replica):
+        if (
+            hedging is None
+            or _has_begun(journey)
+            or not _flows(journey.ask, race.turn.replica.dialect)
+        ):
             begun = await self._ask(race.turn)
         else:
             within_s = self._ways.timeouts.first_token_s
@@ -127,8 +131,8 @@ class Relay:
         Raises UpstreamError, RefusedError when that is of no use, UnfitError when it cannot go on.
         """
         journey, replica, attempt = self._journey, turn.replica, turn.attempt
-        ask, path = journey.ask, journey.api.path
-        dialect, flows = replica.dialect, _flows(ask, replica)
+        ask, path, dialect = journey.ask, journey.api.path, replica.dialect
+        flows = _flows(ask, dialect)
         leg = _leg(self._carrier, replica) if flows else None
         if flows and leg is None:
             raise UnfitError
@@ -194,7 +198,7 @@ class Relay:
         """Another replica, beside the one that is silent, if there is room to spare."""
         journey = self._journey
         replicas = journey.pool.replicas.values()
-        whole = {replica.name for replica in replicas if not _flows(journey.ask, replica)}
+        whole = {replica.name for replica in replicas if not _flows(journey.ask, replica.dialect)}
         others = {journey.route} | journey.tried | whole
         return self._dispatcher.hedge(journey, others)
 
@@ -242,9 +246,9 @@ class UnfitError(Exception):
     """A replica cannot go on where the answer stopped."""
 
 
-def _flows(ask: Ask, replica: Replica) -> bool:
+def _flows(ask: Ask, dialect: Dialect) -> bool:
     """Whether the replica's answer is a stream, which the client gets as one or whole."""
-    return ask.stream or (replica.dialect.journal and ask.gathers)
+    return ask.stream or (dialect.journal and ask.gathers)
 
 
 def _leg(carrier: Carrier, replica: Replica) -> Leg | None:

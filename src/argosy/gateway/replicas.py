@@ -217,9 +217,9 @@ class Pool:
     def alive(self) -> list[Replica]:
         """The replicas that may be used at all."""
         taking = [replica for replica in self.replicas.values() if replica.taking]
-        if all(replica.breaker.closed for replica in taking):
-            return taking
-        return [self.replicas[name] for name in usable({r.name: r.breaker for r in taking})]
+        if [replica for replica in taking if replica.breaker.open_until is not None]:
+            return [self.replicas[name] for name in usable({r.name: r.breaker for r in taking})]
+        return taking
 
     def loads(self) -> list[ReplicaLoad]:
         """What is known of those."""

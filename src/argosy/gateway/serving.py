@@ -12,7 +12,7 @@ from functools import partial
 from argosy.gateway.answer import Gathered, Out, Streamed
 from argosy.gateway.ask import Ask, read
 from argosy.gateway.attempt import Attempt
-from argosy.gateway.caller import Caller
+from argosy.gateway.caller import TIERS, Caller
 from argosy.gateway.config import GatewayConfig
 from argosy.gateway.dialects import Carrier
 from argosy.gateway.dispatch import RETRY_AFTER_S, Dispatcher
@@ -130,14 +130,14 @@ class Serving:
         if most is not None and ask.exceeds(most):
             message = f"The prompt is longer than the {most} tokens that {ask.model!r} can take."
             raise ApiError(413, "context_length_exceeded", message, param=api.prompt_field)
-        answer_id = f"{api.id_prefix}-{random.getrandbits(128):032x}"
         return Journey(
             exchange,
             ask,
             api,
             pool,
-            f"{answer_id} {int(time.time())}".encode(),
+            f"{api.id_prefix}-{random.getrandbits(128):032x}",
             caller,
+            tier=min(caller.tier + ask.priority, len(TIERS) - 1),  # it may ask for a lower one
             deadline=exchange.arrived + min(ask.timeout_s, self._longest_s),
             headers=exchange.extra,
             trace=Trace(arrived=exchange.arrived, read=self._clock()),

@@ -279,8 +279,7 @@ class ClientStream:
         if self.stopped is not None or len(self._delivered.finished) == journey.ask.choices:
             return
         self.stopped = reason
-        name, _, created = journey.identity.decode().partition(" ")
-        ours = Identity(name, int(created), replica.model)
+        ours = Identity(journey.id, int(journey.started_at), replica.model)
         identity = self._carrier.identity or ours
         self._push(self._carrier.held_back() + closing(journey, identity, reason))
         for choice in range(journey.ask.choices):

@@ -60,6 +60,10 @@ class Connection(asyncio.Protocol):
         """How often a client that sends no more was looked after, and when it is asked next."""
         self._unsent = math.inf
         """Bytes that waited to be sent when it was last looked whether they do."""
+        self._head = Head()
+        self.on_url, self.on_header = self._head.add_url, self._head.add_header
+        self._begun = False
+        """A head has begun and is not whole."""
         self._parser = httptools.HttpRequestParser(self)
         self.full = False
         self._held = False
@@ -71,7 +75,6 @@ class Connection(asyncio.Protocol):
         self._incoming: RequestWire | None = None
         self._current: RequestWire | None = None
         self._waiting: deque[tuple[RequestWire, Scope]] = deque()
-        self._head = Head()
         self._overhead = 0
         """Bytes since the last piece of a body or the last whole request: the parser keeps a header until its end."""
         self._place: dict[str, Any] = {}
@@ -119,6 +122,9 @@ class Connection(asyncio.Protocol):
                 return
         if self._overhead > LIMIT_BYTES:
             self._no_http()
+        elif self._begun:  # most are whole at once, and need not be timed
+            self._begun = False
+            self._heads.add(self)
 
     def eof_received(self) -> bool:
         """The client will send no more: it has left, unless it waits for the answers that are due."""
@@ -148,29 +154,22 @@ class Connection(asyncio.Protocol):
         """A request begins."""
         if self._deaf:
             return
+        self._begun = True
         self._idle.remove(self)
-        self._heads.add(self)
-        self._head = Head()
-
-    def on_url(self, url: bytes) -> None:
-        """A part of the request line came."""
-        self._head.add_url(url)
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """A header came."""
-        self._head.add_header(name, value)
+        self._head.begin()
 
     def on_headers_complete(self) -> None:
         """All headers came: the request can be answered, or waits until those before it are."""
         if self._deaf or self._parser.should_upgrade():
             return
+        self._begun = False
         self._heads.remove(self)
         head, parser = self._head, self._parser
-        scope = head.scope(parser, self._place)
-        self._head = Head()  # for what may come behind the body, which nobody is told
+        scope, expects = head.scope(parser, self._place), head.expects
+        head.begin()  # what may come behind the body is not of it, and nobody is told
         version = scope["http_version"]
         keep_alive = version != "1.0" and parser.should_keep_alive() and not self._server.retired
-        wire = RequestWire(self, scope, keep_alive=keep_alive, expects_continue=head.expects)
+        wire = RequestWire(self, scope, keep_alive=keep_alive, expects_continue=expects)
         scope["state"] = {WIRE: wire}
         self._incoming = wire
         if self._current is None:

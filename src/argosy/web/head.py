@@ -15,11 +15,15 @@ LIMIT_BYTES = 64 * 1024
 
 
 class Head:
-    """One request's. Raises ValueError for what cannot be answered."""
+    """Of one request after another on a connection. Raises ValueError for what cannot be answered."""
 
     __slots__ = ("_bytes", "_headers", "_hosts", "_url", "expects")
 
     def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """What comes now is of another request."""
         self.expects = False
         """The client sends the body when it is told to."""
         self._url = b""
@@ -29,17 +33,21 @@ class Head:
 
     def add_url(self, url: bytes) -> None:
         """A part of the request line came."""
-        self._grow(len(url))
         self._url += url
+        self._bytes += len(url)
+        if self._bytes > LIMIT_BYTES:
+            raise _too_large()
 
     def add_header(self, name: bytes, value: bytes) -> None:
         """A header came."""
-        self._grow(len(name) + len(value))
+        self._bytes += len(name) + len(value)
+        if self._bytes > LIMIT_BYTES:
+            raise _too_large()
         name = name.lower()
-        if name == b"expect":
-            self.expects = value.lower() == b"100-continue"
-        elif name == b"host":
+        if name == b"host":
             self._hosts += 1
+        elif name == b"expect":
+            self.expects = value.lower() == b"100-continue"
         self._headers.append((name, value))
 
     def scope(self, parser: httptools.HttpRequestParser, place: Mapping[str, Any]) -> Scope:
@@ -70,7 +78,6 @@ class Head:
         kept = (b": ".join(header) for header in self._headers if header[0] != b"upgrade")
         return b"\r\n".join((b"%b %b HTTP/%b" % (method, self._url, version), *kept, b"", b""))
 
-    def _grow(self, size: int) -> None:
-        self._bytes += size
-        if self._bytes > LIMIT_BYTES:
-            raise ValueError("the request's headers are too large")
+
+def _too_large() -> ValueError:
+    return ValueError("the request's headers are too large")

@@ -88,7 +88,7 @@ def request(caller: Caller = CALLER, *, prompt: int = 10, most: int | None = 5) 
     body |= {} if most is None else {"max_tokens": most}
     ask = read(json.dumps(body).encode(), "messages")
     pool = Pool("big", [], "round-robin")
-    return Journey(cast("Exchange", None), ask, CHAT, pool, b"id 1", caller)
+    return Journey(cast("Exchange", None), ask, CHAT, pool, "id", caller, caller.tier)
 
 
 def deliver(limits: Gate, journey: Journey, output: int, prompt: int = 10) -> str | None:

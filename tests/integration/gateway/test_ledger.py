@@ -38,8 +38,8 @@ def journey(tier: int = 1, number: int = 1, *, stream: bool = True) -> Journey:
     body = {"model": "m", "messages": [], "stream": stream}
     ask = read(json.dumps(body).encode(), "messages")
     caller = Caller(organisation="acme", project="web", key="k", user="ann", tier=tier)
-    identity = b"chatcmpl-%d 5000" % number
-    return Journey(Mock(spec=Exchange), ask, CHAT, Pool("m", []), identity, caller)
+    pool = Pool("m", [])
+    return Journey(Mock(spec=Exchange), ask, CHAT, pool, f"chatcmpl-{number}", caller, tier)
 
 
 @pytest.fixture

@@ -92,7 +92,7 @@ def feeding(
     replica = Replica("r", "argosy", "m", Upstream(parse_endpoint("http://r")))
     pool = Pool("m", [replica])
     exchange = cast("Exchange", None)  # nobody is cut off
-    journey = Journey(exchange, ask, CHAT, pool, b"chatcmpl-1 5", ANYONE)
+    journey = Journey(exchange, ask, CHAT, pool, "chatcmpl-1", ANYONE, ANYONE.tier)
     if limit is not None:
         limit.delivered = journey.delivered
     stream = ClientStream(
