@@ -120,6 +120,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     body_timeout_s: Positive = 60.0
     slow_reader_timeout_s: Positive = 30.0
     keep_alive_s: Positive = 15.0
+    connection_age_s: Positive = 600.0
+    """About so long a client's connection is kept; then it is closed between two requests, so that clients of several
+    gateways spread anew."""
     fast_path: Literal["auto", "off"] = "auto"
     """Streams that need no decision are passed on by native code, where a compiler is there to build it."""
     drain_deadline_s: Annotated[float, Meta(ge=0)] = 30.0

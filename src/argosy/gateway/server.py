@@ -150,7 +150,12 @@ class GatewayServer:
 
     async def _listen(self, front: Front, bound: socket.socket, caring: list[Care]) -> None:
         certificates = self._certificates
-        listener = Listener(front, certificates, descriptors=2)  # its own, and a replica's
+        listener = Listener(
+            front,
+            certificates,
+            descriptors=2,  # its own, and a replica's
+            age_s=self._config.connection_age_s,
+        )
         listening = asyncio.create_task(listener.serve(sockets=[bound]))
         leaving = asyncio.create_task(self._leave.wait())
         if certificates is not None:

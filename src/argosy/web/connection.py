@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 import select
 import socket
 import struct
@@ -28,10 +29,14 @@ MOST_UNREAD_BYTES = 1 << 30
 class State(ServerState):
     """What uvicorn's server keeps of its connections."""
 
-    retired = False
-    """It is leaving: each connection's next answer is its last."""
-    unread = 0
-    """Bytes of bodies that are kept until somebody takes them."""
+    def __init__(self, age_s: float) -> None:
+        super().__init__()
+        self.age_s = age_s
+        """About so long a connection is kept for more requests; then its next answer is its last."""
+        self.retired = False
+        """It is leaving: each connection's next answer is its last."""
+        self.unread = 0
+        """Bytes of bodies that are kept until somebody takes them."""
 
 
 class Connection(asyncio.Protocol):
@@ -75,6 +80,7 @@ class Connection(asyncio.Protocol):
         self._incoming: RequestWire | None = None
         self._current: RequestWire | None = None
         self._waiting: deque[tuple[RequestWire, Scope]] = deque()
+        self._kept_until = math.inf
         self._overhead = 0
         """Bytes since the last piece of a body or the last whole request: the parser keeps a header until its end."""
         self._place: dict[str, Any] = {}
@@ -93,6 +99,8 @@ class Connection(asyncio.Protocol):
             "client": get_remote_addr(transport),
             "scheme": "https" if is_ssl(transport) else "http",
         }
+        # Not all at once: those that came together would come together again.
+        self._kept_until = self._loop.time() + self._server.age_s * random.uniform(0.9, 1.1)  # noqa: S311
         self._heads.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -168,7 +176,8 @@ class Connection(asyncio.Protocol):
         scope, expects = head.scope(parser, self._place), head.expects
         head.begin()  # what may come behind the body is not of it, and nobody is told
         version = scope["http_version"]
-        keep_alive = version != "1.0" and parser.should_keep_alive() and not self._server.retired
+        leaves = self._server.retired or self._loop.time() >= self._kept_until
+        keep_alive = version != "1.0" and parser.should_keep_alive() and not leaves
         wire = RequestWire(self, scope, keep_alive=keep_alive, expects_continue=expects)
         scope["state"] = {WIRE: wire}
         self._incoming = wire

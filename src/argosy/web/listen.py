@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import socket
 from collections.abc import Iterator
 from functools import partial
@@ -34,9 +35,14 @@ class Listener(uvicorn.Server):
     """uvicorn on our connections, without its signal handlers: what a signal means its owner decides."""
 
     def __init__(
-        self, app: App, certificates: Certificates | None = None, *, descriptors: int = 1
+        self,
+        app: App,
+        certificates: Certificates | None = None,
+        *,
+        descriptors: int = 1,
+        age_s: float = math.inf,
     ) -> None:
-        """`descriptors`: how many a client takes."""
+        """`descriptors`: how many a client takes; `age_s`: how long a connection may be kept for more requests."""
         self._descriptors = descriptors
         shown = None if certificates is None else certificates.context
         super().__init__(
@@ -53,7 +59,7 @@ class Listener(uvicorn.Server):
                 ssl_context_factory=None if shown is None else lambda *_: shown,
             )
         )
-        self.server_state = self._state = State()
+        self.server_state = self._state = State(age_s)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept on `sockets`, as many at a time as wait."""
