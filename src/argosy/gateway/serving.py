@@ -128,7 +128,10 @@ class Serving:
         pool = self._models.pool(ask.model, caller)
         most = pool.max_model_len
         if most is not None and ask.exceeds(most):
-            message = f"The prompt is longer than the {most} tokens that {ask.model!r} can take."
+            message = (
+                f"The prompt is longer than the {most} tokens that {ask.model!r} can take. "
+                "Send less, or have it cut (truncate_prompt_tokens)."
+            )
             raise ApiError(413, "context_length_exceeded", message, param=api.prompt_field)
         return Journey(
             exchange,
