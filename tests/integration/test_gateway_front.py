@@ -102,8 +102,7 @@ async def test_lower_tiers_are_turned_away_first() -> None:
         """The request says of which tier it is: here nobody looks at keys."""
 
         async def enter(self, journey: Journey) -> Visit:
-            tier = int(journey.exchange.header(b"x-tier"))
-            journey.caller = type(journey.caller)(tier=tier)
+            journey.tier = int(journey.exchange.header(b"x-tier"))
             return await super().enter(journey)
 
     async with (
