@@ -24,6 +24,7 @@ TERMS = ("queue_s", "prefill_s", "decode_s", "memory_s", "stale_s", "total_s")
 SHOWN = frozenset(
     {
         *("object", "id", "request_id", "status", "error", "model", "path", "stream", "caller"),
+        *("asked", "route"),
         *("started_at", "ms", "queue", "rule", "attempts", "tokens", "finish_reasons"),
     }
 )
@@ -97,9 +98,11 @@ def _headline(told: dict[str, Any]) -> str:
     )
     why = f" ({escape(told['error'])})" if told["error"] else ""
     finish = ", ".join(sorted(set(told["finish_reasons"].values())))
+    led = f", by {escape(told['route'])}" if told["route"] else ""
+    asked = "" if told["asked"] == told["model"] else f" (for {escape(told['asked'])}{led})"
     lines = [
         f"[bold]{escape(told['id'])}[/]  [{colour}]{told['status']}[/]{why}",
-        f"{told['path']} to [bold]{escape(told['model'])}[/], "
+        f"{told['path']} to [bold]{escape(told['model'])}[/]{asked}, "
         + ("streamed" if told["stream"] else "sent whole"),
         f"{tokens['prompt']} prompt tokens ({tokens['cached']} cached), {tokens['output']} output"
         + (f", finished by {escape(finish)}" if finish else "")

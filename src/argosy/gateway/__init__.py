@@ -9,6 +9,7 @@ from argosy.gateway.config import (
     load_config,
 )
 from argosy.gateway.identity import AuthConfig, check_exposure, is_loopback
+from argosy.gateway.routes import RouteConfig
 from argosy.gateway.server import GatewayServer, serve_gateway
 from argosy.gateway.upstream_tls import UpstreamTls
 
@@ -19,6 +20,7 @@ __all__ = [
     "ModelConfig",
     "QueueConfig",
     "ReplicaConfig",
+    "RouteConfig",
     "Timeouts",
     "UpstreamTls",
     "check_exposure",

@@ -14,6 +14,7 @@ from argosy.gateway.dialects import Carry, Kind, KvAddress
 from argosy.gateway.explain import ExplainConfig
 from argosy.gateway.identity import AuthConfig
 from argosy.gateway.limits import LimitsConfig
+from argosy.gateway.routes import RouteConfig, check_route, route_name
 from argosy.gateway.settings_file import decode
 from argosy.gateway.upstream_tls import UpstreamTls
 from argosy.policy import Rule
@@ -99,6 +100,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """The whole file."""
 
     models: Annotated[list[ModelConfig], Meta(min_length=1)]
+    routes: list[RouteConfig] = []
+    """The first that fits a request decides which model answers it; none: the one that is asked for."""
     host: str = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535)] = 8000
     """0 takes a free one."""
@@ -142,6 +145,7 @@ def load_config(path: Path) -> GatewayConfig:
     _refuse_twice(path, "the model name", names)
     for model in config.models:
         _check_replicas(path, model)
+    _check_routes(path, config, names)
     if config.store is None and config.limits.redis is not None:
         raise ValueError(f"{path}: limits.redis shares the limits of accounts; add a store")
     if config.store is None and config.auth.mode == "keys" and config.auth.jwt is None:
@@ -159,6 +163,16 @@ def _check_replicas(path: Path, model: ModelConfig) -> None:
             )
         if replica.kv_events is not None and replica.kind not in {"auto", "vllm", "sglang"}:
             raise ValueError(f"{path}: {replica.url}: kv_events is of vllm and sglang; remove it")
+
+
+def _check_routes(path: Path, config: GatewayConfig, served: list[str]) -> None:
+    names = [route_name(route, place) for place, route in enumerate(config.routes)]
+    _refuse_twice(path, "the route", names)
+    for name, route in zip(names, config.routes, strict=True):
+        try:
+            check_route(route, served, accounts=config.store is not None)
+        except ValueError as error:
+            raise ValueError(f"{path}: of the route {name!r} {error}") from error
 
 
 def _refuse_twice(path: Path, what: str, names: list[str]) -> None:

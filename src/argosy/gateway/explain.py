@@ -57,6 +57,11 @@ class Trace(msgspec.Struct, gc=False, array_like=True):
     request: str = ""
     """The request id, which the client may have chosen."""
     model: str = ""
+    """The one that answers."""
+    asked: str = ""
+    """What the client called it."""
+    route: str = ""
+    """The route that led there from what was asked for; empty: none."""
     path: str = ""
     stream: bool = False
     caller: Caller = ANYONE
@@ -108,6 +113,8 @@ class Trace(msgspec.Struct, gc=False, array_like=True):
             "status": self.status,
             "error": self.error or None,
             "model": self.model,
+            "asked": self.asked or self.model,
+            "route": self.route or None,
             "path": self.path,
             "stream": self.stream,
             "caller": {

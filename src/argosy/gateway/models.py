@@ -3,40 +3,70 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import msgspec
+import structlog
 
 from argosy.gateway.caller import Caller
 from argosy.gateway.identity import check_model, may_use
 from argosy.gateway.replicas import Pool
+from argosy.gateway.routes import Route, RouteConfig, read_routes
 from argosy.protocol import ApiError, ModelCard, ModelList
 from argosy.store import Directory, Limit, Price
 
 T = TypeVar("T", Limit, Price)
+log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
+
+
+class Target(NamedTuple):
+    """Who answers a request."""
+
+    pool: Pool
+    route: str = ""
+    """Name of the route that said so; empty: it is the model that was asked for."""
 
 
 class Models:
-    """All public names, each with the pool that answers for it."""
+    """All public names, each with the pool that answers for it, and the routes that lead elsewhere."""
 
-    def __init__(self, named: Mapping[str, Pool]) -> None:
+    def __init__(self, named: Mapping[str, Pool], routes: Sequence[RouteConfig] = ()) -> None:
+        """`routes` name only models of `named`."""
         self._named = named
+        self._targets = {name: Target(pool) for name, pool in named.items()}
         self._created = int(time.time())
         self.pools = list({pool.model: pool for pool in named.values()}.values())
+        self._configs = routes
+        self._routes = self._read(Directory())
 
-    def pool(self, name: str, caller: Caller) -> Pool:
-        """The pool for a model that the caller asked for. Raises ApiError 404 or 403."""
-        pool = self._named.get(name)
-        check_model(caller, name, name if pool is None else pool.model)
-        if pool is None:
+    def update(self, directory: Directory) -> None:
+        """Look for the tenants of routes among these from now on."""
+        routes = self._read(directory)
+        unknown = {route.name: route.unknown for route in routes if route.unknown}
+        if unknown and unknown != {route.name: route.unknown for route in self._routes}:
+            log.warning("tenants_unknown", routes=unknown)
+        self._routes = routes
+
+    def target(self, name: str, caller: Caller, headers: Mapping[bytes, bytes]) -> Target:
+        """Who answers a caller who asks this model with these headers. Raises ApiError 404 or 403.
+
+        They need leave for the model that they ask for, not for the one that a route leads to.
+        """
+        asked = self._targets.get(name)
+        check_model(caller, name, name if asked is None else asked.pool.model)
+        if asked is None:
             raise _not_served(name)
-        return pool
+        for route in self._routes:
+            if route.fits(asked.pool.model, caller, headers):
+                log.info("routed", asked=name, model=route.to, route=route.name)
+                return Target(self._named[route.to], route.name)
+        return asked
 
-    def only(self, caller: Caller) -> Pool:
-        """The pool for who names no model, where there is no choice. Raises ApiError 400."""
+    def only(self, caller: Caller, headers: Mapping[bytes, bytes]) -> Target:
+        """Who answers those who name no model, where there is no choice. Raises ApiError 400."""
         if len(self.pools) == 1:
-            return self.pool(self.pools[0].model, caller)
+            return self.target(self.pools[0].model, caller, headers)
         message = "Missing parameter 'model'. Add it: there are several. See /v1/models."
         raise ApiError(400, "missing_required_parameter", message, param="model")
 
@@ -69,6 +99,10 @@ class Models:
         ]
         first, last = (cards[0].id, cards[-1].id) if cards else (None, None)
         return ModelList(data=cards, first_id=first, last_id=last)
+
+    def _read(self, directory: Directory) -> tuple[Route, ...]:
+        models = {name: pool.model for name, pool in self._named.items()}
+        return read_routes(self._configs, models, directory)
 
     def _meant(self, term: T) -> T:
         pool = self._named.get(term.model or "")  # None: of all models

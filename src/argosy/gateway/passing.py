@@ -50,8 +50,10 @@ class Passing:
         fields = fields_of(raw, sum(len(bytes(text)) for text in texts))
         named = fields.get("model", Raw(b"null"))
         name = msgspec.json.decode(named)
-        models = self._models
-        pool = models.pool(name, caller) if isinstance(name, str) else models.only(caller)
+        models, headers = self._models, exchange.headers
+        asked = isinstance(name, str)
+        target = models.target(name, caller, headers) if asked else models.only(caller, headers)
+        pool = target.pool
         if self._limits is None:
             await self._pass(exchange, pool, fields)
             return

@@ -19,7 +19,8 @@ def build_models(config: GatewayConfig) -> Models:
             name: pool
             for model, pool in zip(config.models, pools, strict=True)
             for name in (model.name, *model.aliases)
-        }
+        },
+        config.routes,
     )
 
 

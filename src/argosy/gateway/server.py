@@ -246,6 +246,7 @@ class _Keeping:
         """Called each second. Raises StoreError."""
         if directory is not self._known:
             self._known = directory
+            self._models.update(directory)
             meant = self._models.meant(directory)
             self._identity.update(meant)
             self.limits.update(meant)

@@ -125,11 +125,11 @@ class Serving:
 
     def _journey(self, exchange: Exchange, ask: Ask, api: Api, caller: Caller) -> Journey:
         """Raises ApiError when nothing here serves the model, to this caller, or ever could."""
-        pool = self._models.pool(ask.model, caller)
+        pool, route = self._models.target(ask.model, caller, exchange.headers)
         most = pool.max_model_len
         if most is not None and ask.exceeds(most):
             message = (
-                f"The prompt is longer than the {most} tokens that {ask.model!r} can take. "
+                f"The prompt is longer than the {most} tokens that {pool.model!r} can take. "
                 "Send less, or have it cut (truncate_prompt_tokens)."
             )
             raise ApiError(413, "context_length_exceeded", message, param=api.prompt_field)
@@ -143,7 +143,7 @@ class Serving:
             tier=min(caller.tier + ask.priority, len(TIERS) - 1),  # it may ask for a lower one
             deadline=exchange.arrived + min(ask.timeout_s, self._longest_s),
             headers=exchange.extra,
-            trace=Trace(arrived=exchange.arrived, read=self._clock()),
+            trace=Trace(arrived=exchange.arrived, read=self._clock(), asked=ask.model, route=route),
         )
 
     async def _pass(self, journey: Journey, visits: list[Visit], out: Out) -> None:
