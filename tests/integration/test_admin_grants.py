@@ -113,6 +113,9 @@ async def test_what_weighs_against_others_is_given_by_the_gateways_admins(world:
         ("POST", "/admin/projects", project | {"tier": "premium"}),
         ("PATCH", f"/admin/projects/{customer.project}", {"weight": 5}),
         ("PATCH", f"/admin/projects/{customer.project}", {"tier": "standard"}),
+        ("POST", "/admin/projects", project | {"name": name(), "flags": ["new"]}),
+        ("PATCH", f"/admin/projects/{customer.project}", {"flags": []}),
+        ("POST", "/admin/keys", key_body(customer) | {"flags": ["new"]}),
         ("POST", "/admin/limits", limit | {"amount": 10**9}),
         ("DELETE", f"/admin/limits/{given['id']}", None),
     ):

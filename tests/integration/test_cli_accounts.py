@@ -94,7 +94,7 @@ def test_keys_are_made_with_everything_they_may_have(url: str) -> None:
     made = told(
         *("keys", "create", "app", "--project", "default/chat", "--role", "operator"),
         *("--user", "ann@acme.test", "--model", "big", "--model", "small"),
-        *("--network", "10.0.0.0/8", "--expires", "90d"),
+        *("--network", "10.0.0.0/8", "--expires", "90d", "--flag", "new", "--flag", "old"),
     )
     assert made["key"].startswith(made["prefix"])
     assert "digest" not in made
@@ -103,6 +103,7 @@ def test_keys_are_made_with_everything_they_may_have(url: str) -> None:
         ["big", "small"],
         ["10.0.0.0/8"],
     )
+    assert made["flags"] == ["new", "old"]
     assert made["expires_at"] == pytest.approx(time.time() + 90 * 86400, abs=60)
     (listed,) = told("keys", "list", "--project", "chat")
     assert listed["user"] is not None
@@ -148,6 +149,9 @@ def test_tenants_change_and_end(url: str) -> None:
     changed = told("tenants", "change", "chat", "--share-cache", "--network", "10.0.0.0/8")
     assert (changed["share_cache"], changed["tier"]) == (True, "premium")
     assert told("tenants", "change", "chat", "--anywhere")["networks"] == []
+    assert told("tenants", "change", "chat", "--flag", "new")["flags"] == ["new"]
+    assert told("tenants", "change", "chat", "--no-flags")["flags"] == []
+    assert "not both" in refused("tenants", "change", "chat", "--no-flags", "--flag", "new")
     run("tenants", "organisations", "rename", "acme", "zeta")
     run("tenants", "users", "create", "ann@acme.test", "-o", "zeta")
     user = told("tenants", "users", "change", "ann@acme.test", "--role", "viewer", "-p", "chat")

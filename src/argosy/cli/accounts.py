@@ -38,6 +38,10 @@ Networks = Annotated[
     list[str] | None,
     typer.Option("--network", help="One to be used from, like 10.0.0.0/8. May be repeated."),
 ]
+Flags = Annotated[
+    list[str] | None,
+    typer.Option("--flag", help="One that routes of the gateway go by. May be repeated."),
+]
 DEFAULT = "default"
 
 

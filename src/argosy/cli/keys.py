@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from argosy.cli.accounts import (
+    Flags,
     Networks,
     ProjectName,
     RoleName,
@@ -55,6 +56,7 @@ def create(
         list[str] | None, typer.Option(help="A model it may use; by default all. May be repeated.")
     ] = None,
     network: Networks = None,
+    flag: Flags = None,
     expires: Annotated[
         float | None,
         typer.Option(parser=parse_future, metavar="WHEN", help="A date, or a duration like 90d."),
@@ -73,6 +75,7 @@ def create(
             scope=scope or _usual_scope(role, project),
             models=model or (),
             networks=network or (),
+            flags=flag or (),
             expires_at=expires,
             actor=actor(),
         )

@@ -10,6 +10,7 @@ import typer
 from argosy.cli import limits, organisations, users
 from argosy.cli.accounts import (
     DEFAULT,
+    Flags,
     Networks,
     OrganisationName,
     StoreUrl,
@@ -87,6 +88,7 @@ def create(
     share_cache: ShareCache = None,
     when_unsure: WhenUnsure = None,
     network: Networks = None,
+    flag: Flags = None,
     store: StoreUrl = None,
     json: AsJson = False,
 ) -> None:
@@ -100,6 +102,7 @@ def create(
             share_cache=bool(share_cache),
             when_unsure=when_unsure or "open",
             networks=network or (),
+            flags=flag or (),
             actor=actor(),
         )
     command = shlex.join(("argosy", "keys", "create", "-p", made.name))
@@ -118,6 +121,8 @@ def change(
     when_unsure: WhenUnsure = None,
     network: Networks = None,
     anywhere: Annotated[bool, typer.Option("--anywhere", help="Forget its networks.")] = False,
+    flag: Flags = None,
+    no_flags: Annotated[bool, typer.Option("--no-flags", help="Forget its flags.")] = False,
     store: StoreUrl = None,
     json: AsJson = False,
 ) -> None:
@@ -125,6 +130,8 @@ def change(
     with opened(store) as opened_store:
         if anywhere and network:
             raise ValueError("give --network or --anywhere, not both")
+        if no_flags and flag:
+            raise ValueError("give --flag or --no-flags, not both")
         given = changes(
             name=name,
             tier=tier,
@@ -132,6 +139,7 @@ def change(
             share_cache=share_cache,
             when_unsure=when_unsure,
             networks=() if anywhere else network or None,
+            flags=() if no_flags else flag or None,
         )
         found = find_project(opened_store, project)
         changed = opened_store.accounts.change_project(found.id, **given, actor=actor())

@@ -29,6 +29,8 @@ class Caller(msgspec.Struct, frozen=True, array_like=True):
     """Whose cached prompts its requests may share."""
     models: frozenset[str] | None = None
     """Public names that it may use; None: all."""
+    flags: frozenset[str] = frozenset()
+    """Of its project and its key."""
 
     @property
     def tenant(self) -> str:

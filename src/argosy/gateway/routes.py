@@ -34,6 +34,8 @@ class RouteConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """It comes from one of these: organisations, or projects as organisation/project, each by name or id."""
     tiers: Annotated[tuple[Tier, ...], Meta(min_length=1)] | None = None
     """Its tenant is in one of these."""
+    flags: Annotated[tuple[str, ...], Meta(min_length=1)] | None = None
+    """Its project or its key has one of these."""
     to: str
     """The model that answers; none of its own routes is looked at."""
 
@@ -52,6 +54,7 @@ class Route:
     """Ids of organisations and projects."""
     tiers: frozenset[int] | None
     """Ranks."""
+    flags: frozenset[str] | None
     unknown: tuple[str, ...]
     """Tenants that it names, and that are not there."""
 
@@ -60,6 +63,7 @@ class Route:
         return (
             (self.model is None or self.model == model)
             and (self.tiers is None or caller.tier in self.tiers)
+            and (self.flags is None or not self.flags.isdisjoint(caller.flags))
             and (
                 self.tenants is None
                 or caller.project in self.tenants
@@ -86,8 +90,8 @@ def check_route(config: RouteConfig, served: Collection[str], *, accounts: bool)
         if model is not None and model not in served:
             known = ", ".join(sorted(served))
             raise ValueError(f"{key}: {model!r} is not served here; name one of {known}")
-    if not accounts and (config.tenants or config.tiers):
-        raise ValueError("tenants and tiers are those of accounts; add a store")
+    if not accounts and (config.tenants or config.tiers or config.flags):
+        raise ValueError("tenants, tiers and flags are those of accounts; add a store")
     names = [name.lower() for name in config.headers or ()]
     twice = {name for name in names if names.count(name) > 1}
     if twice:
@@ -115,6 +119,7 @@ def _read(
         if tenants is None
         else frozenset[str]().union(*(ids.get(name, ()) for name in tenants)),
         tiers=None if tiers is None else frozenset(map(TIERS.index, tiers)),
+        flags=None if config.flags is None else frozenset(config.flags),
         unknown=tuple(name for name in tenants or () if name not in ids),
     )
 

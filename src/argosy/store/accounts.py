@@ -87,6 +87,7 @@ class Accounts(Records):
         share_cache: bool = False,
         when_unsure: Unsure = "open",
         networks: Sequence[str] = (),
+        flags: Sequence[str] = (),
         actor: str,
     ) -> Project:
         """A new project of the organisation with this id."""
@@ -101,6 +102,7 @@ class Accounts(Records):
                     share_cache=share_cache,
                     when_unsure=when_unsure,
                     networks=tuple(networks),
+                    flags=tuple(flags),
                     created_at=change.now,
                 )
             )
@@ -123,6 +125,7 @@ class Accounts(Records):
         share_cache: bool | UnsetType = UNSET,
         when_unsure: Unsure | UnsetType = UNSET,
         networks: Sequence[str] | UnsetType = UNSET,
+        flags: Sequence[str] | UnsetType = UNSET,
         actor: str,
     ) -> Project:
         """Change what is given."""
@@ -136,6 +139,7 @@ class Accounts(Records):
                 share_cache=share_cache,
                 when_unsure=when_unsure,
                 networks=networks if networks is UNSET else tuple(networks),
+                flags=flags if flags is UNSET else tuple(flags),
             )
 
     def archive_project(self, project: str, *, actor: str) -> Project:
@@ -217,6 +221,7 @@ class Accounts(Records):
         scope: RoleScope = "organisation",
         models: Sequence[str] = (),
         networks: Sequence[str] = (),
+        flags: Sequence[str] = (),
         expires_at: float | None = None,
         actor: str,
     ) -> tuple[Key, str]:
@@ -231,6 +236,7 @@ class Accounts(Records):
                 scope=scope,
                 models=tuple(models),
                 networks=tuple(networks),
+                flags=tuple(flags),
                 expires_at=expires_at,
             )
 

@@ -37,6 +37,7 @@ def create_key(
     scope: RoleScope = "organisation",
     models: tuple[str, ...] = (),
     networks: tuple[str, ...] = (),
+    flags: tuple[str, ...] = (),
     expires_at: float | None = None,
 ) -> tuple[Key, str]:
     """A new key and its plain form. Raises as `Accounts` does."""
@@ -54,6 +55,7 @@ def create_key(
         scope=scope,
         models=models,
         networks=networks,
+        flags=flags,
         created_at=change.now,
         expires_at=expires_at,
     )

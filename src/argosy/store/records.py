@@ -77,6 +77,8 @@ class Project(Record, frozen=True, kw_only=True):
     """What its limits do while the state that gateways share is down: go on locally, or refuse."""
     networks: Networks = ()
     """Those that its callers may come from; none: from anywhere."""
+    flags: Names = ()
+    """What a gateway's routes may go by."""
     created_at: float
     archived_at: float | None = None
 
@@ -109,6 +111,8 @@ class KeyInfo(Record, frozen=True, kw_only=True):
     models: Names = ()
     """Public model names it may use; none: all."""
     networks: Networks = ()
+    flags: Names = ()
+    """Beside those of its project."""
     created_at: float
     expires_at: Moment | None = None
     revoked_at: float | None = None

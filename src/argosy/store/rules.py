@@ -76,7 +76,7 @@ def _model(text: str | None) -> str | None:
     return None if text is None else _text(text)
 
 
-def _models(names: Sequence[str]) -> tuple[str, ...]:
+def _names(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(_text(name) for name in names))
 
 
@@ -88,6 +88,7 @@ _TIDY: dict[str, Callable[[Any], object]] = {
     "name": _text,
     "email": _email,
     "model": _model,
-    "models": _models,
+    "models": _names,
+    "flags": _names,
     "networks": _networks,
 }

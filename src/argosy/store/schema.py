@@ -60,6 +60,11 @@ def _scope() -> Column[str]:
     return Column("scope", Text, nullable=False, server_default="gateway")
 
 
+def _flags() -> Column[tuple[str, ...]]:
+    """A gateway that knows no flags writes rows without them."""
+    return Column("flags", Strings, nullable=False, server_default="[]")
+
+
 state = Table(
     "state",
     metadata,
@@ -93,6 +98,7 @@ projects = Table(
     Column("networks", Strings, nullable=False),
     Column("created_at", Double, nullable=False),
     Column("archived_at", Double),
+    _flags(),
     _name("projects", "organisation", "name", living="archived_at"),
 )
 
@@ -127,6 +133,7 @@ keys = Table(
     Column("revoked_at", Double),
     Column("replaced_by", Text),
     _scope(),
+    _flags(),
 )
 
 limits = Table(

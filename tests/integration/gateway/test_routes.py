@@ -120,6 +120,21 @@ async def test_headers_tenants_and_tiers_lead_elsewhere_in_order(tmp_path: Path)
         assert await here.answering("app", x_stable="yes") == "qwen"
 
 
+async def test_a_flag_of_a_key_or_a_project_leads_elsewhere(tmp_path: Path) -> None:
+    async with world(tmp_path, RouteConfig(flags=("new-model",), to="qwen-next")) as here:
+        accounts = here.store.accounts
+        _, here.keys["new"] = accounts.create_key(
+            here.web.id, "new", flags=["new-model"], actor="test"
+        )
+        accounts.change_project(here.app.id, flags=["old", "new-model"], actor="test")
+        async with here.client("new") as client:
+            while (await client.get("/v1/models")).status_code != 200:  # noqa: ASYNC110 - it looks each second
+                await asyncio.sleep(0.05)
+        assert await here.answering("web") == "qwen"
+        assert await here.answering("new") == "qwen-next"
+        assert await here.answering("app") == "qwen-next"
+
+
 async def test_a_tenant_that_is_made_later_is_found(tmp_path: Path) -> None:
     routes = (RouteConfig(tenants=("acme/app", "zeta"), to="qwen-next"),)
     async with world(tmp_path, *routes) as here:

@@ -53,6 +53,7 @@ def test_what_is_created_is_found_again(store: Store, organisation: Organisation
         share_cache=True,
         when_unsure="closed",
         networks=["10.0.0.7", "2001:db8::1/32"],
+        flags=["new", " old", "new"],
         actor=ME,
     )
     assert project == Project(
@@ -64,6 +65,7 @@ def test_what_is_created_is_found_again(store: Store, organisation: Organisation
         share_cache=True,
         when_unsure="closed",
         networks=("10.0.0.7/32", "2001:db8::/32"),
+        flags=("new", "old"),
         created_at=START,
     )
     user = accounts.create_user(
@@ -77,10 +79,12 @@ def test_what_is_created_is_found_again(store: Store, organisation: Organisation
         role="operator",
         models=["m", "n", "m"],
         networks=("10.0.0.0/8",),
+        flags=["beta"],
         expires_at=START + 5,
         actor=ME,
     )
     assert (key.models, key.networks, key.role) == (("m", "n"), ("10.0.0.0/8",), "operator")
+    assert key.flags == ("beta",)
     limit = store.terms.set_limit(
         "key", key.id, "tokens", 2**62, window="minute", model="m", actor=ME
     )
@@ -104,8 +108,12 @@ def test_what_is_created_is_found_again(store: Store, organisation: Organisation
 
 def test_what_is_changed_stays_changed(store: Store, project: Project, user: User) -> None:
     accounts = store.accounts
-    changed = accounts.change_project(project.id, tier="free", networks=["::1"], actor=ME)
-    assert changed == msgspec.structs.replace(project, tier="free", networks=("::1/128",))
+    changed = accounts.change_project(
+        project.id, tier="free", networks=["::1"], flags=["new"], actor=ME
+    )
+    assert changed == msgspec.structs.replace(
+        project, tier="free", networks=("::1/128",), flags=("new",)
+    )
     assert accounts.get_project(project.id) == changed
     renamed = accounts.change_organisation(project.organisation, name="Emca", actor=ME)
     assert accounts.get_organisation(project.organisation) == renamed

@@ -211,6 +211,7 @@ def test_roles_that_were_given_before_there_were_scopes_hold_for_the_whole_gatew
     store.migrate()
     keys, users = store.accounts.list_keys(), store.accounts.list_users()
     assert {key.id: key.scope for key in keys} == {"key_a": "gateway", "key_c": "organisation"}
+    assert {key.flags for key in keys} == {p.flags for p in store.accounts.list_projects()} == {()}
     assert [(user.role, user.scope) for user in users] == [("viewer", "gateway")]
     assert [entry.organisation for entry in store.audit.entries()] == [None]
     assert store.audit.verify() == Verdict(entries=1)

@@ -118,6 +118,12 @@ def test_any_of_the_tenants_and_of_the_tiers() -> None:
             assert answered(route, caller=of(project, tier)) == ("next" if fits else "qwen")
 
 
+def test_any_of_the_flags_of_a_caller() -> None:
+    route = RouteConfig(flags=("beta", "new"), to="next")
+    for flags, model in (((), "qwen"), (("old",), "qwen"), (("new", "old"), "next")):
+        assert answered(route, caller=Caller(flags=frozenset(flags))) == model
+
+
 def test_the_first_that_fits_decides_and_no_other_is_looked_at() -> None:
     routed = models(
         RouteConfig(name="stays", model="qwen", headers={"x-keep": "*"}, to="qwen"),
@@ -228,6 +234,7 @@ def test_the_log_tells_what_was_asked_for_and_of_tenants_that_are_not_there() ->
         ("[{to: next, headers: {}}]", "length >= 1"),
         ("[{to: next, tenants: []}]", "length >= 1"),
         ("[{to: next, tiers: []}]", "length >= 1"),
+        ("[{to: next, flags: []}]", "length >= 1"),
         ("[{to: next, tiers: [gold]}]", "Invalid enum value 'gold' - at `$.routes[0].tiers[0]`"),
         ("[{to: next, tenant: [acme]}]", "unknown field `tenant`"),
     ],
@@ -239,7 +246,7 @@ def test_what_no_route_can_mean_is_refused_by_name(tmp_path: Path, routes: str, 
         load_config(path)
 
 
-@pytest.mark.parametrize("of_accounts", ["tenants: [acme]", "tiers: [premium]"])
+@pytest.mark.parametrize("of_accounts", ["tenants: [acme]", "tiers: [premium]", "flags: [new]"])
 def test_routes_by_accounts_need_a_store(tmp_path: Path, of_accounts: str) -> None:
     path = tmp_path / "gateway.yaml"
     route = f"routes: [{{{of_accounts}, to: next}}]"

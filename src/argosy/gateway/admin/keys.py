@@ -1,4 +1,7 @@
-"""Operations on API keys. Nobody can make, rotate or revoke a key that may do more than they may themselves."""
+"""Operations on API keys. Nobody can make, rotate or revoke a key that may do more than they may themselves.
+
+Flags, which decide what model answers, are given by those who run the whole gateway.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +34,8 @@ def list_keys(desk: Desk, call: Call) -> Page[KeyView]:
 def create_key(desk: Desk, call: Call) -> NewKeyView:
     """Make a key. The key itself is in this answer, and never again."""
     check_grant(call.caller, call.body.role, call.body.scope, call.body.models)
+    if call.body.flags:
+        check_role(call.caller, "admin", "gateway")
     made, plain = desk.accounts.create_key(**given(call.body), actor=call.actor)
     return view(made, NewKeyView, key=plain)
 

@@ -226,6 +226,7 @@ class NewProject(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     share_cache: bool = False
     when_unsure: Unsure = "open"
     networks: Networks = ()
+    flags: Names | UnsetType = UNSET
 
 
 class ProjectChange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -237,6 +238,7 @@ class ProjectChange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     share_cache: bool | UnsetType = UNSET
     when_unsure: Unsure | UnsetType = UNSET
     networks: Networks | UnsetType = UNSET
+    flags: Names | UnsetType = UNSET
 
 
 class NewUser(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -268,6 +270,7 @@ class NewKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     scope: RoleScope = "organisation"
     models: Names = ()
     networks: Networks = ()
+    flags: Names = ()
     expires_at: Moment | None = None
 
 

@@ -1,7 +1,8 @@
 """Operations on organisations, projects and users.
 
 Organisations are made, named and ended by those who run the whole gateway: a name is taken for all, and tokens are
-matched by it. Tiers and weights are given by them too, since they weigh against other organisations' projects.
+matched by it. Tiers and weights are given by them too, since they weigh against other organisations' projects; and
+flags, which decide what model answers.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def list_projects(desk: Desk, call: Call) -> Page[ProjectView]:
 
 @api.add("POST", PROJECTS, "admin", body=NewProject)
 def create_project(desk: Desk, call: Call) -> ProjectView:
-    """Make a project. To give a tier or a weight takes an admin of the whole gateway."""
+    """Make a project. To give a tier, a weight or flags takes an admin of the whole gateway."""
     _check_share(call.caller, call.body)
     return view(desk.accounts.create_project(**given(call.body), actor=call.actor), ProjectView)
 
@@ -92,7 +93,7 @@ def get_project(desk: Desk, call: Call) -> ProjectView:
 
 @api.add("PATCH", PROJECTS + "/{id}", "admin", body=ProjectChange)
 def change_project(desk: Desk, call: Call) -> ProjectView:
-    """Change a project; what is left out stays. Tier and weight take an admin of the whole gateway."""
+    """Change a project; what is left out stays. Tier, weight and flags take an admin of the whole gateway."""
     _check_share(call.caller, call.body)
     _check_holders(desk, call)
     changed = desk.accounts.change_project(call.id, **given(call.body), actor=call.actor)
@@ -145,7 +146,7 @@ def disable_user(desk: Desk, call: Call) -> UserView:
 
 
 def _check_share(caller: Caller, body: NewProject | ProjectChange) -> None:
-    if body.tier is not UNSET or body.weight is not UNSET:
+    if not (body.tier is body.weight is body.flags is UNSET):
         check_role(caller, "admin", "gateway")
 
 

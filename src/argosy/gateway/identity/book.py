@@ -96,6 +96,7 @@ class Book:
             role=key.role,
             scope=key.scope,
             models=frozenset(key.models) or None,
+            flags=key.flags,
         )
         networks = _allow_lists(key.networks, project.networks)
         return Entry(caller, networks, key.expires_at, f"The key {key.prefix}...")
@@ -145,6 +146,7 @@ def _caller(
     user: str,
     key: str = "",
     models: frozenset[str] | None = None,
+    flags: tuple[str, ...] = (),
 ) -> Caller:
     if project is None:
         return Caller(
@@ -161,6 +163,7 @@ def _caller(
         weight=project.weight,
         domain=project.organisation if project.share_cache else project.id,
         models=models,
+        flags=frozenset(project.flags + flags),
     )
 
 
