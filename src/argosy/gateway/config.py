@@ -172,7 +172,7 @@ def _check_routes(path: Path, config: GatewayConfig, served: list[str]) -> None:
         try:
             check_route(route, served, accounts=config.store is not None)
         except ValueError as error:
-            raise ValueError(f"{path}: of the route {name!r} {error}") from error
+            raise ValueError(f"{path}: route {name!r}: {error}") from error
 
 
 def _refuse_twice(path: Path, what: str, names: list[str]) -> None:

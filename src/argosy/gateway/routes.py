@@ -60,7 +60,7 @@ class Route:
 
     def fits(self, model: str, caller: Caller, headers: Mapping[bytes, bytes]) -> bool:
         """Whether it decides what the caller asks this model (by its own name) with these headers."""
-        return (
+        if not (
             (self.model is None or self.model == model)
             and (self.tiers is None or caller.tier in self.tiers)
             and (self.flags is None or not self.flags.isdisjoint(caller.flags))
@@ -69,11 +69,13 @@ class Route:
                 or caller.project in self.tenants
                 or caller.organisation in self.tenants
             )
-            and all(
-                name in headers if value is None else headers.get(name) == value
-                for name, value in self.headers
-            )
-        )
+        ):
+            return False
+        for name, value in self.headers:
+            found = headers.get(name)
+            if found is None or (value is not None and found != value):
+                return False
+        return True
 
 
 def read_routes(

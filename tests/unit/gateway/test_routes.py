@@ -220,9 +220,9 @@ def test_the_log_tells_what_was_asked_for_and_of_tenants_that_are_not_there() ->
 @pytest.mark.parametrize(
     ("routes", "said"),
     [
-        ("[{to: qwne}]", "of the route 'routes[0]' to: 'qwne' is not served here; name one of"),
+        ("[{to: qwne}]", "route 'routes[0]': to: 'qwne' is not served here; name one of"),
         ("[{model: old, to: next}]", "model: 'old' is not served here"),
-        ("[{to: next}, {name: a, model: x, to: next}]", "of the route 'a' model: 'x' is not"),
+        ("[{to: next}, {name: a, model: x, to: next}]", "route 'a': model: 'x' is not"),
         ("[{name: a, to: next}, {name: a, to: next}]", "the route 'a' is there twice"),
         ("[{name: 'routes[1]', to: next}, {to: next}]", "the route 'routes[1]' is there twice"),
         ("[{model: qwen}]", "missing required field `to` - at `$.routes[0]`"),
