@@ -36,7 +36,7 @@ serve: .venv/.serve
 	$(BIN)/argosy serve $(MODEL) --port $(PORT)
 
 test: .venv/.dev $(JS_READY)
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest --numprocesses 2 --dist loadfile $(ARGS)
 
 check: .venv/.dev
 	$(BIN)/ruff format --check
