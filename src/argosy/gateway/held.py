@@ -103,7 +103,7 @@ class Held(msgspec.Struct, eq=False):
         prompt, output = told.prompt_tokens or self.prompt, told.output_tokens
         ahead = self.output if output <= self.output else output + STEP
         for enough in (ahead, output):
-            use = use_of(self.rates, prompt, told.cached_tokens, enough)
+            use = running(self.rates, prompt, told.cached_tokens, enough)
             if self.reservation.extend(use, now) is None:
                 self.prompt, self.output = prompt, enough
                 return None
@@ -117,11 +117,6 @@ class Held(msgspec.Struct, eq=False):
             return None
         self.reservation.count(use, now)
         return "budget" if refusal.meter.unit == "nano_dollars" else "limit"
-
-
-def use_of(rates: Rates, prompt: int, cached: int, output: int) -> Use:
-    """What a request uses that has so many tokens so far."""
-    return running(prompt, output, rates.cost(prompt, cached, output))
 
 
 def wants_of(lacking: Iterable[tuple[Meter, int]]) -> Wants:

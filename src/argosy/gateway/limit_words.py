@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from decimal import Decimal
+from functools import lru_cache
 
 import msgspec
 
@@ -68,12 +69,10 @@ class Headers:
         """As they are now."""
         told: list[tuple[bytes, bytes]] = []
         for (limit, remaining, reset), counters in self._told:
-            tightest = counters[0]
-            if len(counters) > 1:
-                tightest = min(counters, key=_left)
+            tightest = counters[0] if len(counters) == 1 else min(counters, key=_left)
             told += (
                 (limit, b"%d" % tightest.limit),
-                (remaining, b"%d" % max(0, _left(tightest))),
+                (remaining, b"%d" % max(0, tightest.limit - tightest.used)),
                 (reset, duration(tightest.reset_s(now)).encode()),
             )
         return told
@@ -137,7 +136,13 @@ def duration(seconds: float) -> str:
         return f"{math.ceil(seconds * 1000)}ms"
     if seconds < 60.0:
         return f"{math.ceil(seconds * 10) / 10:g}s"
-    minutes, rest = divmod(math.ceil(seconds), 60)
+    return _long(math.ceil(seconds))
+
+
+@lru_cache(maxsize=64)
+def _long(seconds: int) -> str:
+    """A window is free again after about its length, whoever asks."""
+    minutes, rest = divmod(seconds, 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}h{minutes}m{rest}s" if hours else f"{minutes}m{rest}s"
 

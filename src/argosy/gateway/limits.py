@@ -14,7 +14,7 @@ import structlog
 from argosy.gateway.aside import aside
 from argosy.gateway.ask import DEFAULT_OUTPUT
 from argosy.gateway.caller import TIERS, Caller
-from argosy.gateway.held import Held, Party, Unsure, use_of, wants_of
+from argosy.gateway.held import Held, Party, Unsure, wants_of
 from argosy.gateway.journey import Journey
 from argosy.gateway.limit_words import Headers, kept_out, let_in, refused, unavailable
 from argosy.policy import (
@@ -26,6 +26,7 @@ from argosy.policy import (
     Use,
     never,
     reserve,
+    running,
 )
 from argosy.store import (
     Clock,
@@ -155,7 +156,7 @@ class Limits:
         prompt = ask.prompt_tokens
         expected = self._estimates.expected(party.asker, ask.max_output, DEFAULT_OUTPUT)
         output = expected * ask.choices
-        likely, least = use_of(rates, prompt, 0, output), use_of(rates, prompt, 0, 1)
+        likely, least = running(rates, prompt, 0, output), running(rates, prompt, 0, 1)
         found, answered = await self._hold(party, likely, least, now)
         journey.headers += party.headers(now)
         if isinstance(found, list):
@@ -172,7 +173,7 @@ class Limits:
             reservation=found,
             rates=rates,
             prompt=prompt,
-            output=output if found.covers(likely) else 0,
+            output=output if found.whole else 0,
         )
 
     # --- what generates nothing --------------------------------------------------------------------
@@ -281,6 +282,6 @@ def _used(
         told = spent(limit.owner_kind, limit.owner, moment, limit.model)
         tokens = told.input_tokens + told.output_tokens
         use = Use(told.requests, tokens, told.input_tokens, told.output_tokens, told.nano_dollars)
-        sums.append(use[meter.index])
+        sums.append(meter.of(use))
     parts = [max(0, more - less) for more, less in pairwise([*sums, 0])]
     return list(zip([*since[1:], now], parts, strict=True))

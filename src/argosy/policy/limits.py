@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from operator import attrgetter
 
 import msgspec
 
+from argosy.policy.prices import Rates
 from argosy.policy.windows import Counter
 
 PARTS = 8
 """Of what a request was given in parts, the last few can be given back; it never holds much ahead."""
 
 
-class Use(NamedTuple):
+class Use(msgspec.Struct, frozen=True, gc=False):
     """What a request uses, or may use, of each unit that there are limits on."""
 
     requests: int = 0
@@ -27,9 +28,10 @@ class Use(NamedTuple):
     concurrency: int = 0
 
 
-def running(input_tokens: int, output_tokens: int, nano_dollars: int) -> Use:
-    """What a request uses that runs."""
+def running(rates: Rates, input_tokens: int, cached_tokens: int, output_tokens: int) -> Use:
+    """What a request uses that runs, and had so many tokens so far."""
     tokens = input_tokens + output_tokens
+    nano_dollars = rates.cost(input_tokens, cached_tokens, output_tokens)
     return Use(1, tokens, input_tokens, output_tokens, nano_dollars, 1)
 
 
@@ -52,11 +54,11 @@ class Meter:
     model: str | None
     """Of which model only."""
     counter: Counter
-    index: int = field(init=False)
-    """Of the unit in `Use`."""
+    of: Callable[[Use], int] = field(init=False, repr=False, compare=False)
+    """What a use has of the unit."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "index", Use._fields.index(self.unit))
+        object.__setattr__(self, "of", attrgetter(self.unit))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,24 +80,25 @@ class Hold(msgspec.Struct):
     before: int
     """Units that were in use when it came."""
     units: int
-    parts: list[tuple[int, int]]
-    """The slots where they count, and how many in each; the latest last."""
+    slots: dict[int, int]
+    """Where they count, and how many in each slot; the latest last."""
 
     def add(self, more: int, now: float) -> None:
         """Hold `more` besides."""
         self.units += more
         slot = self.meter.counter.add(more, now)
-        if slot == self.parts[-1][0]:
-            self.parts[-1] = slot, self.parts[-1][1] + more
-        else:
-            self.parts.append((slot, more))
-            del self.parts[:-PARTS]
+        if slot in self.slots:
+            self.slots[slot] += more
+            return
+        self.slots[slot] = more
+        if len(self.slots) > PARTS:
+            del self.slots[next(iter(self.slots))]
 
     def give_back(self, units: int, now: float) -> None:
         """Hold so many less: the ones that were added last."""
         self.units -= units
-        while units > 0 and self.parts:
-            slot, there = self.parts.pop()
+        while units > 0 and self.slots:
+            slot, there = self.slots.popitem()
             self.meter.counter.correct(slot, -min(units, there), now)
             units -= there
 
@@ -103,15 +106,13 @@ class Hold(msgspec.Struct):
 class Reservation:
     """What one request holds of its limits. `extend` or `count` as more is used; `settle` ends it."""
 
-    __slots__ = ("_open", "holds")
+    __slots__ = ("_open", "holds", "whole")
 
-    def __init__(self, holds: list[Hold]) -> None:
+    def __init__(self, holds: list[Hold], *, whole: bool) -> None:
         self.holds = holds
+        self.whole = whole
+        """All that is likely is held."""
         self._open = True
-
-    def covers(self, use: Use) -> bool:
-        """Whether nothing more has to be held for this."""
-        return not self._lacking(use)
 
     def extend(self, use: Use, now: float) -> Refusal | None:
         """Hold as much as `use` says in all, or nothing more if one of the limits has no room for that."""
@@ -141,7 +142,7 @@ class Reservation:
             return
         self._open = False
         for hold in self.holds:
-            more = use[hold.meter.index] - hold.units
+            more = hold.meter.of(use) - hold.units
             if more > 0:
                 hold.add(more, now)
             elif more < 0:
@@ -149,7 +150,7 @@ class Reservation:
 
     def _lacking(self, use: Use) -> list[tuple[Hold, int]]:
         return [
-            (hold, more) for hold in self.holds if (more := use[hold.meter.index] - hold.units) > 0
+            (hold, more) for hold in self.holds if (more := hold.meter.of(use) - hold.units) > 0
         ]
 
 
@@ -161,20 +162,19 @@ def reserve(
     A limit smaller than what is likely, but not than what is needed at least, is asked for as a whole.
     """
     refusals: list[Refusal] = []
-    holds = []
+    holds, whole = [], True
     for meter in meters:
-        units, counter = likely[meter.index], meter.counter
+        units, counter = meter.of(likely), meter.counter
         if units > counter.limit:
-            units = max(counter.limit, least[meter.index])
-        if units > max(0, counter.room(now)):
+            units, whole = max(counter.limit, meter.of(least)), False
+        if units > counter.room(now) and units:
             refusals.append(_refusal(meter, units, now))
-        holds.append(Hold(meter, counter.used, units, []))
+        holds.append(Hold(meter, counter.used, units, {}))
     if refusals:
         return refusals
     for hold in holds:
-        slot = hold.meter.counter.add(hold.units, now)
-        hold.parts.append((slot, hold.units))
-    return Reservation(holds)
+        hold.slots[hold.meter.counter.add(hold.units, now)] = hold.units
+    return Reservation(holds, whole=whole)
 
 
 def worst(refusals: Sequence[Refusal]) -> Refusal:

@@ -88,10 +88,11 @@ class Window:
         """See `Counter`."""
         if now >= self._due:
             self._forget(now)
-        slot = int(now // self._width)
-        self._newest = max(self._newest, slot)
-        slot = self._newest
-        slots = self._slots
+        slot, slots = int(now // self._width), self._slots
+        if slot > self._newest:
+            self._newest = slot
+        else:
+            slot = self._newest
         if slot in slots:
             slots[slot] += units
         else:
@@ -126,9 +127,12 @@ class Window:
 
     def reset_s(self, now: float) -> float:
         """See `Counter`."""
-        self.room(now)
-        newest = next((slot for slot in reversed(self._slots) if self._slots[slot]), None)
-        return 0.0 if newest is None else max(0.0, self._end(newest) - now)
+        if now >= self._due:
+            self._forget(now)
+        for slot in reversed(self._slots):
+            if self._slots[slot]:
+                return max(0.0, self._end(slot) - now)
+        return 0.0
 
     def since(self, now: float) -> tuple[float, ...]:
         """See `Counter`."""
@@ -182,7 +186,8 @@ class Period:
 
     def add(self, units: int, now: float) -> int:
         """See `Counter`; the slot is the second when the period began."""
-        self.room(now)
+        if now >= self._ends:
+            self._turn(now)
         self.used += units
         return int(self._starts)
 

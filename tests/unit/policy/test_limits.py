@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from argosy.policy import (
+    NO_CHARGE,
     Concurrency,
     Meter,
     OutputEstimates,
@@ -24,7 +25,7 @@ from argosy.policy import (
 
 
 def tokens(count: int) -> Use:
-    return running(0, count, 0)
+    return running(NO_CHARGE, 0, 0, count)
 
 
 def done(count: int) -> Use:
@@ -79,7 +80,7 @@ def test_more_than_the_limit_is_never_let_in_but_what_may_be_less_asks_for_all_o
     held = reserve(limits, tokens(500), tokens(1), 0.0)
     assert isinstance(held, Reservation)
     assert used(limits) == [1, 100, 1]
-    assert not held.covers(tokens(101))
+    assert not held.whole
 
 
 def test_the_refusal_that_lasts_longest_is_the_one_to_tell() -> None:
@@ -141,8 +142,7 @@ def test_in_the_end_what_counts_is_what_was_used(
         for piece in pieces:
             now += pause / 100
             delivered += piece
-            if not held.covers(tokens(delivered)):
-                assert held.extend(tokens(delivered + 32), now) is None
+            assert held.extend(tokens(delivered + 32), now) is None
         if dropped:
             held.settle(Use(), now)
             total += 0
@@ -166,9 +166,9 @@ def test_who_needs_nothing_of_a_limit_is_let_in_however_far_it_was_passed_or_low
         meter.counter.add(used_up + passed_by, 0.0)
     one = Use(requests=1, concurrency=1)
     assert isinstance(reserve([tokens_, cost], one, one, 1.0), Reservation)
-    unpriced = running(10, free, 0)
-    assert isinstance(reserve([cost], unpriced, running(10, 1, 0), 1.0), Reservation)
-    assert isinstance(reserve([tokens_], unpriced, running(10, 1, 0), 1.0), list)
+    unpriced, least = running(NO_CHARGE, 10, 0, free), running(NO_CHARGE, 10, 0, 1)
+    assert isinstance(reserve([cost], unpriced, least, 1.0), Reservation)
+    assert isinstance(reserve([tokens_], unpriced, least, 1.0), list)
 
 
 def test_estimates_settle_where_one_answer_in_ten_is_longer() -> None:
