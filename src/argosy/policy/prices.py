@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -53,23 +53,28 @@ class Rates:
 
 NO_CHARGE = Rates(0, 0, 0)
 
+Changes = tuple[list[float], list[Rates]]
+"""Moments, in order, and the rates before the first of them and from each on."""
+UNPRICED: Changes = ([], [NO_CHARGE])
+
 
 class PriceList:
     """All prices, past and to come."""
 
     def __init__(self, prices: Iterable[Priced] = ()) -> None:
-        self._rates: dict[tuple[str, str | None], tuple[list[float], list[Rates]]] = {}
-        """Model and tier -> since when, in order, and what from then on."""
-        for price in sorted(prices, key=lambda price: price.since):
-            times, rates = self._rates.setdefault((price.model, price.tier), ([], []))
+        self._rates: dict[tuple[str, str | None], Changes] = {}
+        for price in sorted(prices, key=lambda price: (price.tier is not None, price.since)):
+            key = price.model, price.tier
+            if key not in self._rates:
+                # Before a tier's first price of its own, it pays what all tiers do.
+                times, rates = self._rates.get((price.model, None), UNPRICED)
+                before = bisect_left(times, price.since)
+                self._rates[key] = times[:before], rates[: before + 1]
+            times, rates = self._rates[key]
             times.append(price.since)
             rates.append(Rates(price.input, price.cached_input, price.output))
 
     def rates(self, model: str, tier: str, now: float) -> Rates:
         """The tier's own newest rates that hold by `now`, else those for all tiers; no price: no charge."""
-        for key in ((model, tier), (model, None)):
-            times, rates = self._rates.get(key, ((), ()))
-            held = bisect_right(times, now)
-            if held:
-                return rates[held - 1]
-        return NO_CHARGE
+        times, rates = self._rates.get((model, tier)) or self._rates.get((model, None), UNPRICED)
+        return rates[bisect_right(times, now)]
