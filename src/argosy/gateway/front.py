@@ -63,6 +63,7 @@ class Front:
         self._identify = identify
         self._admin = admin
         self._metrics = metrics
+        self._log = log.bind()
         self._config = config
         passing = Passing(models, limits)
         routes = (
@@ -123,7 +124,7 @@ class Front:
     def _note(self, exchange: Exchange, route: str) -> None:
         status = exchange.status or 499
         self._metrics.answered(route, status)
-        write = log.debug if route in _QUIET else log.info
+        write = self._log.debug if route in _QUIET else self._log.info
         write(
             "request",
             method=exchange.method,

@@ -38,6 +38,8 @@ _SHARED: list[Processor] = [
     structlog.stdlib.add_logger_name,
     structlog.processors.TimeStamper(fmt="iso", utc=True),
 ]
+_UNREAD = (OSError, ValueError, AttributeError)
+"""Raised by standard error that nobody reads any more: a closed pipe, a full disk, or none at all."""
 _OF_LINES = frozenset({"event", "exception", "stack"})
 """Fields that we write, and that may have several lines."""
 _encode = msgspec.json.Encoder(enc_hook=repr).encode
@@ -47,7 +49,7 @@ def _json_line(replica: str) -> Processor:
     """All that `_SHARED` does, and the JSON, in one call: a request writes a line."""
 
     def line(logger: _StandardError, method: str, event: EventDict) -> bytes:
-        _add_context(logger, method, event)
+        event.update(_context.get() or {})
         event["level"] = "error" if method == "exception" else method
         event["logger"] = logger.name
         event["timestamp"] = _timestamp(time.time_ns())
@@ -90,7 +92,7 @@ def _encoded(_logger: WrappedLogger, _method: str, line: EventDict | str) -> byt
 class _StandardError:
     """Writes lines to standard error, whatever that is at the moment.
 
-    When nobody reads it any more (a closed pipe, a full disk), lines are lost, and nothing else is.
+    When nobody reads it any more, lines are lost, and nothing else is.
     """
 
     def __init__(self, name: str = "") -> None:
@@ -100,7 +102,7 @@ class _StandardError:
 
     def msg(self, line: bytes) -> None:
         """Write one line at once."""
-        with contextlib.suppress(OSError, ValueError, AttributeError):
+        with contextlib.suppress(*_UNREAD):
             sys.stderr.buffer.write(line + b"\n")
         self._flush()
 
@@ -114,15 +116,17 @@ class _StandardError:
                 self.msg(line)
                 return
             self._flushes_at = now + TOGETHER_S
-        with contextlib.suppress(OSError, ValueError, AttributeError):
+        try:
             sys.stderr.buffer.write(line + b"\n")
+        except _UNREAD:
+            return
 
     debug = warning = error = critical = exception = msg
 
     def _flush(self) -> None:
         # A loop's timer may be early: whatever comes after this asks for another.
         self._flushes_at = 0.0
-        with contextlib.suppress(OSError, ValueError, AttributeError):
+        with contextlib.suppress(*_UNREAD):
             sys.stderr.buffer.flush()
 
 
