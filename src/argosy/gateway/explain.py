@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from heapq import nsmallest
 from operator import attrgetter
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -172,7 +172,7 @@ def _candidate(cost: Cost) -> dict[str, Any]:
 _pack = msgspec.msgpack.Encoder(enc_hook=str).encode
 
 
-class _Kept(NamedTuple):
+class _Kept(msgspec.Struct, frozen=True, gc=False):
     ended: float
     organisation: str
     request: str

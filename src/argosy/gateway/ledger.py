@@ -66,37 +66,30 @@ class Ledger:
         return Entry(journey, slot, rates, self._clock)
 
 
-class Entry:
+class Entry(msgspec.Struct, eq=False):
     """A `Visit`: the row of one request."""
 
-    __slots__ = ("_clock", "_delivered", "_journey", "_rates", "_slot", "_streams")
-
-    def __init__(
-        self, journey: Journey, slot: Slot, rates: Rates, clock: Callable[[], float]
-    ) -> None:
-        self._journey = journey
-        self._streams = journey.ask.stream
-        self._delivered = journey.delivered
-        self._slot = slot
-        self._rates = rates
-        self._clock = clock
+    journey: Journey
+    slot: Slot
+    rates: Rates
+    clock: Callable[[], float]
 
     def alone(self) -> Alone:
         """As far as it likes: its tokens are counted in the slot."""
-        return Alone(counter=self._slot.counter)
+        return Alone(counter=self.slot.counter)
 
     def counted(self, times: Sequence[float]) -> None:  # noqa: ARG002 - see `Visit`
         """Count what was delivered so far: nothing of an answer that is sent whole, should this gateway die before."""
-        if self._streams:
-            told = self._delivered
-            self._slot.count(told.prompt_tokens, told.cached_tokens, told.output_tokens)
+        if self.journey.ask.stream:
+            told = self.journey.delivered
+            self.slot.count(told.prompt_tokens, told.cached_tokens, told.output_tokens)
 
     def leave(self) -> None:
         """End the row."""
-        journey, slot, rates, told = self._journey, self._slot, self._rates, self._delivered
+        journey, slot, rates, told = self.journey, self.slot, self.rates, self.journey.delivered
         counts = told.prompt_tokens, told.cached_tokens, told.output_tokens
         slot.count(*counts)
-        slot.end(journey.status, journey.route, self._clock())
+        slot.end(journey.status, journey.route, self.clock())
         journey.nano_dollars = rates.cost(*counts)
         journey.card["ledger"] = LedgerLine(*counts, journey.nano_dollars, rates)
 

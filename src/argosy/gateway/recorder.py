@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from argosy.gateway.explain import Traces
 from argosy.gateway.journey import Alone, Journey
 from argosy.telemetry import GatewayMetrics
@@ -42,17 +44,13 @@ class Recorder:
         return Recording(self, journey)
 
 
-class Recording:
+class Recording(msgspec.Struct, eq=False):
     """A `Visit`."""
 
-    __slots__ = ("_gaps", "_journey", "_stage", "_trace")
-
-    def __init__(self, stage: Recorder, journey: Journey) -> None:
-        self._stage = stage
-        self._journey = journey
-        self._trace = journey.trace
-        self._gaps: list[float] = []
-        """Seconds between tokens that the metrics have not been told yet."""
+    stage: Recorder
+    journey: Journey
+    gaps: list[float] = []
+    """Seconds between tokens that the metrics have not been told yet."""
 
     def alone(self) -> Alone:
         """As far as it likes."""
@@ -60,7 +58,7 @@ class Recording:
 
     def counted(self, times: Sequence[float]) -> None:
         """See `Visit`."""
-        trace, gaps = self._trace, self._gaps
+        trace, gaps = self.journey.trace, self.gaps
         for now in times:
             last, trace.last = trace.last, now
             if last is None:
@@ -72,8 +70,8 @@ class Recording:
 
     def leave(self) -> None:
         """See `Visit`."""
-        stage, trace, journey = self._stage, self._trace, self._journey
-        delivered = journey.delivered
+        stage, journey = self.stage, self.journey
+        trace, delivered = journey.trace, journey.delivered
         now = stage.clock()
         trace.ended = now
         trace.status = journey.status
@@ -84,22 +82,30 @@ class Recording:
         trace.prompt_tokens = delivered.prompt_tokens
         trace.cached_tokens = delivered.cached_tokens
         trace.output_tokens = delivered.output_tokens
-        finished = itertools.islice(delivered.finished.items(), MOST_CHOICES)
-        trace.finished = {choice: reason[:LONGEST_REASON] for choice, reason in finished}
-        if self._gaps:
+        for choice, reason in itertools.islice(delivered.finished.items(), MOST_CHOICES):
+            trace.finished[choice] = reason[:LONGEST_REASON]
+        if self.gaps:
             self._tell_gaps()
         stage.traces.end(trace, now)
         self._measure(now)
 
     def _tell_gaps(self) -> None:
-        self._stage.metrics.next_tokens(self._trace.model, self._gaps)
-        self._gaps.clear()
+        self.stage.metrics.next_tokens(self.journey.trace.model, self.gaps)
+        self.gaps.clear()
 
     def _measure(self, now: float) -> None:
-        metrics, trace, journey = self._stage.metrics, self._trace, self._journey
-        delivered = journey.delivered
-        model, tenant = trace.model, trace.caller.project
-        metrics.ended(model, tenant, trace.status, now - trace.arrived)
+        metrics, journey, trace = self.stage.metrics, self.journey, self.journey.trace
+        delivered, model = journey.delivered, trace.model
+        metrics.ended(
+            model,
+            trace.caller.project,
+            trace.status,
+            now - trace.arrived,
+            input_tokens=delivered.prompt_tokens - delivered.cached_tokens,
+            cached_tokens=delivered.cached_tokens,
+            output_tokens=delivered.output_tokens,
+            nano_dollars=journey.nano_dollars,
+        )
         if trace.error:
             metrics.refused(model, trace.error)
         if trace.admitted is None:
@@ -117,11 +123,3 @@ class Recording:
                 metrics.failed_over(model)
             else:
                 metrics.retried(model)
-        metrics.used(
-            model,
-            tenant,
-            input_tokens=delivered.prompt_tokens - delivered.cached_tokens,
-            cached_tokens=delivered.cached_tokens,
-            output_tokens=delivered.output_tokens,
-            nano_dollars=journey.nano_dollars,
-        )

@@ -8,6 +8,7 @@ that `promtool check metrics` is content.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
@@ -35,22 +36,35 @@ Labels = tuple[str, ...]
 """Values, in the order of the names that a family was made with."""
 
 
+class Sum:
+    """That of one set of label values."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value: float = 0
+
+
 class Counter:
     """A sum for each set of label values."""
 
     def __init__(self, name: str, text: str, *labels: str) -> None:
         self._name, self._text, self._labels = name, text, labels
-        self._values: dict[Labels, float] = {}
+        self._sums: defaultdict[Labels, Sum] = defaultdict(Sum)
+
+    def of(self, labels: Labels) -> Sum:
+        """Where these are counted, for who counts them often; they are shown from now on, be it 0."""
+        return self._sums[labels]
 
     def add(self, labels: Labels, amount: float = 1) -> None:
         """Count; what was counted once is shown, be it 0."""
-        self._values[labels] = self._values.get(labels, 0) + amount
+        self._sums[labels].value += amount
 
     def family(self) -> Metric:
         """As Prometheus has it."""
         shown = CounterMetricFamily(self._name, self._text, labels=self._labels)
-        for labels, value in list(self._values.items()):
-            shown.add_metric(labels, value)
+        for labels, counted in list(self._sums.items()):
+            shown.add_metric(labels, counted.value)
         return shown
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
+from typing import NamedTuple
 
 from prometheus_client import generate_latest
 from prometheus_client.metrics_core import Metric
@@ -19,6 +20,7 @@ from argosy.telemetry.counting import (
     TTFT_BUCKETS,
     Counter,
     Histogram,
+    Sum,
     gauge,
 )
 from argosy.telemetry.gateway_reading import (
@@ -48,6 +50,15 @@ class _Bounded:
         return value
 
 
+class _Used(NamedTuple):
+    """What a tenant used of a model."""
+
+    input: Sum
+    cached: Sum
+    output: Sum
+    cost: Sum
+
+
 class GatewayMetrics(Collector):
     """Every number that a gateway shows. One event loop counts; `exposition` may run in any thread."""
 
@@ -55,6 +66,7 @@ class GatewayMetrics(Collector):
         self._reading = GatewayReading()
         self._tenant = _Bounded(MOST_TENANTS)
         self._code = _Bounded(MOST_CODES)
+        self._used: dict[tuple[str, str], _Used] = {}
         self._counted: list[Counter | Histogram] = []
         """In the order in which they are shown."""
         self._requests()
@@ -160,27 +172,36 @@ class GatewayMetrics(Collector):
         """A limit of `unit`s, one of a fixed few, stood in its way."""
         self._limited.add((model, unit))
 
-    def ended(self, model: str, tenant: str, status: str, seconds: float) -> None:
-        """It has ended; `status` is one of a fixed few."""
-        self._ended.add((model, self._tenant(tenant), status))
-        self._e2e.observe((model,), seconds)
-
-    def used(
+    def ended(
         self,
         model: str,
         tenant: str,
+        status: str,
+        seconds: float,
         *,
         input_tokens: int,
         cached_tokens: int,
         output_tokens: int,
         nano_dollars: int,
     ) -> None:
-        """What it used; `input_tokens` are those that were not cached."""
+        """It has ended; `status` is one of a fixed few, `input_tokens` are those that were not cached."""
         tenant = self._tenant(tenant)
-        self._tokens.add((model, tenant, "input"), input_tokens)
-        self._tokens.add((model, tenant, "cached"), cached_tokens)
-        self._tokens.add((model, tenant, "output"), output_tokens)
-        self._cost.add((model, tenant), nano_dollars)
+        self._ended.add((model, tenant, status))
+        self._e2e.observe((model,), seconds)
+        used = self._used.get((model, tenant)) or self._use(model, tenant)
+        used.input.value += input_tokens
+        used.cached.value += cached_tokens
+        used.output.value += output_tokens
+        used.cost.value += nano_dollars
+
+    def _use(self, model: str, tenant: str) -> _Used:
+        used = self._used[model, tenant] = _Used(
+            self._tokens.of((model, tenant, "input")),
+            self._tokens.of((model, tenant, "cached")),
+            self._tokens.of((model, tenant, "output")),
+            self._cost.of((model, tenant)),
+        )
+        return used
 
     # --- what is shown --------------------------------------------------------------------------
 

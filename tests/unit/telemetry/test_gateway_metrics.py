@@ -28,6 +28,11 @@ def shown(metrics: GatewayMetrics, reading: GatewayReading = READING) -> dict[st
     return {name: float(value) for name, value in told}
 
 
+def end(metrics: GatewayMetrics, tenant: str) -> None:
+    used = {"input_tokens": 5, "cached_tokens": 2, "output_tokens": 3, "nano_dollars": 10**9}
+    metrics.ended("m", tenant, "completed", 1.5, **used)
+
+
 def some(metrics: GatewayMetrics) -> None:
     metrics.answered("/v1/completions", 200)
     metrics.first_token("m", 0.5)
@@ -38,8 +43,7 @@ def some(metrics: GatewayMetrics) -> None:
     metrics.failed_over("m")
     metrics.refused("m", "rate_limit_exceeded")
     metrics.limited("m", "tokens")
-    metrics.ended("m", "t", "completed", 1.5)
-    metrics.used("m", "t", input_tokens=5, cached_tokens=2, output_tokens=3, nano_dollars=10**9)
+    end(metrics, "t")
 
 
 def test_what_is_counted_is_shown() -> None:
@@ -77,7 +81,7 @@ def test_limits_that_are_shared_are_shown_where_there_are_any() -> None:
 def test_tenants_beyond_the_bound_are_counted_together() -> None:
     metrics = GatewayMetrics()
     for number in range(MOST_TENANTS + 50):
-        metrics.ended("m", f"tenant {number}", "completed", 0.1)
+        end(metrics, f"tenant {number}")
     families = text_string_to_metric_families(metrics.exposition(READING).decode())
     (ended,) = (f for f in families if f.name == "argosy_gateway_requests")
     assert len(ended.samples) == MOST_TENANTS + 1
