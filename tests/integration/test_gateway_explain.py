@@ -7,6 +7,7 @@ import io
 import shutil
 import subprocess
 
+import msgspec
 import pytest
 from rich.console import Console
 from tests.integration.gateway.harness import front
@@ -16,8 +17,15 @@ from tests.integration.test_metrics import value
 from argosy.cli.explain import show
 from argosy.gateway import ReplicaConfig
 from argosy.gateway.caller import Caller
-from argosy.gateway.explain import ExplainConfig, Trace, Traces, Try
-from argosy.policy import Cost
+from argosy.gateway.explain import (
+    ExplainConfig,
+    LedgerLine,
+    LimitLine,
+    Trace,
+    Traces,
+    Try,
+)
+from argosy.policy import Cost, Rates
 
 BODY = {"model": "big", "prompt": "Say something", "max_tokens": 3}
 
@@ -154,6 +162,27 @@ def test_no_organisation_hides_a_request_of_another_by_calling_its_own_like_it()
     assert traces.find("same", "acme") is None
 
 
+def test_what_is_told_of_a_request_is_kept_when_it_has_ended() -> None:
+    costs = (Cost("http://a", 0.1, 0.2, 0.3, 0.0, 0.0),)
+    trace = Trace(
+        id="cmpl-1",
+        caller=Caller(key="k", models=frozenset({"big"})),
+        tries=[Try("http://a", 1.2, 0, costs, 1.2, 1.3, 1.5, "success")],
+        finished={0: "stop"},
+        limits=[LimitLine("key", "tokens", "minute", None, 100, 0, 5, None)],
+        ledger=LedgerLine(5, 0, 0, 15, Rates(3, 1, 5)),
+    )
+    told = msgspec.json.encode(trace.tell())
+    assert msgspec.json.decode(told)["limits"][0]["asked"] == 5
+    assert msgspec.json.decode(told)["ledger"]["rates"]["output"] == 5
+    traces = Traces(ExplainConfig())
+    traces.end(trace, 1.0)
+    kept = traces.find("cmpl-1")
+    assert kept is not None
+    assert kept is not trace
+    assert msgspec.json.encode(kept.tell()) == told
+
+
 def test_attempts_and_candidates_are_bounded() -> None:
     trace = Trace()
     costs = tuple(Cost(f"http://{n}", float(n), 0.0, 0.0, 0.0, 0.0) for n in range(100))
@@ -188,7 +217,8 @@ def test_the_terminal_shows_steps_candidates_and_what_stages_added() -> None:
         ],
         status="completed",
         finished={0: "stop"},
-        card={"limits": [{"unit": "tokens", "limit": 100}], "ledger": {"nano_dollars": 12}},
+        limits=[LimitLine("key", "tokens", "minute", None, 100, 0, 5)],
+        ledger=LedgerLine(5, 0, 0, 12, Rates(3, 1, 5)),
     )
     console = Console(record=True, width=160, file=io.StringIO())
     show(console, trace.tell())

@@ -13,9 +13,10 @@ from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
+from msgspec.structs import asdict
 
 from argosy.gateway.caller import ANYONE, TIERS, Caller
-from argosy.policy import Cost
+from argosy.policy import Cost, Rates
 
 MOST_CANDIDATES = 16
 """So many of the candidates are kept, the cheapest first."""
@@ -48,6 +49,30 @@ class Try(msgspec.Struct, gc=False, array_like=True):
     reason: str = ""
     hedge: bool = False
     """The replica before was asked still, and silent."""
+
+
+class LimitLine(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """The arithmetic of one limit."""
+
+    owner: str
+    unit: str
+    window: str
+    model: str | None
+    limit: int
+    used: int
+    asked: int
+    wait_s: float | None = 0.0
+    """None: it never fits."""
+
+
+class LedgerLine(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """What a request used and cost."""
+
+    input_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    nano_dollars: int
+    rates: Rates
 
 
 class Trace(msgspec.Struct, gc=False, array_like=True):
@@ -89,8 +114,9 @@ class Trace(msgspec.Struct, gc=False, array_like=True):
     """Choice -> finish reason."""
     status: str = "running"
     error: str = ""
-    card: dict[str, Any] = msgspec.field(default_factory=dict)
-    """What each stage adds, under a key of its own: whatever msgpack can hold."""
+    limits: list[LimitLine] = []
+    """Those that it was held to or, where it was refused, that stood in its way."""
+    ledger: LedgerLine | None = None
 
     def begin_try(
         self, replica: str, now: float, told: int, costs: tuple[Cost, ...], *, hedge: bool = False
@@ -106,7 +132,7 @@ class Trace(msgspec.Struct, gc=False, array_like=True):
 
     def tell(self) -> dict[str, Any]:
         """The explanation, in JSON's types."""
-        return {
+        told: dict[str, Any] = {
             "object": "request.explanation",
             "id": self.id,
             "request_id": self.request,
@@ -142,8 +168,12 @@ class Trace(msgspec.Struct, gc=False, array_like=True):
                 "output": self.output_tokens,
             },
             "finish_reasons": {str(choice): reason for choice, reason in self.finished.items()},
-            **self.card,
         }
+        if self.limits:
+            told["limits"] = [asdict(line) for line in self.limits]
+        if self.ledger is not None:
+            told["ledger"] = msgspec.to_builtins(asdict(self.ledger))
+        return told
 
     def _attempt(self, tried: Try) -> dict[str, Any]:
         cheapest = sorted(tried.costs, key=attrgetter("total_s"))
@@ -169,7 +199,7 @@ def _candidate(cost: Cost) -> dict[str, Any]:
     return {"replica": cost.replica, **terms, "total_s": round(cost.total_s, 6)}
 
 
-_pack = msgspec.msgpack.Encoder(enc_hook=str).encode
+_pack = msgspec.msgpack.Encoder().encode
 
 
 class _Kept(msgspec.Struct, frozen=True, gc=False):

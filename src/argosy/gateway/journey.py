@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 import structlog
@@ -84,11 +84,6 @@ class Journey(msgspec.Struct, eq=False):
     """Why it was refused or failed."""
     nano_dollars: int = 0
     """What it cost, once the ledger has said so."""
-
-    @property
-    def card(self) -> dict[str, Any]:
-        """For explanations: each stage adds under a key of its own, what msgpack can hold."""
-        return self.trace.card
 
     def goes_to(self, picked: Picked, now: float) -> Replica:
         """Note that it goes to this replica now."""

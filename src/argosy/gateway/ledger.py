@@ -12,6 +12,7 @@ import structlog
 
 from argosy.gateway.aside import aside
 from argosy.gateway.caller import TIERS
+from argosy.gateway.explain import LedgerLine
 from argosy.gateway.journey import Alone, Journey
 from argosy.policy import PriceList, Rates
 from argosy.protocol import ApiError
@@ -91,17 +92,7 @@ class Entry(msgspec.Struct, eq=False):
         slot.count(*counts)
         slot.end(journey.status, journey.route, self.clock())
         journey.nano_dollars = rates.cost(*counts)
-        journey.card["ledger"] = LedgerLine(*counts, journey.nano_dollars, rates)
-
-
-class LedgerLine(msgspec.Struct, frozen=True, gc=False):
-    """What a request used and cost, for explanations."""
-
-    input_tokens: int
-    cached_tokens: int
-    output_tokens: int
-    nano_dollars: int
-    rates: Rates
+        journey.trace.ledger = LedgerLine(*counts, journey.nano_dollars, rates)
 
 
 async def settle_forever(spool: Spool, store: Store, leaving: asyncio.Event) -> None:

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from decimal import Decimal
 from functools import lru_cache
 
-import msgspec
-
+from argosy.gateway.explain import LimitLine
 from argosy.policy import Counter, Meter, Refusal, Reservation, never, worst
 from argosy.protocol import ApiError
 
@@ -89,28 +88,20 @@ def _names(kind: str) -> tuple[bytes, bytes, bytes]:
     return limit, remaining, reset
 
 
-class LimitLine(msgspec.Struct, frozen=True, gc=False):
-    """The arithmetic of one limit, for explanations."""
-
-    owner: str
-    unit: str
-    window: str
-    model: str | None
-    limit: int
-    used: int
-    asked: int
-    wait_s: float | None = 0.0
-    """None: it never fits."""
-
-
 def let_in(reservation: Reservation) -> list[LimitLine]:
     """The arithmetic of a request that fits."""
-    lines = []
-    for hold in reservation.holds:
-        meter = hold.meter
-        kind = meter.owner, meter.unit, meter.window, meter.model
-        lines.append(LimitLine(*kind, meter.counter.limit, hold.before, hold.units))
-    return lines
+    return [
+        LimitLine(
+            (meter := hold.meter).owner,
+            meter.unit,
+            meter.window,
+            meter.model,
+            meter.counter.limit,
+            hold.before,
+            hold.units,
+        )
+        for hold in reservation.holds
+    ]
 
 
 def kept_out(refusals: Sequence[Refusal]) -> list[LimitLine]:

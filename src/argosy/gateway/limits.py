@@ -160,9 +160,9 @@ class Limits:
         found, answered = await self._hold(party, likely, least, now)
         journey.headers += party.headers(now)
         if isinstance(found, list):
-            journey.card["limits"] = kept_out(found)
+            journey.trace.limits = kept_out(found)
             raise refused(found) if answered or party.trusted else unavailable()
-        journey.card["limits"] = let_in(found)
+        journey.trace.limits = let_in(found)
         return Held(
             self._state,
             self._unsure,

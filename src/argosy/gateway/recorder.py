@@ -109,7 +109,7 @@ class Recording(msgspec.Struct, eq=False):
         if trace.error:
             metrics.refused(model, trace.error)
         if trace.admitted is None:
-            for limit in trace.card.get("limits", ()):
+            for limit in trace.limits:
                 metrics.limited(model, limit.unit)
         if trace.stream and trace.first is not None:
             metrics.first_token(model, trace.first - trace.arrived)

@@ -89,7 +89,8 @@ async def test_a_request_becomes_one_row_at_the_price_of_its_tier_when_it_began(
         output_tokens=7,
         nano_dollars=cost,
     )
-    assert one.card["ledger"].nano_dollars == cost
+    assert one.trace.ledger is not None
+    assert one.trace.ledger.nano_dollars == cost
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -71,7 +71,7 @@ async def test_who_has_no_limits_passes_untouched(clock: Clock) -> None:
         await limits.enter(journey)
         assert deliver(limits, journey, 10**6) is None
         leave(limits, journey)
-    assert (journey.headers, journey.card) == ([], {})
+    assert (journey.headers, journey.trace.limits) == ([], [])
 
 
 async def test_a_refusal_names_the_limit_and_tells_when_to_come_back(clock: Clock) -> None:
@@ -85,7 +85,7 @@ async def test_a_refusal_names_the_limit_and_tells_when_to_come_back(clock: Cloc
     assert "85 tokens are used, and this request asks for 20 tokens" in refused.message
     assert refused.retry_after_s is not None
     assert 60.0 < refused.retry_after_s <= 61.0
-    [line] = second.card["limits"]
+    [line] = second.trace.limits
     assert line.used == 85
     assert (line.owner, line.unit, line.asked) == ("key", "tokens", 20)
     clock.now += refused.retry_after_s + 1e-3
@@ -135,7 +135,7 @@ async def test_every_answer_tells_what_is_left_of_the_tightest_limits(clock: Clo
         b"x-ratelimit-remaining-tokens": b"295",
         b"x-ratelimit-reset-tokens": b"1.1s",
     }
-    assert [line.unit for line in journey.card["limits"]].count("requests") == 2
+    assert [line.unit for line in journey.trace.limits].count("requests") == 2
     for _ in range(2):
         await limits.enter(request())
     refused = request()
@@ -216,7 +216,7 @@ async def test_what_a_prompt_really_was_and_what_was_cached_is_what_counts(clock
     leave(limits, journey)
     again = request(prompt=20, most=5)
     await limits.enter(again)
-    used = {line.unit: line.used for line in again.card["limits"]}
+    used = {line.unit: line.used for line in again.trace.limits}
     assert used == {
         "input_tokens": 500,
         "nano_dollars": 100 * 1_000 + 400 * 100 + 5 * 10_000,
@@ -291,7 +291,7 @@ async def test_expectations_follow_what_answers_were(clock: Clock) -> None:
         leave(limits, journey)
     journey = request(prompt=10, most=None)
     await limits.enter(journey)
-    [line] = journey.card["limits"]
+    [line] = journey.trace.limits
     assert 35 <= line.asked - 10 <= 60
 
 
@@ -345,7 +345,7 @@ async def test_after_a_restart_the_ledger_tells_what_was_used(clock: Clock, tmp_
     await limits.seed(store.usage.spent)
     journey = request(prompt=10, most=5)
     await limits.enter(journey)
-    used = [(line.unit, line.window, line.used) for line in journey.card["limits"]]
+    used = [(line.unit, line.window, line.used) for line in journey.trace.limits]
     assert used == [
         ("requests", "hour", 2),
         ("requests", "second", 0),
@@ -358,7 +358,7 @@ async def test_after_a_restart_the_ledger_tells_what_was_used(clock: Clock, tmp_
     journey = request(prompt=10, most=5)
     await limits.seed(store.usage.spent)
     await limits.enter(journey)
-    assert journey.card["limits"][0].used == 2  # the one at 3000 s is past
+    assert journey.trace.limits[0].used == 2  # the one at 3000 s is past
     store.close()
 
 
@@ -375,7 +375,7 @@ async def test_what_a_gateway_that_died_had_not_settled_counts_at_the_next_start
     await limits.seed(books.store.usage.spent)
     journey = request()
     await limits.enter(journey)
-    assert journey.card["limits"][0].used == 123
+    assert journey.trace.limits[0].used == 123
     await books.close()
 
 
