@@ -157,7 +157,9 @@ class Limits:
         expected = self._estimates.expected(party.asker, ask.max_output, DEFAULT_OUTPUT)
         output = expected * ask.choices
         likely, least = running(rates, prompt, 0, output), running(rates, prompt, 0, 1)
-        found, answered = await self._hold(party, likely, least, now)
+        found, answered = reserve(party.meters, likely, least, now), True
+        if isinstance(found, list):
+            found, answered = await self._ask_for_room(party, likely, least, found)
         journey.headers += party.headers(now)
         if isinstance(found, list):
             journey.trace.limits = kept_out(found)
@@ -188,7 +190,9 @@ class Limits:
         """
         party, now = self._party(caller, model), self._clock()
         one = Use(requests=1, concurrency=1)
-        found, answered = await self._hold(party, one, one, now)
+        found, answered = reserve(party.meters, one, one, now), True
+        if isinstance(found, list):
+            found, answered = await self._ask_for_room(party, one, one, found)
         headers += party.headers(now)
         if isinstance(found, list):
             raise refused(found) if answered or party.trusted else unavailable()
@@ -201,19 +205,12 @@ class Limits:
 
     # --- in parts --------------------------------------------------------------------------------
 
-    async def _hold(
-        self, party: Party, likely: Use, least: Use, now: float
-    ) -> tuple[Reservation | list[Refusal], bool]:
-        """Hold that, asking for more room if that may help; whether anybody could say how much there is."""
-        found = reserve(party.meters, likely, least, now)
-        if isinstance(found, list) and not any(map(never, found)):
-            return await self._reserve(party, likely, least, found)
-        return found, True
-
-    async def _reserve(
+    async def _ask_for_room(
         self, party: Party, likely: Use, least: Use, refusals: list[Refusal]
     ) -> tuple[Reservation | list[Refusal], bool]:
-        """Ask for more room and try again; whether anybody could say how much there is."""
+        """Ask for more and try again, if that may help; whether anybody could say how much there is."""
+        if any(map(never, refusals)):
+            return refusals, True
         for _ in range(ROUNDS):
             answered = await self._state.obtain(wants_of((r.meter, r.asked) for r in refusals))
             now = self._clock()

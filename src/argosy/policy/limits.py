@@ -103,16 +103,13 @@ class Hold(msgspec.Struct):
             units -= there
 
 
-class Reservation:
+class Reservation(msgspec.Struct, eq=False):
     """What one request holds of its limits. `extend` or `count` as more is used; `settle` ends it."""
 
-    __slots__ = ("_open", "holds", "whole")
-
-    def __init__(self, holds: list[Hold], *, whole: bool) -> None:
-        self.holds = holds
-        self.whole = whole
-        """All that is likely is held."""
-        self._open = True
+    holds: list[Hold]
+    whole: bool
+    """All that is likely is held."""
+    settled: bool = False
 
     def extend(self, use: Use, now: float) -> Refusal | None:
         """Hold as much as `use` says in all, or nothing more if one of the limits has no room for that."""
@@ -138,9 +135,9 @@ class Reservation:
 
         A request for which nothing was done has used nothing: not even itself.
         """
-        if not self._open:
+        if self.settled:
             return
-        self._open = False
+        self.settled = True
         for hold in self.holds:
             more = hold.meter.of(use) - hold.units
             if more > 0:
@@ -174,7 +171,7 @@ def reserve(
         return refusals
     for hold in holds:
         hold.slots[hold.meter.counter.add(hold.units, now)] = hold.units
-    return Reservation(holds, whole=whole)
+    return Reservation(holds, whole)
 
 
 def worst(refusals: Sequence[Refusal]) -> Refusal:
