@@ -64,7 +64,7 @@ class Counter(Protocol):
 class Window:
     """At most `limit` units in any `seconds`."""
 
-    __slots__ = ("_due", "_newest", "_slots", "_width", "limit", "seconds", "unknown", "used")
+    __slots__ = ("_newest", "_slots", "_until", "_width", "limit", "seconds", "unknown", "used")
 
     def __init__(self, limit: int, seconds: float) -> None:
         self.limit = limit
@@ -75,37 +75,28 @@ class Window:
         self._slots: dict[int, int] = {}
         """Slot number -> units, oldest first; at most SLOTS + 1."""
         self._newest = 0
-        self._due = math.inf
-        """When the oldest slot is forgotten."""
+        """The last of them, where more is counted."""
+        self._until = -math.inf
+        """When another slot begins, or the oldest is forgotten."""
 
     def room(self, now: float) -> int:
         """See `Counter`."""
-        if now >= self._due:
-            self._forget(now)
+        if now >= self._until:
+            self._go_on(now)
         return self.limit - self.used
 
     def add(self, units: int, now: float) -> int:
         """See `Counter`."""
-        if now >= self._due:
-            self._forget(now)
-        slot, slots = int(now // self._width), self._slots
-        if slot > self._newest:
-            self._newest = slot
-        else:
-            slot = self._newest
-        if slot in slots:
-            slots[slot] += units
-        else:
-            if not slots:
-                self._due = self._end(slot)
-            slots[slot] = units
+        if now >= self._until:
+            self._go_on(now)
+        self._slots[self._newest] += units
         self.used += units
-        return slot
+        return self._newest
 
     def correct(self, slot: int, units: int, now: float) -> bool:
         """See `Counter`."""
-        if now >= self._due:
-            self._forget(now)
+        if now >= self._until:
+            self._go_on(now)
         if slot not in self._slots:
             return False
         self._slots[slot] += units
@@ -127,8 +118,8 @@ class Window:
 
     def reset_s(self, now: float) -> float:
         """See `Counter`."""
-        if now >= self._due:
-            self._forget(now)
+        if now >= self._until:
+            self._go_on(now)
         for slot in reversed(self._slots):
             if self._slots[slot]:
                 return max(0.0, self._end(slot) - now)
@@ -146,24 +137,20 @@ class Window:
             self._slots[slot] = self._slots.get(slot, 0) + units
             self.used += units
         self._slots = dict(sorted(self._slots.items()))
-        if self._slots:
-            self._newest = next(reversed(self._slots))
-            self._due = self._end(next(iter(self._slots)))
+        self._until = -math.inf
 
     def _end(self, slot: int) -> float:
         """When the slot no longer counts."""
         return (slot + 1) * self._width + self.seconds
 
-    def _forget(self, now: float) -> None:
-        """Drop the slots whose last instant is a whole window ago."""
-        oldest = int(now // self._width) - SLOTS
-        while self._slots:
-            slot = next(iter(self._slots))
-            if slot >= oldest:
-                self._due = self._end(slot)
-                return
-            self.used -= self._slots.pop(slot)
-        self._due = math.inf
+    def _go_on(self, now: float) -> None:
+        """Drop the slots whose last instant is a whole window ago, and begin the one that it is now."""
+        current, slots = int(now // self._width), self._slots
+        while slots and (oldest := next(iter(slots))) < current - SLOTS:
+            self.used -= slots.pop(oldest)
+        self._newest = max(current, next(reversed(slots), current))
+        slots.setdefault(self._newest, 0)
+        self._until = min((self._newest + 1) * self._width, self._end(next(iter(slots))))
 
 
 class Period:

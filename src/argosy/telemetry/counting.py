@@ -75,15 +75,12 @@ class Histogram:
         self._name, self._text, self._labels = name, text, labels
         self._buckets = buckets
         self._bounds = [*map(floatToGoString, buckets), "+Inf"]
-        self._counts: dict[Labels, list[int]] = {}
-        self._sums: dict[Labels, float] = {}
+        self._counts: defaultdict[Labels, list[int]] = defaultdict(lambda: [0] * len(self._bounds))
+        self._sums: defaultdict[Labels, float] = defaultdict(float)
 
     def observe(self, labels: Labels, *values: float) -> None:
         """Count values; what was counted once is shown, be there none."""
-        counts = self._counts.get(labels)
-        if counts is None:
-            self._sums[labels] = 0.0
-            counts = self._counts[labels] = [0] * len(self._bounds)
+        counts = self._counts[labels]
         for value in values:
             counts[bisect_left(self._buckets, value)] += 1
         self._sums[labels] += sum(values)
