@@ -18,7 +18,7 @@ from argosy.gateway.operating import Operating
 from argosy.gateway.passing import METRICS, REPLICAS, Passing
 from argosy.gateway.serving import Serving
 from argosy.protocol import ApiError, Status, Version
-from argosy.telemetry import GatewayMetrics, request_context
+from argosy.telemetry import GatewayMetrics, name_request
 from argosy.web import App, Exchange, Receive, Scope, Send, answered, check_method
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
@@ -93,14 +93,14 @@ class Front:
         route = self._find(exchange.path)
         self.in_flight += 1
         self.idle.clear()
-        with request_context(exchange.request_id, exchange.header(b"traceparent")):
-            try:
-                await answered(exchange, self._handle(exchange, route))
-            finally:
-                self.in_flight -= 1
-                if not self.in_flight:
-                    self.idle.set()
-                self._note(exchange, "other" if route is None else route.name)
+        name_request(exchange.request_id, exchange.header(b"traceparent"))
+        try:
+            await answered(exchange, self._handle(exchange, route))
+        finally:
+            self.in_flight -= 1
+            if not self.in_flight:
+                self.idle.set()
+            self._note(exchange, "other" if route is None else route.name)
 
     def _find(self, path: str) -> Route | None:
         found = self._routes.get(path)

@@ -9,7 +9,7 @@ from argosy.telemetry.gateway_reading import (
     ReplicaState,
     SharedLimitsReading,
 )
-from argosy.telemetry.logs import LogFormat, configure_logs, request_context
+from argosy.telemetry.logs import LogFormat, configure_logs, name_request
 from argosy.telemetry.metrics import Metrics, SequenceTimes
 
 __all__ = [
@@ -24,5 +24,5 @@ __all__ = [
     "SequenceTimes",
     "SharedLimitsReading",
     "configure_logs",
-    "request_context",
+    "name_request",
 ]

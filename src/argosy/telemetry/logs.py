@@ -8,9 +8,8 @@ import logging
 import re
 import sys
 import time
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from functools import lru_cache
-from types import TracebackType
 from typing import Any, Literal
 
 import msgspec
@@ -188,25 +187,9 @@ def _named(replica: str) -> Processor:
     return name
 
 
-class request_context:  # noqa: N801 - used as a function is
-    """Events logged inside carry `request_id`, and the trace id of a W3C `traceparent` header."""
-
-    __slots__ = ("_known", "_token")
-
-    def __init__(self, request_id: str, traceparent: str = "") -> None:
-        self._known = {"request_id": request_id}
-        if traceparent and (trace := _TRACEPARENT.fullmatch(traceparent)):
-            self._known["trace_id"] = trace[1]
-        self._token: Token[dict[str, str] | None] | None = None
-
-    def __enter__(self) -> None:
-        self._token = _context.set(self._known)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        assert self._token is not None  # noqa: S101 - it was entered
-        _context.reset(self._token)
+def name_request(request_id: str, traceparent: str = "") -> None:
+    """Have the events of this task carry `request_id` from now on, and the trace id of a W3C `traceparent` header."""
+    known = {"request_id": request_id}
+    if traceparent and (trace := _TRACEPARENT.fullmatch(traceparent)):
+        known["trace_id"] = trace[1]
+    _context.set(known)

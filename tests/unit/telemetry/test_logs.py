@@ -10,17 +10,19 @@ import sys
 import pytest
 
 PROGRAM = """
-import logging, structlog
-from argosy.telemetry import configure_logs, request_context
+import asyncio, logging, structlog
+from argosy.telemetry import configure_logs, name_request
 configure_logs("json")
 log = structlog.get_logger("argosy.test")
-with request_context("req_1", "00-" + "a" * 32 + "-" + "b" * 16 + "-01"):
+async def answer():
+    name_request("req_1", "00-" + "a" * 32 + "-" + "b" * 16 + "-01")
     log.info("served", route="/x")
     logging.getLogger("library").warning("look %s", "here")
     try:
         raise ValueError("broken")
     except ValueError:
         log.exception("failed")
+asyncio.run(answer())
 log.debug("hidden")
 log.info("after")
 """

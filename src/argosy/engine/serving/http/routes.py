@@ -28,7 +28,7 @@ from argosy.protocol import (
     parse,
 )
 from argosy.telemetry import CONTENT_TYPE as METRICS_TYPE
-from argosy.telemetry import request_context
+from argosy.telemetry import name_request
 from argosy.web import Exchange, Receive, Scope, Send, answered, check_method
 
 Handler = Callable[[Exchange], Awaitable[None]]
@@ -80,13 +80,13 @@ class App:
         """Answer one HTTP request."""
         exchange = Exchange(scope, receive, send, self._replica.config)
         self._replica.request_begins()
-        with request_context(exchange.request_id, exchange.header(b"traceparent")):
-            route = self._find(exchange.path)
-            try:
-                await answered(exchange, self._handle(exchange, route))
-            finally:
-                self._replica.request_ends()
-                self._note(exchange, route)
+        name_request(exchange.request_id, exchange.header(b"traceparent"))
+        route = self._find(exchange.path)
+        try:
+            await answered(exchange, self._handle(exchange, route))
+        finally:
+            self._replica.request_ends()
+            self._note(exchange, route)
 
     def _find(self, path: str) -> Route | None:
         if path.startswith(MODELS) and len(path) > len(MODELS):
