@@ -20,8 +20,8 @@ class OutputEstimates:
 
     def expected(self, asker: Hashable, most: int | None, default: int) -> int:
         """Tokens that an answer will hardly exceed: at most `most`, and `default` where nothing is known."""
-        length = max(1, round(self._lengths.get(asker, default)))
-        return length if most is None else min(most, length)
+        length = self._lengths.get(asker, default)
+        return most if most is not None and most <= length else max(1, round(length))
 
     def learn(self, asker: Hashable, tokens: int, default: int) -> None:
         """An answer came to its end after so many tokens: its own, or the most that it was allowed."""

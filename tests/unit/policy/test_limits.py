@@ -174,7 +174,7 @@ def test_who_needs_nothing_of_a_limit_is_let_in_however_far_it_was_passed_or_low
 def test_estimates_settle_where_one_answer_in_ten_is_longer() -> None:
     estimates = OutputEstimates()
     assert estimates.expected("key", None, 256) == 256
-    assert estimates.expected("key", 50, 256) == 50
+    assert [estimates.expected("key", most, 256) for most in (0, 50, 256, 300)] == [0, 50, 256, 256]
     for number in range(3000):
         estimates.learn("key", 1 + number * 37 % 100, 256)
     assert 70 <= estimates.expected("key", None, 256) <= 140
