@@ -53,6 +53,8 @@ class _Bounded:
 class _Used(NamedTuple):
     """What a tenant used of a model."""
 
+    tenant: str
+    """As it is shown."""
     input: Sum
     cached: Sum
     output: Sum
@@ -185,10 +187,9 @@ class GatewayMetrics(Collector):
         nano_dollars: int,
     ) -> None:
         """It has ended; `status` is one of a fixed few, `input_tokens` are those that were not cached."""
-        tenant = self._tenant(tenant)
-        self._ended.add((model, tenant, status))
+        used = self._used.get((model, tenant)) or self._use(model, self._tenant(tenant))
+        self._ended.add((model, used.tenant, status))
         self._e2e.observe((model,), seconds)
-        used = self._used.get((model, tenant)) or self._use(model, tenant)
         used.input.value += input_tokens
         used.cached.value += cached_tokens
         used.output.value += output_tokens
@@ -196,6 +197,7 @@ class GatewayMetrics(Collector):
 
     def _use(self, model: str, tenant: str) -> _Used:
         used = self._used[model, tenant] = _Used(
+            tenant,
             self._tokens.of((model, tenant, "input")),
             self._tokens.of((model, tenant, "cached")),
             self._tokens.of((model, tenant, "output")),
