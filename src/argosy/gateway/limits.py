@@ -156,10 +156,11 @@ class Limits:
         prompt = ask.prompt_tokens
         expected = self._estimates.expected(party.asker, ask.max_output, DEFAULT_OUTPUT)
         output = expected * ask.choices
-        likely, least = running(rates, prompt, 0, output), running(rates, prompt, 0, 1)
-        found, answered = reserve(party.meters, likely, least, now), True
+        likely = running(rates, prompt, 0, output)
+        found, answered = reserve(party.meters, likely, likely, now), True
         if isinstance(found, list):
-            found, answered = await self._ask_for_room(party, likely, least, found)
+            least = running(rates, prompt, 0, 1)
+            found, answered = await self._ask_for_room(party, likely, least, now)
         journey.headers += party.headers(now)
         if isinstance(found, list):
             journey.trace.limits = kept_out(found)
@@ -192,7 +193,7 @@ class Limits:
         one = Use(requests=1, concurrency=1)
         found, answered = reserve(party.meters, one, one, now), True
         if isinstance(found, list):
-            found, answered = await self._ask_for_room(party, one, one, found)
+            found, answered = await self._ask_for_room(party, one, one, now)
         headers += party.headers(now)
         if isinstance(found, list):
             raise refused(found) if answered or party.trusted else unavailable()
@@ -206,26 +207,26 @@ class Limits:
     # --- in parts --------------------------------------------------------------------------------
 
     async def _ask_for_room(
-        self, party: Party, likely: Use, least: Use, refusals: list[Refusal]
+        self, party: Party, likely: Use, least: Use, now: float
     ) -> tuple[Reservation | list[Refusal], bool]:
-        """Ask for more and try again, if that may help; whether anybody could say how much there is."""
-        if any(map(never, refusals)):
-            return refusals, True
+        """Hold what there is room for, asked for if that may help; whether anybody could say how much there is."""
+        found = reserve(party.meters, likely, least, now)
+        if not isinstance(found, list) or any(map(never, found)):
+            return found, True
         for _ in range(ROUNDS):
-            answered = await self._state.obtain(wants_of((r.meter, r.asked) for r in refusals))
+            answered = await self._state.obtain(wants_of((r.meter, r.asked) for r in found))
             now = self._clock()
             found = reserve(party.meters, likely, least, now)
             if not isinstance(found, list):
                 return found, True
-            refusals = found
             if not answered:
                 break
         else:
-            return refusals, True
-        wants = wants_of((r.meter, r.asked) for r in refusals)
+            return found, True
+        wants = wants_of((r.meter, r.asked) for r in found)
         if self._unsure.decide(party, wants, now):
             return reserve(party.meters, likely, least, now), False
-        return refusals, False
+        return found, False
 
     def _meter(self, limit: Limit) -> Meter:
         """The limit's meter: the one that it has, unless something else is to be counted.
