@@ -49,7 +49,7 @@ def _json_line(replica: str) -> Processor:
 
     def line(logger: _StandardError, method: str, event: EventDict) -> bytes:
         event.update(_context.get() or {})
-        event["level"] = "error" if method == "exception" else method
+        event["level"] = method
         event["logger"] = logger.name
         event["timestamp"] = _timestamp(time.time_ns())
         if replica:

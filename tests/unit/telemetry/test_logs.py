@@ -34,7 +34,7 @@ def test_json_lines() -> None:
     )
     served, library, failed, after = map(json.loads, done.stderr.splitlines())
     assert served["event"] == "served"
-    assert served["level"] == "info"
+    assert (served["level"], failed["level"], after["level"]) == ("info", "error", "info")
     assert served["route"] == "/x"
     assert served["request_id"] == library["request_id"] == failed["request_id"] == "req_1"
     assert served["trace_id"] == "a" * 32
