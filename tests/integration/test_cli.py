@@ -44,7 +44,10 @@ def test_ctrl_c_while_the_command_is_being_loaded_ends_it_without_a_word(loaded:
             if line.rpartition("|")[2].strip() == loaded:
                 break
         process.send_signal(signal.SIGINT)
-        said = process.stderr.read().splitlines()
+        try:
+            said = process.communicate(timeout=60)[1].splitlines()
+        finally:
+            process.kill()
     assert process.returncode == -signal.SIGINT
     assert all(line.startswith("import time:") for line in said)
 
