@@ -14,15 +14,13 @@ from typing import cast
 
 import msgspec
 import structlog
-from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from argosy.policy import Ask, Concurrency, Counter, Grant, Lease, Shared, SlotLease, backoff_s
 from argosy.store.clock import Clock, steady
 from argosy.store.counters import Wants, own_counter
 from argosy.store.records import Limit
+from argosy.store.redis_client import PREFIX, end, redis_client
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.store")
 
@@ -32,11 +30,8 @@ ALIVE_S = 5.0
 """A gateway that was silent for so long has died: what it ran at a time is free."""
 TICK_S = 0.05
 START_S = 2.0
-CONNECT_S = 0.5
 MOST = 500
 """Asks in one exchange."""
-PREFIX = "{argosy}:"
-"""Of all keys; the braces keep them on one node of a cluster."""
 
 
 class _Answer(msgspec.Struct, frozen=True):
@@ -74,18 +69,7 @@ class RedisState:
         wait_s: float = WAIT_S,
         alive_s: float = ALIVE_S,
     ) -> None:
-        try:
-            self._redis = Redis.from_url(
-                url,
-                password=password,
-                socket_timeout=wait_s,
-                socket_connect_timeout=CONNECT_S,
-                retry=Retry(NoBackoff(), 0),
-            )
-        except ValueError as error:
-            scheme = url.partition(":")[0]
-            message = f"The URL of the shared state begins with {scheme!r}. Use redis://, rediss:// or unix://."
-            raise ValueError(message) from error
+        self._redis = redis_client(url, password, wait_s)
         self._clock = clock
         self._alive_s = alive_s
         script = files("argosy.store").joinpath("leases.lua").read_text()
@@ -163,9 +147,7 @@ class RedisState:
     async def close(self) -> None:
         """See `SharedState`."""
         if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+            await end(self._task)
         with contextlib.suppress(RedisError, OSError):
             if self.up:
                 for _ in range(2):  # with the second all are seen to be idle

@@ -1,0 +1,42 @@
+"""Redis, as all that is shared there is reached: what does not come soon is given up, and nothing is tried again."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+CONNECT_S = 0.5
+TELL_AGAIN_S = 0.05
+PREFIX = "{argosy}:"
+"""Of all keys; the braces keep them on one node of a cluster."""
+
+
+def redis_client(url: str, password: str | None, wait_s: float) -> Redis:
+    """A client that waits so long for each answer. Raises ValueError when it is no URL of a Redis."""
+    try:
+        return Redis.from_url(
+            url,
+            password=password,
+            socket_timeout=wait_s,
+            socket_connect_timeout=CONNECT_S,
+            retry=Retry(NoBackoff(), 0),
+        )
+    except ValueError as error:
+        scheme = url.partition(":")[0]
+        message = f"The URL of the shared state begins with {scheme!r}. Use redis://, rediss:// or unix://."
+        raise ValueError(message) from error
+
+
+async def end(task: asyncio.Task[Any]) -> None:
+    """End a task that asks Redis.
+
+    It is told until it has ended: redis-py sends by `wait_for`, which before Python 3.12 loses it when what it waits
+    for is done at that moment.
+    """
+    while not task.done():
+        task.cancel()
+        await asyncio.wait({task}, timeout=TELL_AGAIN_S)
