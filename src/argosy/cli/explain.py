@@ -93,9 +93,8 @@ def _headline(told: dict[str, Any]) -> str:
     from rich.markup import escape
 
     tokens, caller, ended = told["tokens"], told["caller"], told["ms"]["ended"]
-    colour = {"completed": "green", "running": "blue", "stopped": "yellow"}.get(
-        told["status"], "red"
-    )
+    colours = {"completed": "green", "replayed": "green", "running": "blue", "stopped": "yellow"}
+    colour = colours.get(told["status"], "red")
     why = f" ({escape(told['error'])})" if told["error"] else ""
     finish = ", ".join(sorted(set(told["finish_reasons"].values())))
     led = f", by {escape(told['route'])}" if told["route"] else ""

@@ -18,7 +18,7 @@ from argosy.gateway.routes import RouteConfig, check_route, route_name
 from argosy.gateway.settings_file import decode
 from argosy.gateway.upstream_tls import UpstreamTls
 from argosy.policy import Rule
-from argosy.store import StoreConfig
+from argosy.store import IdempotencyConfig, StoreConfig
 from argosy.web import TlsConfig
 
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
@@ -115,6 +115,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     limits: LimitsConfig = LimitsConfig()
     timeouts: Timeouts = Timeouts()
     queue: QueueConfig = QueueConfig()
+    idempotency: IdempotencyConfig = IdempotencyConfig()
+    """The answers that are kept under the keys that clients give (`Idempotency-Key`)."""
     explain: ExplainConfig = ExplainConfig()
     attempts: Annotated[int, Meta(ge=1, le=10)] = 4
     """So many answers of living replicas that are failures (5xx), or replicas that die of it in a row, and a request is

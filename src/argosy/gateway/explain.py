@@ -75,6 +75,16 @@ class LedgerLine(msgspec.Struct, frozen=True, gc=False, array_like=True):
     rates: Rates
 
 
+class KeyLine(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """What a request's idempotency key did."""
+
+    key: str
+    first: str
+    """The request that had it first."""
+    kept: bool = False
+    """Whether that one's answer is given to those that are the same; as far as it has ended."""
+
+
 class Trace(msgspec.Struct, gc=False, array_like=True):
     """One request. Every step writes its own part."""
 
@@ -117,6 +127,7 @@ class Trace(msgspec.Struct, gc=False, array_like=True):
     limits: list[LimitLine] = []
     """Those that it was held to or, where it was refused, that stood in its way."""
     ledger: LedgerLine | None = None
+    idempotency: KeyLine | None = None
 
     def begin_try(
         self, replica: str, now: float, told: int, costs: tuple[Cost, ...], *, hedge: bool = False
@@ -169,6 +180,8 @@ class Trace(msgspec.Struct, gc=False, array_like=True):
             },
             "finish_reasons": {str(choice): reason for choice, reason in self.finished.items()},
         }
+        if self.idempotency is not None:
+            told["idempotency"] = asdict(self.idempotency)
         if self.limits:
             told["limits"] = [asdict(line) for line in self.limits]
         if self.ledger is not None:

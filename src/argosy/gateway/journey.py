@@ -84,6 +84,8 @@ class Journey(msgspec.Struct, eq=False):
     """Why it was refused or failed."""
     nano_dollars: int = 0
     """What it cost, once the ledger has said so."""
+    replays: str = ""
+    """The request that got its answer first, where it got one that was kept."""
 
     def goes_to(self, picked: Picked, now: float) -> Replica:
         """Note that it goes to this replica now."""
@@ -142,15 +144,21 @@ class Stage(Protocol):
     """Something that every request passes: limits, the ledger, the record for explanations."""
 
     async def enter(self, journey: Journey) -> Visit | None:
-        """Let the request in, or raise ApiError to refuse it. None: it need not be told how that goes on."""
+        """Let the request in, answer it, or raise ApiError to refuse it. None: it need not be told how that goes on."""
 
 
-async def enter(stages: Sequence[Stage], visits: list[Visit], journey: Journey) -> None:
-    """Pass all stages; `visits` gets those to be told more, also when one refuses. Raises ApiError then."""
+async def enter(stages: Sequence[Stage], visits: list[Visit], journey: Journey) -> bool:
+    """Pass all stages; whether they let it in: one may have answered it.
+
+    `visits` gets those to be told more, also when one refuses. Raises ApiError then.
+    """
     for stage in stages:
         visit = await stage.enter(journey)
         if visit is not None:
             visits.append(visit)
+        elif journey.exchange.complete:
+            return False
+    return True
 
 
 def leave(visits: list[Visit], journey: Journey) -> None:

@@ -59,14 +59,19 @@ class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 def shared_state(config: LimitsConfig) -> SharedState:
     """The state that the settings ask for. Raises ValueError, saying what to change."""
+    return open_shared(config.redis, redis_password(config))
+
+
+def redis_password(config: LimitsConfig) -> str | None:
+    """The password of the Redis, if it has one. Raises ValueError, saying what to change."""
     if config.password_env is None:
-        return open_shared(config.redis)
+        return None
     if config.redis is None:
         raise ValueError("limits: password_env is the password of a Redis; add redis: its URL")
     password = os.environ.get(config.password_env)
     if not password:
         raise ValueError(f"limits: set the environment variable {config.password_env}")
-    return open_shared(config.redis, password)
+    return password
 
 
 Spent = Callable[[OwnerKind, str, float, str | None], UsageSum]

@@ -74,7 +74,7 @@ class Recording(msgspec.Struct, eq=False):
         trace, delivered = journey.trace, journey.delivered
         now = stage.clock()
         trace.ended = now
-        trace.status = journey.status
+        trace.status = "replayed" if journey.replays else journey.status
         if journey.error is not None:
             trace.error = journey.error.code
             if journey.error.status < 500:

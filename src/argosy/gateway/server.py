@@ -20,6 +20,7 @@ from argosy.gateway.config import GatewayConfig
 from argosy.gateway.explain import Traces
 from argosy.gateway.fast_path import FastPath, load_fast_path
 from argosy.gateway.front import Front
+from argosy.gateway.idempotency import Idempotency, kept_answers
 from argosy.gateway.identity import Identity, check_exposure
 from argosy.gateway.journey import Stage
 from argosy.gateway.kv import follow_all
@@ -80,9 +81,9 @@ class GatewayServer:
 
         Raises ValueError or OSError, saying what to change, when it cannot.
         """
-        stages: list[Stage] = [Recorder(self._traces, self._metrics, time.monotonic)]
         async with contextlib.AsyncExitStack() as closing:
             closing.callback(self._close_upstreams)
+            stages = await self._first_stages(closing)
             books, keeping = None, None
             if self._config.store is not None:
                 books = await self._open(self._config.store)
@@ -105,6 +106,15 @@ class GatewayServer:
             if books is not None and keeping is not None:
                 caring = [partial(books.keep_fresh, keeping.update), books.forget]
             await self._serve(stages, keeping, bound, caring, fast_path)
+
+    async def _first_stages(self, closing: contextlib.AsyncExitStack) -> list[Stage]:
+        """Those that need no store. Raises ValueError, saying what to change."""
+        config = self._config.idempotency
+        answers = kept_answers(config, self._config.limits)
+        await answers.start()
+        closing.push_async_callback(answers.close)
+        recorder = Recorder(self._traces, self._metrics, time.monotonic)
+        return [recorder, Idempotency(answers, config.answer_bytes)]
 
     async def _open(self, config: StoreConfig) -> Books | None:
         """The books; None: we are to leave before they can be opened. Raises as `Books.open` does."""

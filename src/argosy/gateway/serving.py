@@ -168,9 +168,9 @@ class Serving:
         journey.exchange.watch(stream)
         self._streams.add(stream)
         try:
-            await enter(self._stages, visits, journey)
-            journey.trace.admitted = self._clock()
-            await Relay(self._ways, dispatcher, journey, carrier, stream, out).run()
+            if await enter(self._stages, visits, journey):
+                journey.trace.admitted = self._clock()
+                await Relay(self._ways, dispatcher, journey, carrier, stream, out).run()
         except asyncio.CancelledError:
             task.uncancel()
             if stream.gone:
@@ -188,7 +188,7 @@ class Serving:
             dispatcher.ended(journey)
             journey.exchange.watch(None)
         if journey.exchange.complete:
-            return  # passed on as it came
+            return  # passed on as it came, or answered by a stage
         await out.end()
         journey.status = "completed" if stream.stopped is None else "stopped"
 

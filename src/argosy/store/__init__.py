@@ -1,6 +1,7 @@
 """Durable state (SQLite or PostgreSQL) and fast state that gateways share (memory or Redis)."""
 
 from argosy.store.accounts import Accounts
+from argosy.store.answers import Answer, Answers, Claim, IdempotencyConfig, open_answers
 from argosy.store.audit import Audit, AuditEntry, Verdict
 from argosy.store.clock import Clock, steady
 from argosy.store.counters import Wants
@@ -50,12 +51,16 @@ from argosy.store.usage import Group, ReportRow, UsageFilter, UsageLog, UsageSum
 __all__ = [
     "Accounts",
     "Amount",
+    "Answer",
+    "Answers",
     "Audit",
     "AuditEntry",
+    "Claim",
     "Clock",
     "ConflictError",
     "Directory",
     "Group",
+    "IdempotencyConfig",
     "Key",
     "KeyInfo",
     "Limit",
@@ -98,6 +103,7 @@ __all__ = [
     "default_url",
     "digest",
     "find_store",
+    "open_answers",
     "open_shared",
     "open_store",
     "steady",

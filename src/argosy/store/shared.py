@@ -8,6 +8,8 @@ from argosy.policy import Counter
 from argosy.store.counters import Wants, own_counter
 from argosy.store.records import Limit
 
+NO_CLIENT = "Redis needs a client. Install it: pip install 'argosy[redis]'."
+
 
 class SharedState(Protocol):
     """Where the counters of limits come from, and where they get their room."""
@@ -76,7 +78,5 @@ def open_shared(url: str | None, password: str | None = None) -> SharedState:
     try:
         from argosy.store.redis_state import RedisState
     except ModuleNotFoundError as error:
-        raise ValueError(
-            "Redis needs a client. Install it: pip install 'argosy[redis]'."
-        ) from error
+        raise ValueError(NO_CLIENT) from error
     return RedisState(url, password)

@@ -54,6 +54,16 @@ class Watcher(Protocol):
         """It has gone away."""
 
 
+class Copy(Protocol):
+    """What an answer is sent to besides its client."""
+
+    def begin(self, kind: bytes) -> None:
+        """It begins, and is of this media type."""
+
+    def add(self, data: bytes) -> None:
+        """A part of its body."""
+
+
 class Wire(Protocol):
     """The connection under a request. What is sent after the client has gone is lost without an error."""
 
@@ -139,6 +149,7 @@ class Exchange:
         """The status that was sent, once it was."""
         self.complete = False
         """Whether the whole answer was sent."""
+        self._copy: Copy | None = None
         self.failure: str | None = None
         """Code of the error that it ended with."""
 
@@ -207,6 +218,9 @@ class Exchange:
         headers = [(b"content-type", content_type), (b"content-length", b"%d" % len(body))]
         if self._wire.full:
             await self._room()
+        if self._copy is not None:
+            self._copy.begin(content_type)
+            self._copy.add(body)
         self._wire.answer(status, self._headed(status, headers), body)
         self.complete = True
 
@@ -227,13 +241,20 @@ class Exchange:
         ]
         if self._wire.full:
             await self._room()
+        if self._copy is not None:
+            self._copy.begin(content_type)
         self._wire.begin(200, self._headed(200, headers))
 
     async def write(self, data: bytes) -> None:
         """Send a part of a stream, waiting while the client is behind."""
         if self._wire.full:
             await self._room()
-        self._wire.push(data)
+        self.push(data)
+
+    def copy_to(self, copy: Copy | None) -> None:
+        """Give `copy` too what is sent of the answer from now on: its socket must not be lent. None: nobody more."""
+        self._copy = copy
+        self.push = self._wire.push if copy is None else _to_both(self._wire.push, copy.add)
 
     def lend(self) -> int | None:
         """See `Wire`."""
@@ -318,6 +339,16 @@ class Leaving:
     def on_gone(self) -> None:
         """See `Watcher`."""
         self._gone()
+
+
+def _to_both(
+    one: Callable[[bytes], None], other: Callable[[bytes], None]
+) -> Callable[[bytes], None]:
+    def push(data: bytes) -> None:
+        one(data)
+        other(data)
+
+    return push
 
 
 def _by_name(headers: Sequence[tuple[bytes, bytes]]) -> dict[bytes, bytes]:

@@ -1,0 +1,209 @@
+"""Idempotency keys of several gateways with one Redis: known at all of them, and what happens when somebody dies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx2
+import pytest
+from tests.integration.gateway.keyed import REPLAYED, Caller, before_replica
+from tests.services import RedisServer, running_redis
+from tests.waiting import until
+
+from argosy.engine.serving.text.tokenizer import Tokenizer
+from argosy.store import Answer, Claim, IdempotencyConfig
+from argosy.store.answers import MemoryAnswers
+from argosy.store.redis_answers import RedisAnswers
+
+QUICK_S = 1.0
+SOON_S = 0.01
+FIRST, SECOND = Claim("r1", b"one"), Claim("r2", b"one")
+FREE = Claim("r3", b"one")
+ANSWER = Answer("r1", b"one", b"text/plain", b"x" * 1000)
+
+
+async def until_free(caller: Caller, key: str = "a") -> httpx2.Response:
+    """What is answered to a request once its key is not in use."""
+    while (answer := await caller.ask(key, stream=True)).status_code == 409:  # noqa: ASYNC110 - nobody tells
+        await asyncio.sleep(SOON_S)
+    return answer
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_answer_of_one_gateway_is_sent_again_by_another(
+    stream: bool, redis: RedisServer, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    async with before_replica(tmp_path, tokenizer, 20, gateways=2, redis=redis.url) as (
+        made,
+        engine,
+    ):
+        one, other = await made.caller(gateway=0), await made.caller(gateway=1)
+        asking = asyncio.create_task(one.ask(stream=stream))
+        await engine.paused.wait()
+        busy = await other.ask(stream=stream)
+        assert (busy.status_code, busy.json()["error"]["code"]) == (409, "idempotency_key_in_use")
+        assert (await other.ask(stream=stream, seed=1)).status_code == 422
+        engine.go_on.set()
+        first = await asking
+        again = await other.ask(stream=stream)
+        while again.status_code == 409:
+            again = await other.ask(stream=stream)
+        assert (again.content, again.headers[REPLAYED]) == (first.content, "true")
+        assert (await other.ask(stream=stream, seed=1)).status_code == 422
+        assert len(engine.requests) == 1
+
+
+async def test_a_client_that_leaves_one_gateway_may_go_to_another(
+    redis: RedisServer, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    async with before_replica(tmp_path, tokenizer, 20, gateways=2, redis=redis.url) as (
+        made,
+        engine,
+    ):
+        one, other = await made.caller(gateway=0), await made.caller(gateway=1)
+        asking = asyncio.create_task(one.ask(stream=True))
+        await engine.paused.wait()
+        asking.cancel()
+        await engine.nothing_runs()
+        engine.go_on.set()
+        answer = await until_free(other)
+        assert (answer.status_code, REPLAYED in answer.headers) == (200, False)
+        assert len(engine.requests) == 2
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+async def test_without_redis_each_gateway_knows_its_own(
+    how: signal.Signals, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    with running_redis() as redis:
+        async with before_replica(tmp_path, tokenizer, gateways=2, redis=redis.url) as (
+            made,
+            engine,
+        ):
+            one, other = await made.caller(gateway=0), await made.caller(gateway=1)
+            before = await one.ask("before")
+            redis.process.send_signal(how)
+            assert (await one.ask("before")).content == before.content
+            first = await one.ask("after", stream=True)
+            again = await one.ask("after", stream=True)
+            assert (again.content, again.headers[REPLAYED]) == (first.content, "true")
+            elsewhere = await other.ask("after", stream=True)
+            assert (elsewhere.status_code, REPLAYED in elsewhere.headers) == (200, False)
+            assert len(engine.requests) == 3
+
+
+# --- Redis itself ----------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def answers(
+    server: RedisServer,
+    config: IdempotencyConfig = IdempotencyConfig(),  # noqa: B008 - immutable
+) -> AsyncIterator[RedisAnswers]:
+    """Those of a gateway that dies in the end."""
+    made = RedisAnswers(server.url, None, config, MemoryAnswers(config), wait_s=10, alive_s=QUICK_S)
+    await made.start()
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+async def until_claimed(answers: RedisAnswers, name: str, claim: Claim) -> None:
+    """Wait until the name is free, and take it."""
+    while await answers.claim(name, claim) is not None:  # noqa: ASYNC110 - nobody tells
+        await asyncio.sleep(SOON_S)
+
+
+async def test_the_claim_of_a_gateway_that_has_died_expires(redis: RedisServer) -> None:
+    async with answers(redis) as one:
+        async with answers(redis) as dying:
+            assert await dying.claim("death", FIRST) is None
+            loop = asyncio.get_running_loop()
+            end = loop.time() + 2 * QUICK_S
+            while loop.time() < end:  # it is renewed for as long as its gateway lives
+                assert await one.claim("death", SECOND) == FIRST
+                await asyncio.sleep(SOON_S)
+        while (held := await one.claim("death", SECOND)) is not None:
+            assert held == FIRST
+            await asyncio.sleep(SOON_S)
+
+
+async def test_of_two_claims_at_a_time_one_is_let_in(redis: RedisServer) -> None:
+    async with answers(redis) as one, answers(redis) as other:
+        for number in range(50):
+            name = f"race{number}"
+            told = await asyncio.gather(
+                *(each.claim(name, claim) for each, claim in ((one, FIRST), (other, SECOND)))
+            )
+            assert sorted(held is None for held in told) == [False, True]
+
+
+async def test_a_name_is_free_again_at_once_where_it_was_claimed(redis: RedisServer) -> None:
+    async with answers(redis) as one:
+        for number in range(50):
+            claim = Claim(f"r{number}", b"")
+            assert await one.claim("free", claim) is None
+            one.settle("free", claim, None)
+
+
+async def test_all_answers_together_are_bounded(redis: RedisServer) -> None:
+    config = IdempotencyConfig(bytes=10_000)
+    async with answers(redis, config) as one, answers(redis, config) as other:
+        for number in range(30):
+            name, claim = f"bound{number}", Claim(f"r{number}", b"one")
+            assert await one.claim(name, claim) is None
+            one.settle(name, claim, ANSWER)
+            await one.claim(name, SECOND)  # which waits until Redis has it
+        told = [await other.claim(f"bound{number}", SECOND) for number in range(30)]
+    kept = [isinstance(held, Answer) for held in told]
+    assert kept == sorted(kept)  # the oldest have gone
+    assert 7 <= sum(kept) <= 9
+
+
+async def test_an_answer_that_has_expired_takes_nobodys_claim_along(redis: RedisServer) -> None:
+    brief = IdempotencyConfig(seconds=0.05)
+    async with answers(redis, brief) as one, answers(redis, brief) as other:
+        assert await one.claim("again", FIRST) is None
+        one.settle("again", FIRST, ANSWER)
+        await until_claimed(one, "again", SECOND)
+        assert await one.claim("next", FIRST) is None
+        one.settle("next", FIRST, ANSWER)
+        await one.claim("next", SECOND)  # which waits until Redis has it
+        assert await other.claim("again", FREE) == SECOND
+
+
+async def test_who_leaves_while_redis_is_asked_holds_nothing() -> None:
+    with running_redis() as server:
+        async with answers(server) as one, answers(server) as other:
+            server.process.send_signal(signal.SIGSTOP)
+            asking = asyncio.create_task(one.claim("left", FIRST))
+            await asyncio.sleep(0)  # it has begun
+            asking.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asking
+            server.process.send_signal(signal.SIGCONT)
+            await until_claimed(one, "left", SECOND)
+            assert await other.claim("left", FREE) == SECOND
+
+
+async def test_what_another_gateway_has_done_meanwhile_stays() -> None:
+    with running_redis() as server:
+        async with answers(server) as one, answers(server) as other:
+            assert await one.claim("twice", FIRST) is None
+            server.program.stop()
+            assert await other.claim("twice", SECOND) is None  # nobody can tell
+            server.program.start()
+            await until(lambda: one.up and other.up)
+            other.settle("twice", SECOND, Answer("r2", b"one", b"text/plain", b"theirs"))
+            async with answers(server) as third:
+                while await third.claim("twice", FREE) is None:
+                    third.settle("twice", FREE, None)
+                one.settle("twice", FIRST, ANSWER)
+                held = await third.claim("twice", Claim("r4", b"one"))
+                assert isinstance(held, Answer)
+                assert held.body == b"theirs"

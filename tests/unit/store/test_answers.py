@@ -1,0 +1,134 @@
+"""Answers kept in memory, under random events: never more than allowed, the oldest forgotten first, none lost."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from argosy.store import Answer, Claim, IdempotencyConfig
+from argosy.store.answers import BESIDE, MemoryAnswers
+
+CONFIG = IdempotencyConfig(seconds=10, bytes=4 * (BESIDE + 100), answer_bytes=200)
+NAMES = st.sampled_from([f"name{number}" for number in range(8)])
+SIZES = st.integers(0, 3 * BESIDE)
+
+
+@dataclass
+class Clock:
+    now: float = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def size(answer: Answer) -> int:
+    return len(answer.body) + BESIDE
+
+
+class Keeping(RuleBasedStateMachine):
+    """Requests come with keys, end well or not, and take bytes meanwhile; time passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = Clock()
+        self.answers = MemoryAnswers(CONFIG, self.clock)
+        self.loop = asyncio.Runner()
+        self.requests = 0
+        self.running: dict[str, Claim] = {}
+        self.kept: dict[str, tuple[float, Answer]] = {}
+        """Until when, oldest first."""
+        self.held: list[int] = []
+
+    def teardown(self) -> None:
+        self.loop.close()
+
+    def expected(self, name: str) -> Claim | Answer | None:
+        if name in self.kept:
+            return self.kept[name][1]
+        return self.running.get(name)
+
+    def make_room(self, needed: int) -> bool:
+        """Forget what has to be forgotten; whether there is room then."""
+        self.forget_old()
+        while self.kept and self.used + needed > CONFIG.bytes:
+            del self.kept[next(iter(self.kept))]
+        return self.used + needed <= CONFIG.bytes
+
+    def forget_old(self) -> None:
+        now = self.clock.now
+        self.kept = {name: kept for name, kept in self.kept.items() if kept[0] > now}
+
+    @property
+    def used(self) -> int:
+        return sum(self.held) + sum(size(answer) for _, answer in self.kept.values())
+
+    # --- what happens ------------------------------------------------------------------------------
+
+    @rule(name=NAMES)
+    def claim(self, name: str) -> None:
+        self.forget_old()
+        self.requests += 1
+        claim = Claim(f"r{self.requests}", b"digest")
+        expected = self.expected(name)
+        assert self.loop.run(self.answers.claim(name, claim)) == expected
+        if expected is None:
+            self.running[name] = claim
+
+    @rule(which=st.integers(0, 50), length=SIZES)
+    @precondition(lambda self: self.running)
+    def end_well(self, which: int, length: int) -> None:
+        name, claim = self.pick(which)
+        answer = Answer(claim.request, claim.digest, b"text/plain", b"x" * length)
+        self.answers.settle(name, claim, answer)
+        del self.running[name]
+        if self.make_room(size(answer)):
+            self.kept[name] = self.clock.now + CONFIG.seconds, answer
+
+    @rule(which=st.integers(0, 50))
+    @precondition(lambda self: self.running)
+    def fail(self, which: int) -> None:
+        name, claim = self.pick(which)
+        self.answers.settle(name, claim, None)
+        del self.running[name]
+
+    @rule(which=st.integers(0, 50))
+    @precondition(lambda self: self.running)
+    def settle_what_is_not_ones_own(self, which: int) -> None:
+        name, claim = self.pick(which)
+        stranger = Claim("stranger", claim.digest)
+        self.answers.settle(name, stranger, Answer("stranger", b"", b"", b""))
+
+    @rule(length=SIZES)
+    def hold(self, length: int) -> None:
+        expected = self.make_room(length)
+        assert self.answers.hold(length) is expected
+        if expected:
+            self.held.append(length)
+
+    @rule()
+    @precondition(lambda self: self.held)
+    def release(self) -> None:
+        self.answers.release(self.held.pop())
+
+    @rule(seconds=st.floats(0, 6))
+    def wait(self, seconds: float) -> None:
+        self.clock.now += seconds
+
+    def pick(self, which: int) -> tuple[str, Claim]:
+        return sorted(self.running.items())[which % len(self.running)]
+
+    # --- what holds --------------------------------------------------------------------------------
+
+    @invariant()
+    def it_is_bounded(self) -> None:
+        assert 0 <= self.answers.bytes <= CONFIG.bytes
+        assert self.answers.bytes == sum(self.held) + sum(
+            size(answer) for _, answer in self.kept.values()
+        )
+        assert dict(self.answers.running) == self.running
+
+
+TestKeeping = Keeping.TestCase
