@@ -42,7 +42,7 @@ class Idempotency:
         self._answer_bytes = answer_bytes
 
     async def enter(self, journey: Journey) -> First | None:
-        """Let in the first request with its key, and answer it again.
+        """Let in the first request with its key, and answer those that are the same.
 
         Raises ApiError 400 when the key is none, 409 while the first is being answered, 422 when that was another.
         """

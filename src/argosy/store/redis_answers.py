@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from functools import partial
 from importlib.resources import files
 from typing import Any
@@ -18,7 +19,7 @@ from argosy.store.redis_client import PREFIX, end, redis_client
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.store")
 
-WAIT_S = 0.5
+WAIT_S = 1.0
 """Longest that Redis is waited for: an answer may be large."""
 START_S = 2.0
 AGAIN_S = 0.25
@@ -151,7 +152,7 @@ class RedisAnswers:
             await asyncio.wait({before})
         keys = [_key(name), f"{PREFIX}answers", f"{PREFIX}answers:bytes"]
         put = b"" if new is None else _encode(new)
-        told = [_encode(claim), put, int(seconds * 1000), self._config.bytes]
+        told = [_encode(claim), put, math.ceil(seconds * 1000), self._config.bytes]
         held = await self._ask(self._put_script, keys, told, self._wait_s)
         try:
             return None if held is None else _decode(held)

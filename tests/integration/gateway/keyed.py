@@ -72,9 +72,10 @@ async def fleet(
     gateways: int = 1,
     redis: str | None = None,
     requests: int | None = None,
+    tokens: int | None = None,
     idempotency: IdempotencyConfig = IdempotencyConfig(),  # noqa: B008 - immutable
 ) -> AsyncIterator[Fleet]:
-    """Gateways in front of these replicas; "shop" may ask so often a day."""
+    """Gateways in front of these replicas; "shop" may ask so often a day, and be given so many tokens."""
     store = f"sqlite:///{folder / 'argosy.db'}"
     config = GatewayConfig(
         port=0,
@@ -86,9 +87,10 @@ async def fleet(
     )
     with tenants(store) as people:
         keys = _keys(people)
-        if requests is not None:
-            (shop,) = {p.id for p in people.store.directory().projects if p.name == "shop"}
-            people.limit(shop, "requests", requests, "day")
+        (shop,) = {p.id for p in people.store.directory().projects if p.name == "shop"}
+        for unit, most in (("requests", requests), ("output_tokens", tokens)):
+            if most is not None:
+                people.limit(shop, unit, most, "day")
         loop = asyncio.get_running_loop()
         urls: list[asyncio.Future[str]] = [loop.create_future() for _ in range(gateways)]
         servers = [GatewayServer(config, url.set_result) for url in urls]

@@ -217,6 +217,20 @@ async def test_a_refusal_of_the_gateways_leaves_the_key_free(
 
 
 @pytest.mark.parametrize("stream", [True, False])
+async def test_an_answer_that_a_limit_ended_is_sent_again_though_nothing_is_left(
+    stream: bool, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    async with before_replica(tmp_path, tokenizer, tokens=30) as (made, engine):
+        caller = await made.caller()
+        first = await caller.ask(stream=stream)
+        assert b'"finish_reason":"limit"' in first.content
+        again = await caller.ask(stream=stream)
+        assert (again.content, again.headers[REPLAYED]) == (first.content, "true")
+        assert (await caller.ask("b", stream=stream)).status_code == 429
+        assert len(engine.requests) == 1
+
+
+@pytest.mark.parametrize("stream", [True, False])
 async def test_a_client_that_leaves_frees_its_key(
     stream: bool, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
@@ -255,10 +269,11 @@ async def test_a_first_that_moves_is_sent_again_as_it_came(
 
 
 @pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("whole", [True, False])
 async def test_an_answer_that_is_too_large_is_not_kept(
-    stream: bool, tmp_path: Path, tokenizer: Tokenizer
+    whole: bool, stream: bool, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
-    kept = IdempotencyConfig(answer_bytes=400)
+    kept = IdempotencyConfig(answer_bytes=400) if whole else IdempotencyConfig(bytes=0)
     async with before_replica(tmp_path, tokenizer, idempotency=kept) as (made, engine):
         caller = await made.caller()
         first = await caller.ask(stream=stream)
