@@ -22,6 +22,9 @@ from argosy.engine.serving.wire import (
 
 State = Literal["starting", "ready", "restarting", "failed", "stopped"]
 
+SEATS = 8
+"""Requests that it says that it runs at once; in truth it runs all."""
+
 
 @dataclass(slots=True)
 class Script:
@@ -79,7 +82,7 @@ class FakeEngine:
             eos_token_ids=self.tokenizer.eos_token_ids,
             block_size=16,
             num_blocks=1024,
-            max_seqs=8,
+            max_seqs=SEATS,
             kv_bytes_per_token=1,
             parameters=1,
             load_s=0.0,
@@ -173,7 +176,8 @@ class FakeDeltas:
         stats = engine.stats
         engine.stats = Stats(
             step=stats.step + 1,
-            running=len(engine.live),
+            running=min(len(engine.live), SEATS),
+            waiting=max(0, len(engine.live) - SEATS),
             blocks_total=1024,
             blocks_used=len(engine.live),
             step_tokens=1,

@@ -62,7 +62,7 @@ class Dispatcher:
         if not self._queue and (
             nothing_kept(journey.tier, self._asked, now) or journey.tier <= self._lowest(now)
         ):
-            picked = self._pool.pick(ask, caller.domain, frozenset(), now)
+            picked = self._pick(journey, frozenset(), now)
             if picked is not None:
                 return self._goes(journey, picked, 0, now)
         self._admit(journey, now)
@@ -104,18 +104,19 @@ class Dispatcher:
 
     def hedge(self, journey: Journey, others_than: Collection[str]) -> Picked | None:
         """One more replica for a request that was placed and is stuck. None: it has to wait for its own."""
-        now, pool, caller = self._clock(), self._pool, journey.caller
+        now, pool = self._clock(), self._pool
         if (
             pool.hedging is None
             or journey.tier > self._lowest(now)
-            or all(replica.name in others_than for replica in pool.room(now))
+            or all(replica.name in others_than for replica in pool.room(journey.tier, now))
         ):
             return None
         free, seats = pool.seats(now)
+        there = free[journey.tier]
         saturated = saturation(0.0, pool.loads())
         waiting = len(self._queue)
-        if pool.hedging.take(now, waiting=waiting, free=free, seats=seats, saturated=saturated):
-            return pool.pick(journey.ask, caller.domain, others_than, now)
+        if pool.hedging.take(now, waiting=waiting, free=there, seats=seats, saturated=saturated):
+            return self._pick(journey, others_than, now)
         return None
 
     def charge(self, journey: Journey, tokens: int) -> None:
@@ -143,7 +144,7 @@ class Dispatcher:
             journey, replica = waiting.item.journey, waiting.item.replica
             if replica.done():
                 continue
-            picked = self._pool.pick(journey.ask, journey.caller.domain, frozenset(), now)
+            picked = self._pick(journey, frozenset(), now)
             if picked is None:
                 replica.set_exception(unavailable(self._pool))
                 continue
@@ -155,9 +156,9 @@ class Dispatcher:
         for ticket in tuple(self._moving):
             journey = ticket.journey
             left_out = journey.tried | journey.unfit
-            if all(replica.name in left_out for replica in self._pool.room(now)):
+            if all(replica.name in left_out for replica in self._pool.room(journey.tier, now)):
                 continue
-            picked = self._pool.pick(journey.ask, journey.caller.domain, left_out, now)
+            picked = self._pick(journey, left_out, now)
             if picked is not None:
                 self._moving.remove(ticket)
                 ticket.replica.set_result(journey.goes_to(picked, now))
@@ -166,6 +167,9 @@ class Dispatcher:
         """The lowest tier that there is room for; -1: for none."""
         free, seats = self._pool.seats(now)
         return lowest_tier(free, seats, self._running, self._asked, now)
+
+    def _pick(self, journey: Journey, tried: Collection[str], now: float) -> Picked | None:
+        return self._pool.pick(journey.ask, journey.caller.domain, journey.tier, tried, now)
 
     def _goes(self, journey: Journey, picked: Picked, ahead: int, now: float) -> Replica:
         self._pool.went(now)

@@ -156,6 +156,7 @@ class Prober:
         load.queued_tokens = told.queued_tokens
         load.running, load.waiting = told.running, told.waiting
         load.capacity = told.max_seqs
+        replica.shared_with(told.others)
         load.kv_used = told.kv_blocks_used / max(1, told.kv_blocks_total)
         load.prefill_rate = told.prefill_tokens_per_s or load.prefill_rate
         load.decode_s = told.decode_s or load.decode_s

@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 from array import array
 from binascii import a2b_base64
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from msgspec import Raw
 
 from argosy.gateway.ask import BYTES_PER_TOKEN, DEFAULT_OUTPUT, Ask
+from argosy.gateway.caller import TIERS
 from argosy.gateway.dialects import Carry, Dialect, Kind, KvAddress, dialect_of, sent_salt
 from argosy.gateway.upstream import Upstream
 from argosy.policy import (
@@ -34,10 +35,12 @@ from argosy.policy import (
     Rule,
     chain,
     cost,
+    part,
     usable,
 )
 from argosy.protocol import unpack_names
 
+RANKS = range(len(TIERS))
 LONGEST_AFFINITY_BYTES = 64 * 1024
 DEFAULT_MOST = 256
 LEAST_PREFILL = 64
@@ -92,6 +95,8 @@ class Replica:
     """Tokens that a prompt and its answer may have together, once it has told."""
     tells_speed: bool = False
     """It measures itself how fast it is, better than can be seen from here."""
+    parts: tuple[int, ...] | None = None
+    """Of its seats, those that are this gateway's when the next request is of tier 0, 1, 2; None: all."""
     _alone: bool = field(default=False, init=False)
     """Nothing else has been there since the last request was sent."""
     _prefill: Rate = field(default_factory=lambda: Rate(PREFILL_HALF_LIFE), init=False)
@@ -102,10 +107,13 @@ class Replica:
         """Requests that it runs at a time."""
         return self.load.capacity or self.most
 
-    @property
-    def has_room(self) -> bool:
-        """Whether one more request would not have to wait there (or hardly)."""
-        return self.load.in_flight < self.seats
+    def part(self, tier: int) -> int:
+        """Those of them that are this gateway's when its next request is of this tier."""
+        return self.seats if self.parts is None else self.parts[tier]
+
+    def has_room(self, tier: int) -> bool:
+        """Whether one more request of this tier would not have to wait there (or hardly)."""
+        return self.load.in_flight < self.part(tier)
 
     @property
     def dialect(self) -> Dialect:
@@ -134,6 +142,13 @@ class Replica:
         """The so many tokens of a prompt that was sent then are computed by now, or never will be."""
         if self.load.reported_at < since:  # else the report has said what is left of them
             self.load.sent_tokens = max(0, self.load.sent_tokens - tokens)
+
+    def shared_with(self, others: Sequence[Mapping[int, int]]) -> None:
+        """Other gateways have so many requests there, by tier."""
+        seats, load = self.seats, self.load
+        there = load.in_flight + sum(sum(other.values()) for other in others)
+        load.over = max(0, there - seats) if others else 0
+        self.parts = tuple([part(seats, others, tier) for tier in RANKS]) if others else None
 
     def streamed(self, tokens: int, seconds: float) -> None:
         """So many tokens of one sequence, after its first, came in so long."""
@@ -225,18 +240,21 @@ class Pool:
         """What is known of those."""
         return [replica.load for replica in self.alive()]
 
-    def room(self, now: float) -> list[Replica]:
+    def room(self, tier: int, now: float) -> list[Replica]:
         """Those that may be used now: they have room, and have not just said that they are full."""
-        return [r for r in self.alive() if r.has_room and now >= r.breaker.cool_until]
+        return [r for r in self.alive() if r.has_room(tier) and now >= r.breaker.cool_until]
 
-    def seats(self, now: float) -> tuple[int, int]:
-        """How many seats are free on those that may be used now, full or not, and how many they have."""
-        free = all_seats = 0
+    def seats(self, now: float) -> tuple[list[int], int]:
+        """How many seats are free for each tier on those that may be used now, full or not, and how many all have.
+
+        Of seats that other gateways share, those that are this one's, whatever comes next.
+        """
+        free, all_seats = [0 for _ in RANKS], 0
         for replica in self.alive():
             if now >= replica.breaker.cool_until:
-                seats = replica.seats
-                all_seats += seats
-                free += max(0, seats - replica.load.in_flight)
+                all_seats += replica.part(RANKS[-1])
+                for tier in RANKS:
+                    free[tier] += max(0, replica.part(tier) - replica.load.in_flight)
         return free, all_seats
 
     def went(self, now: float) -> None:
@@ -249,9 +267,11 @@ class Pool:
         """An answer came to its end after so many tokens, each of its choices on average."""
         self._outputs.add(tokens)
 
-    def pick(self, ask: Ask, domain: str, tried: Collection[str], now: float) -> Picked | None:
+    def pick(
+        self, ask: Ask, domain: str, tier: int, tried: Collection[str], now: float
+    ) -> Picked | None:
         """The replica for a request, not one of `tried`. None: there is no room for it now."""
-        warm = [replica for replica in self.room(now) if replica.name not in tried]
+        warm = [replica for replica in self.room(tier, now) if replica.name not in tried]
         if not warm:
             return None
         salt = _salt(domain, self.model, ask.fields)

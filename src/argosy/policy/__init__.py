@@ -48,6 +48,7 @@ from argosy.policy.routing import (
     Rule,
     cost,
 )
+from argosy.policy.seats import part
 from argosy.policy.sharing import Ask, Grant, Shared
 from argosy.policy.shedding import admits, fits, saturation
 from argosy.policy.slot_lease import SlotLease
@@ -131,6 +132,7 @@ __all__ = [
     "lowest_tier",
     "never",
     "nothing_kept",
+    "part",
     "period",
     "reserve",
     "running",

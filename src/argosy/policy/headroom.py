@@ -22,15 +22,16 @@ def nothing_kept(tier: int, asked: Sequence[float], now: float) -> bool:
 
 
 def lowest_tier(
-    free: int, seats: int, running: Sequence[int], asked: Sequence[float], now: float
+    free: Sequence[int], seats: int, running: Sequence[int], asked: Sequence[float], now: float
 ) -> int:
-    """The lowest tier that may have one of the `free` of all `seats`; -1: none.
+    """The lowest tier that may have one of those of all `seats` that are `free` for it; -1: none.
 
-    `running` are the requests that each tier has there, `asked` when it asked last.
+    `running` are the requests that each tier has there, `asked` when it asked last. No tier has fewer free than a
+    lower one.
     """
     kept = 0
     for tier, (runs, at) in enumerate(zip(running, asked, strict=True)):
-        if free <= kept:
+        if free[tier] <= kept:
             return tier - 1
         if now - at < LATELY_S:
             kept += max(0, min(seats // KEPT, seats // 2 - runs))

@@ -51,6 +51,8 @@ class ReplicaLoad:
     """Uncached prompt tokens dispatched since the report."""
     in_flight: int = 0
     """Requests dispatched by this gateway that have not ended."""
+    over: int = 0
+    """Requests more than it runs at once, all gateways' together, as reported: they had not heard of each other yet."""
     capacity: int = 0
     """Sequences that it runs at once; 0: unknown."""
     latency: PeakEwma = field(default_factory=PeakEwma)

@@ -29,8 +29,11 @@ def saturation(oldest: float, loads: list[ReplicaLoad]) -> float:
 
 
 def pressure(load: ReplicaLoad) -> float:
-    """How much more is at a replica than it runs, 0 to 1, as it reported."""
-    queue = load.waiting / load.capacity if load.capacity else 0.0
+    """How much more is at a replica than it runs, 0 to 1, as it reported.
+
+    Not what gateways sent beyond its seats: they stop that, and it would be lower tiers' that make others wait.
+    """
+    queue = max(0, load.waiting - load.over) / load.capacity if load.capacity else 0.0
     memory = (load.kv_used - KV_FREE) / (1.0 - KV_FREE) if load.waiting else 0.0
     return min(1.0, max(0.0, queue, memory))
 

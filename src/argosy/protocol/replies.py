@@ -203,6 +203,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     """Measured by the engine; 0: not yet."""
     decode_s: float = 0.0
     """Seconds between a sequence's tokens, were one more to run; measured, 0: not yet."""
+    others: list[dict[int, int]] = []
+    """Of each gateway that has requests here, but for the one that asks: how many, by their tier."""
 
 
 class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):

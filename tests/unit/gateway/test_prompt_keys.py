@@ -17,7 +17,7 @@ def keys(domain: str = "", model: str = "m", **extra: object) -> list[bytes]:
     """What the prompt is known by."""
     replica = Replica("r", "openai", model, Upstream(parse_endpoint("http://localhost:1")))
     ask = read(msgspec.json.encode({"model": model, "prompt": PROMPT, **extra}), "prompt")
-    picked = Pool(model, [replica]).pick(ask, domain, frozenset(), 0.0)
+    picked = Pool(model, [replica]).pick(ask, domain, 1, frozenset(), 0.0)
     assert picked is not None
     return picked.keys
 

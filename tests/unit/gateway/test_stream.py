@@ -104,7 +104,7 @@ def feeding(
         leave=lambda: None,
         shortcut=None,
     )
-    picked = pool.pick(ask, "", (), 0.0)
+    picked = pool.pick(ask, "", 1, (), 0.0)
     assert picked is not None
     journey.goes_to(picked, 0.0)
     attempt = Attempt(clock)

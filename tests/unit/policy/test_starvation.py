@@ -38,7 +38,7 @@ def served(seats: int, floods: Sequence[int], rare: int | None, ends: Sequence[i
             running.pop(ends[tick % len(ends)] % len(running))
         while True:
             busy = [running.count(tier) for tier in range(3)]
-            one = queue.pop(now, lowest_tier(seats - len(running), seats, busy, asked, now))
+            one = queue.pop(now, lowest_tier([seats - len(running)] * 3, seats, busy, asked, now))
             if one is None:
                 break
             running.append(one.tier)

@@ -129,7 +129,7 @@ class Answering:
     ) -> None:
         replica = self._replica
         with Generation(replica.engine, frame.choices, recorder.progress) as generation:
-            replica.generation_begins(generation)
+            replica.generation_begins(generation, exchange.header(b"x-argosy-gateway"))
             watch = exchange.on_disconnect(partial(_leave, generation))
             try:
                 if body.stream:

@@ -52,6 +52,7 @@ class Generation:
         self, engine: Generator, choices: list[Choice], progress: Callable[[Choice, Delta], None]
     ) -> None:
         self.choices = choices
+        self.tier = choices[0].request.tier
         self._engine = engine
         self._progress = progress
         self._streams: dict[int, Deltas] = {}

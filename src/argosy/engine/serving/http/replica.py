@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -72,7 +73,8 @@ class Replica:
         self._working = 0
         self._service: Service | None = None
         self._draining = False
-        self._running: set[Generation] = set()
+        self._running: dict[Generation, str] = {}
+        """Who sent each: see `generation_begins`."""
         self._idle = asyncio.Event()
         self._idle.set()
         self._deadline: asyncio.TimerHandle | None = None
@@ -169,16 +171,16 @@ class Replica:
         finally:
             self._working -= 1
 
-    def generation_begins(self, generation: Generation) -> None:
-        """A request goes to the engine."""
-        self._running.add(generation)
+    def generation_begins(self, generation: Generation, gateway: str) -> None:
+        """A request goes to the engine, sent by this gateway; empty: by none."""
+        self._running[generation] = gateway
 
     def generation_ends(self, generation: Generation) -> None:
         """It has ended, in whatever way."""
-        self._running.discard(generation)
+        self._running.pop(generation, None)
 
-    def load(self) -> Load:
-        """What a router needs to know."""
+    def load(self, gateway: str) -> Load:
+        """What this gateway needs to know."""
         stats = self.engine.stats
         ready = self._service.ready if self._service else None
         return Load(
@@ -198,4 +200,12 @@ class Replica:
             step_s=stats.step_s,
             prefill_tokens_per_s=stats.prefill_tokens_per_s,
             decode_s=stats.decode_s,
+            others=self._others(gateway),
         )
+
+    def _others(self, gateway: str) -> list[dict[int, int]]:
+        others: dict[str, Counter[int]] = {}
+        for generation, sender in self._running.items():
+            if sender != gateway:
+                others.setdefault(sender, Counter())[generation.tier] += 1
+        return list(others.values())

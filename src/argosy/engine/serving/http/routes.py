@@ -180,7 +180,9 @@ class App:
         await exchange.answer(200, _encode(Status(status="ready")))
 
     async def _load(self, exchange: Exchange) -> None:
-        await exchange.answer(200, _encode(self._replica.load()))
+        await exchange.answer(
+            200, _encode(self._replica.load(exchange.header(b"x-argosy-gateway")))
+        )
 
     async def _version(self, exchange: Exchange) -> None:
         await exchange.answer(200, _encode(Version(version=version("argosy"))))

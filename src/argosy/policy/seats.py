@@ -1,0 +1,28 @@
+"""How several gateways share the seats of one replica, each for itself, from what the replica says of the others.
+
+Nobody hands seats out. A gateway takes what the others leave. One that has less than an even part of what those of its
+tier share may go over the seats by `OVER`, and whoever has more than its part then takes no more as its answers end:
+so all seats stay in use, and each gets its part within a few answers' length. Higher tiers of others go before: what
+they have is not shared. Lower ones only count in that they are there: it is they who make way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+OVER = 4
+"""A part of one in so many of the seats may be taken twice, so that who has none need not wait for an answer to end."""
+
+
+def part(seats: int, others: Sequence[Mapping[int, int]], tier: int) -> int:
+    """How many of a replica's seats a gateway may have when its next request is of this tier (0 is the highest).
+
+    `others` are the requests that each other gateway has there, by tier. No tier has fewer than a lower one.
+    """
+    there = [sum(max(0, count) for count in other.values()) for other in others]
+    above = sum(count for other in others for rank, count in other.items() if rank < tier)
+    beside = [other[tier] for other in others if other.get(tier, 0) > 0]
+    left = min(seats, max(0, seats - above))
+    even = -(-left // (1 + len(beside)))
+    over = seats + max(1, seats // OVER) - sum(there)
+    return max(min(max(left - sum(beside), even), over), min(left, 1))
