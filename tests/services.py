@@ -152,6 +152,23 @@ def running_postgres() -> Iterator[PostgresServer]:
 
 
 @contextlib.contextmanager
+def running_standby(primary: PostgresServer) -> Iterator[PostgresServer]:
+    """A hot standby that follows a server: it has all that the other has, and lets nobody write."""
+    copy, program = (_find(name, "postgresql") for name in ("pg_basebackup", "postgres"))
+    user = primary.program.user
+    with _folder(user) as folder:
+        data = folder / "data"
+        _run(
+            copy, "-D", data, "-h", primary.folder, "-U", "postgres", "-R", "-c", "fast", user=user
+        )
+        command = [program, "-D", str(data), "-c", f"unix_socket_directories={folder}"]
+        command += ["-c", "listen_addresses=", "-c", "max_connections=60"]
+        connect = partial(_connect, folder)
+        with _running(Program(command, folder, user, signal.SIGQUIT, connect)) as running:
+            yield PostgresServer(folder, running)
+
+
+@contextlib.contextmanager
 def running_redis() -> Iterator[RedisServer]:
     """A server that keeps nothing on disk."""
     program = _find("redis-server", "redis-server")

@@ -19,6 +19,8 @@ from argosy.protocol import Load
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
 OURS_EACH_S = 0.5
+SHARED_EACH_S = 0.25
+"""One of ours that other gateways use too: what they have there changes."""
 LOADS_EACH_S = 1.0
 OTHERS_EACH_S = 5.0
 TIMEOUT_S = 2.0
@@ -66,9 +68,14 @@ class Prober:
         """Probe again and again."""
         while True:
             await self.probe()
-            ours = self._replica.kind in {"argosy", "auto"}
-            others_s = LOADS_EACH_S if self._loads else OTHERS_EACH_S
-            await asyncio.sleep(OURS_EACH_S if ours else others_s)
+            await asyncio.sleep(self._pause_s())
+
+    def _pause_s(self) -> float:
+        if self._replica.parts is not None:
+            return SHARED_EACH_S
+        if self._replica.kind in {"argosy", "auto"}:
+            return OURS_EACH_S
+        return LOADS_EACH_S if self._loads else OTHERS_EACH_S
 
     async def probe(self) -> None:
         """Ask once and take in the answer."""

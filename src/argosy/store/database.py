@@ -32,6 +32,12 @@ _POSTGRES_PATIENCE = {
 }
 """A server that has vanished is noticed in seconds, not when TCP gives up."""
 
+_READ_ONLY = ("read-only transaction", "during recovery")
+"""What PostgreSQL says where only the primary may do something."""
+_PRIMARY = (
+    "It is a standby: give the address of the primary, or all with target_session_attrs=read-write."
+)
+
 _ADVICE = (
     ("no such table", "It has no tables yet: call migrate() first."),
     ("UndefinedTable", "It has no tables yet: call migrate() first."),
@@ -44,6 +50,7 @@ _ADVICE = (
     ("not a database", "Move that file away, or give another path."),
     ("locked", "Another process has been writing to it for long: try again."),
     ("readonly", "Let this user write to the file and to its folder."),
+    *((words, _PRIMARY) for words in _READ_ONLY),
     ("disk is full", "Make room on its disk."),
     ("No space left on device", "Make room on its disk."),
     ("disk I/O error", "Look after its disk."),
@@ -131,6 +138,10 @@ class Database:
             told = f"{type(said).__name__}: {said}"
             advice = next(advice for words, advice in _ADVICE if words in told)
             first = str(said).strip().partition("\n")[0]
+            if any(
+                words in told for words in _READ_ONLY
+            ):  # the name may be the primary's by now: do not stay with whom it was
+                self._engine.dispose()
             raise StoreError(
                 f"The database {self.name} cannot be used: {first}. {advice}"
             ) from error

@@ -235,7 +235,7 @@ class RedisState:
     def _lost(self, error: Exception) -> None:
         if self.up or not self._found.is_set():
             self._found.set()
-            log.warning("shared_state_lost", reason=str(error) or type(error).__name__)
+            log.warning("shared_state_lost", reason=f"{type(error).__name__}: {error}")
         self._release()
 
     def _release(self) -> None:
