@@ -19,6 +19,8 @@ from argosy.store.errors import StoreError
 
 BUSY_S = 15.0
 """How long a writer waits for other writers of an SQLite file."""
+IDLE_S = 15
+"""How long a writer of PostgreSQL may do nothing: if its machine vanished, all others would wait for hours."""
 
 _SQLITE_WRITES = {"begin": "BEGIN IMMEDIATE"}
 _POSTGRES_READS = {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
@@ -119,6 +121,9 @@ class Database:
         with self._explained(), self._engine.connect() as connection:
             connection.execution_options(**self._writes)
             with connection.begin():
+                if connection.dialect.name == "postgresql":
+                    limit = f"SET LOCAL idle_in_transaction_session_timeout = '{IDLE_S}s'"
+                    connection.exec_driver_sql(limit)
                 yield connection
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psycopg
@@ -27,7 +28,9 @@ from argosy.store import (
     migrations,
     open_store,
 )
+from argosy.store import database as database_module
 from argosy.store.audit import START, seal
+from argosy.store.changes import changing
 from argosy.store.database import Database
 from argosy.store.schema import metadata
 
@@ -254,6 +257,23 @@ def test_connections_that_were_cut_are_replaced(store: Store, url: str) -> None:
             "WHERE datname = current_database() AND pid <> pg_backend_pid()"
         )
     assert store.version() == 1
+
+
+@pytest.mark.parametrize("kind", ["postgresql"])
+def test_a_writer_that_vanished_keeps_nobody_waiting_for_long(
+    store: Store, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database_module, "IDLE_S", 1)
+    vanished = Database(url)
+
+    def vanish() -> None:
+        with changing(vanished, "test", time.time):
+            store.accounts.create_organisation("acme", actor="test")  # another connection's
+
+    with pytest.raises(StoreError, match="idle-in-transaction timeout"):
+        vanish()
+    assert [one.name for one in store.directory().organisations] == ["acme"]
+    vanished.close()
 
 
 def test_a_name_that_moves_from_a_standby_to_the_primary_is_followed(
