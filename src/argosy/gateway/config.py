@@ -39,8 +39,8 @@ class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """What it is; `auto` asks it."""
     model: str | None = None
     """What it calls the model; by default the public name."""
-    max_requests: Annotated[int, Meta(ge=1)] = 256
-    """Most requests that it gets at a time, unless it says itself how many it runs."""
+    max_requests: Annotated[int, Meta(ge=1)] | None = None
+    """Most requests that it gets at a time; None: as many as it says that it runs, 256 where it does not say."""
     api_key_env: str | None = None
     """Environment variable that holds its key."""
     key_header: str = "authorization"

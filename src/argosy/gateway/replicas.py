@@ -78,8 +78,8 @@ class Replica:
     upstream: Upstream
     breaker: Breaker = field(default_factory=Breaker)
     load: ReplicaLoad = field(init=False)
-    most: int = DEFAULT_MOST
-    """Requests at a time, as long as it does not say itself."""
+    most: int | None = None
+    """Requests at a time, however many it runs."""
     carry: Carry = "exact"
     stream_usage: bool = True
     """It may be asked for the usage of streams."""
@@ -104,8 +104,9 @@ class Replica:
 
     @property
     def seats(self) -> int:
-        """Requests that it runs at a time."""
-        return self.load.capacity or self.most
+        """Requests that it gets at a time."""
+        told = self.load.capacity
+        return told or DEFAULT_MOST if self.most is None else min(self.most, told or self.most)
 
     def part(self, tier: int) -> int:
         """Those of them that are this gateway's when its next request is of this tier."""
@@ -145,10 +146,12 @@ class Replica:
 
     def shared_with(self, others: Sequence[Mapping[int, int]]) -> None:
         """Other gateways have so many requests there, by tier."""
-        seats, load = self.seats, self.load
+        load, most = self.load, self.seats
+        seats = load.capacity or most
         there = load.in_flight + sum(sum(other.values()) for other in others)
         load.over = max(0, there - seats) if others else 0
-        self.parts = tuple([part(seats, others, tier) for tier in RANKS]) if others else None
+        parts = tuple([min(most, part(seats, others, tier)) for tier in RANKS])
+        self.parts = parts if others else None
 
     def streamed(self, tokens: int, seconds: float) -> None:
         """So many tokens of one sequence, after its first, came in so long."""

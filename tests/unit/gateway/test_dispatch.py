@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.integration.gateway.limit_world import request
@@ -87,3 +88,30 @@ def test_no_seat_is_lost_or_taken_twice_and_nobody_waits_beside_a_free_one(
         assert not len(world.queue)
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("most", "told", "seats"),
+    [(None, 0, 256), (None, 8, 8), (None, 512, 512), (2, 0, 2), (2, 8, 2), (9, 8, 8)],
+)
+def test_a_replica_gets_what_it_says_that_it_runs_and_no_more_than_was_set(
+    most: int | None, told: int, seats: int
+) -> None:
+    behind = ReplicaConfig(url="http://127.0.0.1:7", kind="sglang", max_requests=most)
+    config = GatewayConfig(models=[ModelConfig(name="big", replicas=[behind])])
+    (replica,) = build_models(config).pools[0].replicas.values()
+    replica.load.capacity = told
+    assert replica.seats == seats
+
+
+def test_what_was_set_is_no_less_for_what_other_gateways_have() -> None:
+    behind = ReplicaConfig(url="http://127.0.0.1:7", kind="argosy", max_requests=4)
+    config = GatewayConfig(models=[ModelConfig(name="big", replicas=[behind])])
+    (replica,) = build_models(config).pools[0].replicas.values()
+    replica.load.capacity = 8
+    replica.shared_with([{1: 4}])
+    assert [replica.part(tier) for tier in range(3)] == [4, 4, 4]
+    replica.shared_with([{1: 6}])
+    assert [replica.part(tier) for tier in range(3)] == [4, 4, 2]
+    replica.shared_with([])
+    assert replica.part(1) == 4
