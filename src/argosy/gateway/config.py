@@ -23,7 +23,7 @@ from argosy.web import TlsConfig
 
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _HEADER_VALUE = re.compile(r"[\x20-\x7e]*")
-_OURS = frozenset({"host", "content-length", "transfer-encoding", "connection", "x-argosy-gateway"})
+_OURS = frozenset({"host", "content-length", "transfer-encoding", "connection"})
 """Headers that the gateway writes itself: a second one would end a request elsewhere."""
 ModelName = Annotated[str, Meta(max_length=200, pattern=r"^[^\s\x00-\x1f]([^\x00-\x1f\x7f]*\S)?$")]
 Positive = Annotated[float, Meta(gt=0)]

@@ -30,6 +30,7 @@ def request_headers(
         return headers
     headers.append((b"x-request-id", exchange.request_id.encode()))
     headers.append((b"x-argosy-answer", b"%b %d" % (journey.id.encode(), journey.started_at)))
+    headers.append(replica.sender)
     headers += _of(caller.tier, caller.weight, caller.tenant, caller.domain)
     if journaled:
         headers.append((b"x-argosy-journal", b"1"))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
-
 from argosy.gateway.config import GatewayConfig, ModelConfig, Timeouts, headers_of
 from argosy.gateway.models import Models
 from argosy.gateway.replicas import Pool, Replica
@@ -15,8 +13,7 @@ from argosy.protocol import parse_endpoint
 
 def build_models(config: GatewayConfig) -> Models:
     """All models, by all their names. Raises ValueError, saying what to change."""
-    gateway = secrets.token_hex(8).encode()
-    pools = [_pool(model, config.timeouts, gateway) for model in config.models]
+    pools = [_pool(model, config.timeouts) for model in config.models]
     return Models(
         {
             name: pool
@@ -27,15 +24,13 @@ def build_models(config: GatewayConfig) -> Models:
     )
 
 
-def _pool(model: ModelConfig, timeouts: Timeouts, gateway: bytes) -> Pool:
-    """The pool of a model; a replica that may be ours is told which gateway it is that asks."""
+def _pool(model: ModelConfig, timeouts: Timeouts) -> Pool:
     replicas = []
     for wanted in model.replicas:
         endpoint = parse_endpoint(wanted.url)
-        named = ((b"x-argosy-gateway", gateway),) if wanted.kind in {"argosy", "auto"} else ()
         upstream = Upstream(
             endpoint,
-            headers=headers_of(wanted) + named,
+            headers=headers_of(wanted),
             connect_timeout_s=timeouts.connect_s,
             tls=client_context(wanted.tls) if endpoint.tls else None,
             server_name=wanted.tls.server_name,

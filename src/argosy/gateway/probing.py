@@ -37,9 +37,9 @@ WRONG = (UpstreamError, TimeoutError, msgspec.DecodeError, RecursionError)
 """What comes of asking a server that is not well, or none; what it answers may be nested too deeply to be read."""
 
 
-async def get(upstream: Upstream, path: bytes) -> tuple[int, bytes]:
+async def get(upstream: Upstream, path: bytes, *headers: tuple[bytes, bytes]) -> tuple[int, bytes]:
     """Status and body of what a server has there. Raises UpstreamError."""
-    return await _answer(upstream, upstream.request(b"GET", path, b"", []))
+    return await _answer(upstream, upstream.request(b"GET", path, b"", [*headers]))
 
 
 async def _answer(upstream: Upstream, request: bytes) -> tuple[int, bytes]:
@@ -123,7 +123,7 @@ class Prober:
         """Ask for its load, or else its health; whether it is well."""
         replica = self._replica
         if replica.kind == "argosy":
-            status, body = await self._ask(b"/load")
+            status, body = await get(replica.upstream, b"/load", replica.sender)
             if status == 200:
                 self._learn(msgspec.json.decode(body, type=Load))
             return status < 500

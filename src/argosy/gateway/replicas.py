@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import secrets
 from array import array
 from binascii import a2b_base64
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -67,6 +68,11 @@ def _nothing() -> None:
     """For a replica that nobody waits for."""
 
 
+def _a_name() -> tuple[bytes, bytes]:
+    """Nobody else's."""
+    return b"x-argosy-gateway", secrets.token_hex(8).encode()
+
+
 @dataclass(slots=True)
 class Replica:
     """One server that answers for a model."""
@@ -95,6 +101,8 @@ class Replica:
     """Tokens that a prompt and its answer may have together, once it has told."""
     tells_speed: bool = False
     """It measures itself how fast it is, better than can be seen from here."""
+    sender: tuple[bytes, bytes] = field(default_factory=_a_name, init=False)
+    """The header by which one of ours knows this gateway's requests, those of this pool, from all others."""
     parts: tuple[int, ...] | None = None
     """Of its seats, those that are this gateway's when the next request is of tier 0, 1, 2; None: all."""
     _alone: bool = field(default=False, init=False)
