@@ -107,7 +107,7 @@ class Books:
 
     def _read(self) -> Directory:
         """The accounts: the same object for as long as they have not changed. Raises StoreError."""
-        if self.store.version() == self.directory.version:
+        if self.store.head() == self.directory.head:
             return self.directory
         return self.store.directory()
 

@@ -189,6 +189,11 @@ class Directory(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     version: int = 0
+    """Raised by each change."""
+    head: bytes = b""
+    """Of the audit log: another one for every state of accounts, also where a database was put back to one."""
+    read_at: float = 0.0
+    """When its reading began, on the monotonic clock."""
     organisations: tuple[Organisation, ...] = ()
     projects: tuple[Project, ...] = ()
     users: tuple[User, ...] = ()

@@ -60,17 +60,22 @@ class Store:
         """Close its connections."""
         self._database.close()
 
-    def version(self) -> int:
-        """Raised by each change of accounts; one small query."""
+    def head(self) -> bytes:
+        """See `Directory`; one small query."""
         with self._database.read() as connection:
-            return int(connection.execute(select(schema.state.c.version)).scalar_one())
+            head: bytes = connection.execute(select(schema.state.c.audit_head)).scalar_one()
+            return head
 
     def directory(self) -> Directory:
         """All accounts, as of one version."""
         expired, keys = self._clock() - EXPIRED_STAY_S, schema.keys.c
+        read_at = time.monotonic()
         with self._database.read() as connection:
+            state = connection.execute(select(schema.state)).one()
             return Directory(
-                version=connection.execute(select(schema.state.c.version)).scalar_one(),
+                version=state.version,
+                head=state.audit_head,
+                read_at=read_at,
                 organisations=tuple(find(connection, Organisation)),
                 projects=tuple(find(connection, Project)),
                 users=tuple(find(connection, User)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import sqlite3
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -162,10 +163,10 @@ async def test_changes_count_again_once_they_can_be_read_again(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chat, *_ = tenants(url)
-    read = Store.version
+    read = Store.head
     failed: list[bool] = []
 
-    def version(store: Store) -> int:
+    def head(store: Store) -> bytes:
         if failed:
             return read(store)
         failed.append(True)
@@ -177,13 +178,51 @@ async def test_changes_count_again_once_they_can_be_read_again(
         httpx2.AsyncClient(base_url=base, timeout=30) as client,
     ):
         monkeypatch.setattr("argosy.gateway.server.AGAIN_S", 0.01)
-        monkeypatch.setattr(Store, "version", version)
+        monkeypatch.setattr(Store, "head", head)
         async with asyncio.timeout(30):
             await until(lambda: failed)
             arguments = ("keys", "revoke", "chat", "--store", url)
             await asyncio.to_thread(CliRunner().invoke, app, arguments)
             while (await client.get("/v1/models", headers=chat)).status_code != 401:  # noqa: ASYNC110 - it looks each second
                 await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+async def test_accounts_that_were_put_back_to_an_earlier_state_count_from_then_on(
+    url: str, tmp_path: Path, lost: int
+) -> None:
+    """As after a PostgreSQL whose standby had not heard of the last changes took over."""
+    chat, *_ = tenants(url)
+    path, copy = url.removeprefix("sqlite:///"), str(tmp_path / "copy.db")
+    put(path, copy)
+    async with (
+        rough_server() as replica,
+        gateway(replica, url) as base,
+        httpx2.AsyncClient(base_url=base, timeout=30) as client,
+        asyncio.timeout(30),
+    ):
+        store = open_store(url)
+        project = store.accounts.list_projects()[0].id
+        for number in range(lost):
+            _, plain = store.accounts.create_key(project, f"lost{number}", actor="test")
+        known = {"authorization": f"Bearer {plain}"}
+        while (await client.get("/v1/models", headers=known)).status_code != 200:  # noqa: ASYNC110 - it looks each second
+            await asyncio.sleep(0.5)  # within the failures that an address may have
+        put(copy, path)
+        (key,) = (key for key in store.directory().keys if key.name == "chat")
+        store.accounts.revoke_key(key.id, actor="test")
+        store.close()
+        while (await client.get("/v1/models", headers=chat)).status_code != 401:  # noqa: ASYNC110 - it looks each second
+            await asyncio.sleep(0.05)
+
+
+def put(source: str, target: str) -> None:
+    """Have a database be what another one is, whoever uses it."""
+    with (
+        contextlib.closing(sqlite3.connect(source)) as there,
+        contextlib.closing(sqlite3.connect(target)) as here,
+    ):
+        there.backup(here)
 
 
 async def test_every_line_of_proxies_is_read(url: str) -> None:

@@ -130,8 +130,8 @@ def test_an_update_counts_at_once() -> None:
 
 
 def test_an_older_directory_does_not_undo_a_newer_one() -> None:
-    who = Identity(msgspec.structs.replace(directory(key("a")), version=2), AuthConfig(), Clock())
-    who.update(msgspec.structs.replace(directory(key("b")), version=1))
+    who = Identity(msgspec.structs.replace(directory(key("a")), read_at=2.0), AuthConfig(), Clock())
+    who.update(msgspec.structs.replace(directory(key("b")), read_at=1.0))
     assert who.identify(bearer(plain("a"))).key == "key_a"
 
 

@@ -63,7 +63,7 @@ def test_a_server_that_is_not_there(scheme: str, tmp_path: Path) -> None:
     with pytest.raises(
         StoreError, match=r"postgresql:///db cannot be used: .*Is it running"
     ) as refused:
-        store.version()
+        store.head()
     assert "hidden" not in str(refused.value)
     store.close()
 
@@ -90,7 +90,7 @@ def test_a_file_that_is_damaged(migrated_file: Path, tmp_path: Path) -> None:
     (tmp_path / "store.db").write_bytes(content)
     store = open_store(f"sqlite:///{tmp_path}/store.db")
     with pytest.raises(StoreError, match=r"malformed\. .*from a backup"):
-        store.version()
+        store.head()
     store.close()
 
 
@@ -109,14 +109,14 @@ def test_a_file_whose_folder_has_gone(tmp_path: Path) -> None:
     store = open_store(f"sqlite:///{tmp_path}/new/store.db")
     shutil.rmtree(tmp_path / "new")
     with pytest.raises(StoreError, match=r"unable to open database file\. .*its folder"):
-        store.version()
+        store.head()
     store.close()
 
 
 def test_tables_that_are_not_there_yet(empty_url: str) -> None:
     store = open_store(empty_url)
     with pytest.raises(StoreError, match="call migrate"):
-        store.version()
+        store.head()
     store.close()
 
 
@@ -179,7 +179,7 @@ def test_migrations_make_the_tables_that_the_code_expects(store: Store, url: str
         assert compare_metadata(MigrationContext.configure(connection), metadata) == []
     database.close()
     store.migrate()
-    assert store.version() == 1
+    assert store.directory().version == 1
 
 
 def test_roles_that_were_given_before_there_were_scopes_hold_for_the_whole_gateway(
@@ -238,7 +238,7 @@ BEFORE_SCOPES = (
 def test_processes_migrate_at_the_same_time(empty_url: str) -> None:
     at_once(2, "migrate", empty_url)
     store = open_store(empty_url)
-    assert store.version() == 1
+    assert store.directory().version == 1
     store.close()
 
 
@@ -250,13 +250,13 @@ def test_one_of_two_first_runs_makes_the_key(store: Store, url: str) -> None:
 
 @pytest.mark.parametrize("kind", ["postgresql"])
 def test_connections_that_were_cut_are_replaced(store: Store, url: str) -> None:
-    assert store.version() == 1
+    assert store.directory().version == 1
     with psycopg.connect(url, autocommit=True) as connection:
         connection.execute(
             "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
             "WHERE datname = current_database() AND pid <> pg_backend_pid()"
         )
-    assert store.version() == 1
+    assert store.directory().version == 1
 
 
 @pytest.mark.parametrize("kind", ["postgresql"])
@@ -301,5 +301,5 @@ def until_copied(store: Store) -> None:
     """Wait until the standby has the tables."""
     while True:
         with contextlib.suppress(StoreError):
-            store.version()
+            store.head()
             return

@@ -92,7 +92,7 @@ class _Endpoint:
         """Know callers by what was changed before it is answered: a new key works, a revoked one does not."""
         store = self._desk.store
         if store is not None:
-            with contextlib.suppress(StoreError):  # then it comes with the next look at the version
+            with contextlib.suppress(StoreError):  # then it comes with the next look
                 self._identity.update(store.directory())
 
     async def _run(self, operation: Operation, call: Call) -> Any:  # noqa: ANN401 - of the operation's type

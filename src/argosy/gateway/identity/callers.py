@@ -62,14 +62,14 @@ class Identity:
         self._tokens = None if settings.jwt is None else _tokens(settings.jwt, clock)
         self._failures = Failures()
         self._updating = threading.Lock()
-        self._version = directory.version
+        self._read_at = directory.read_at
         self._book = Book(directory)
 
     def update(self, directory: Directory) -> None:
-        """Go by this directory from now on, unless a newer one is known. May be called from any thread."""
+        """Go by this directory from now on, unless it was read before the one that is known. For any thread."""
         with self._updating:
-            if directory.version >= self._version:
-                self._version = directory.version
+            if directory.read_at >= self._read_at:
+                self._read_at = directory.read_at
                 self._book = Book(directory)
 
     def identify(self, asking: Asking) -> Caller:
