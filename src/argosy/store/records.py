@@ -190,10 +190,8 @@ class Directory(msgspec.Struct, frozen=True, kw_only=True):
 
     version: int = 0
     """Raised by each change."""
-    head: bytes = b""
-    """Of the audit log: another one for every state of accounts, also where a database was put back to one."""
-    read_at: float = 0.0
-    """When its reading began, on the monotonic clock."""
+    seal: bytes = b""
+    """Of the last change, as in the audit log."""
     organisations: tuple[Organisation, ...] = ()
     projects: tuple[Project, ...] = ()
     users: tuple[User, ...] = ()
@@ -204,6 +202,8 @@ class Directory(msgspec.Struct, frozen=True, kw_only=True):
     """Ids of all keys that were ever rotated, and of those that took their places."""
     had_keys: bool = False
     """Whether a key was ever made, one that is revoked by now too."""
+    read_at: float = 0.0
+    """When its reading began, on the monotonic clock."""
 
     @property
     def keyed(self) -> bool:

@@ -60,22 +60,24 @@ class Store:
         """Close its connections."""
         self._database.close()
 
-    def head(self) -> bytes:
-        """See `Directory`; one small query."""
+    def is_current(self, directory: Directory) -> bool:
+        """Whether these are the accounts as they are now; one small query.
+
+        The seal of the last change tells: a backup that was put back may come to the same version by other changes.
+        """
         with self._database.read() as connection:
-            head: bytes = connection.execute(select(schema.state.c.audit_head)).scalar_one()
-            return head
+            head = connection.execute(select(schema.state.c.audit_head)).scalar_one()
+        return bytes(head) == directory.seal
 
     def directory(self) -> Directory:
         """All accounts, as of one version."""
-        expired, keys = self._clock() - EXPIRED_STAY_S, schema.keys.c
         read_at = time.monotonic()
+        expired, keys = self._clock() - EXPIRED_STAY_S, schema.keys.c
         with self._database.read() as connection:
             state = connection.execute(select(schema.state)).one()
             return Directory(
                 version=state.version,
-                head=state.audit_head,
-                read_at=read_at,
+                seal=bytes(state.audit_head),
                 organisations=tuple(find(connection, Organisation)),
                 projects=tuple(find(connection, Project)),
                 users=tuple(find(connection, User)),
@@ -93,6 +95,7 @@ class Store:
                     )
                 },
                 had_keys=connection.execute(select(keys.id).limit(1)).first() is not None,
+                read_at=read_at,
             )
 
 

@@ -96,6 +96,7 @@ def test_what_is_created_is_found_again(store: Store, organisation: Organisation
     assert accounts.get_user(user.id) == user
     assert accounts.get_key(key.id) == key
     directory = store.directory()
+    assert store.is_current(directory)
     assert list(directory.organisations) == accounts.list_organisations() == [organisation]
     assert list(directory.projects) == accounts.list_projects(organisation.id) == [project]
     assert list(directory.users) == accounts.list_users(organisation.id) == [user]

@@ -63,7 +63,7 @@ def test_a_server_that_is_not_there(scheme: str, tmp_path: Path) -> None:
     with pytest.raises(
         StoreError, match=r"postgresql:///db cannot be used: .*Is it running"
     ) as refused:
-        store.head()
+        store.directory()
     assert "hidden" not in str(refused.value)
     store.close()
 
@@ -90,7 +90,7 @@ def test_a_file_that_is_damaged(migrated_file: Path, tmp_path: Path) -> None:
     (tmp_path / "store.db").write_bytes(content)
     store = open_store(f"sqlite:///{tmp_path}/store.db")
     with pytest.raises(StoreError, match=r"malformed\. .*from a backup"):
-        store.head()
+        store.directory()
     store.close()
 
 
@@ -109,14 +109,14 @@ def test_a_file_whose_folder_has_gone(tmp_path: Path) -> None:
     store = open_store(f"sqlite:///{tmp_path}/new/store.db")
     shutil.rmtree(tmp_path / "new")
     with pytest.raises(StoreError, match=r"unable to open database file\. .*its folder"):
-        store.head()
+        store.directory()
     store.close()
 
 
 def test_tables_that_are_not_there_yet(empty_url: str) -> None:
     store = open_store(empty_url)
     with pytest.raises(StoreError, match="call migrate"):
-        store.head()
+        store.directory()
     store.close()
 
 
@@ -301,5 +301,5 @@ def until_copied(store: Store) -> None:
     """Wait until the standby has the tables."""
     while True:
         with contextlib.suppress(StoreError):
-            store.head()
+            store.directory()
             return
