@@ -143,10 +143,8 @@ class Database:
             told = f"{type(said).__name__}: {said}"
             advice = next(advice for words, advice in _ADVICE if words in told)
             first = str(said).strip().partition("\n")[0]
-            if any(
-                words in told for words in _READ_ONLY
-            ):  # the name may be the primary's by now: do not stay with whom it was
-                self._engine.dispose()
+            if any(words in told for words in _READ_ONLY):
+                self._engine.dispose()  # its name may be the primary's by now
             raise StoreError(
                 f"The database {self.name} cannot be used: {first}. {advice}"
             ) from error
