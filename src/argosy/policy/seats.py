@@ -22,7 +22,9 @@ def part(seats: int, others: Sequence[Mapping[int, int]], tier: int) -> int:
     there = [sum(max(0, count) for count in other.values()) for other in others]
     above = sum(count for other in others for rank, count in other.items() if rank < tier)
     beside = [other[tier] for other in others if other.get(tier, 0) > 0]
-    left = min(seats, max(0, seats - above))
-    even = -(-left // (1 + len(beside)))
+    left, sharing = min(seats, max(0, seats - above)), 1 + len(beside)
+    even = (
+        left // sharing if above > 0 else -(-left // sharing)
+    )  # what is odd keeps no higher tier out
     over = seats + max(1, seats // OVER) - sum(there)
-    return max(min(max(left - sum(beside), even), over), min(left, 1))
+    return max(min(max(left - sum(beside), even), over), 0 if above > 0 else 1)
