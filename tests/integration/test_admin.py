@@ -169,9 +169,9 @@ async def test_a_key_is_rotated_with_overlap_and_revoked(store: Store, keys: Key
 
 async def test_whoever_keeps_accounts_is_told_of_changes(store: Store, keys: Keys) -> None:
     told_of: list[int] = []
-    async with admin(store, changed=lambda: told_of.append(store.version())) as client:
+    async with admin(store, changed=lambda: told_of.append(store.directory().version)) as client:
         client.headers |= keys["admin"]
-        before = store.version()
+        before = store.directory().version
         await done(await client.get("/admin/keys"))
         assert not told_of
         await done(await client.post("/admin/organisations", json={"name": "zeta"}))

@@ -32,7 +32,7 @@ async def test_nobody_gives_or_takes_over_more_than_they_have(world: World) -> N
     above, _ = accounts.create_key(
         customer.project, "above", role="operator", scope="gateway", actor="test"
     )
-    before = world.store.version()
+    before = world.store.directory().version
     for method, path, body in (
         ("POST", "/admin/keys", key_body(customer) | fleet),
         ("POST", f"/admin/keys/{above.id}/rotate", {}),
@@ -47,7 +47,7 @@ async def test_nobody_gives_or_takes_over_more_than_they_have(world: World) -> N
     ):
         answer = await client.request(method, path, json=body)
         assert refusal(answer) == "insufficient_role", path
-    assert world.store.version() == before
+    assert world.store.directory().version == before
     # A key that works no longer stands in nobody's way.
     later, _ = accounts.rotate_key(above.id, 0, actor="test")
     accounts.revoke_key(later.id, actor="test")

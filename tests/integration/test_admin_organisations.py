@@ -139,7 +139,7 @@ async def test_who_may(world: World, operation: Operation) -> None:
     for holding, role in itertools.product(holdings, ROLES):
         customer = await world.customer()
         headers = await world.holder(role, holding, customer)
-        before = world.store.version()
+        before = world.store.directory().version
         answer = await ask(world, operation, customer, headers)
         cell = f"{operation.name} by {role} of {holding}: {answer.text}"
         if ROLES.index(role) < ROLES.index(case.role):
@@ -153,9 +153,9 @@ async def test_who_may(world: World, operation: Operation) -> None:
             assert answer.status_code == 200, cell
             if operation.method == "GET" and not case.alike:
                 assert any(value in answer.text for value in asdict(customer).values()), cell
-            assert (world.store.version() > before) == (operation.method != "GET"), cell
+            assert (world.store.directory().version > before) == (operation.method != "GET"), cell
             continue
-        assert world.store.version() == before, cell
+        assert world.store.directory().version == before, cell
 
 
 async def unknown(
@@ -176,7 +176,7 @@ async def unknown(
 async def test_nothing_is_moved_into_or_taken_from_another_organisation(world: World) -> None:
     mine, theirs = await world.customer(), await world.customer()
     headers = await world.headers("admin", "organisation", mine.organisation)
-    before = world.store.version()
+    before = world.store.directory().version
     refused = [
         ("PATCH", f"/admin/users/{mine.user}", {"project": theirs.project}),
         ("POST", "/admin/users", user_body(mine) | {"project": theirs.project}),
@@ -187,7 +187,7 @@ async def test_nothing_is_moved_into_or_taken_from_another_organisation(world: W
     for method, path, body in refused:
         answer = await world.client.request(method, path, json=body, headers=headers)
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found"), path
-    assert world.store.version() == before
+    assert world.store.directory().version == before
 
 
 async def test_lists_without_a_filter_hold_ones_own_only(world: World) -> None:

@@ -107,9 +107,7 @@ class Books:
 
     def _read(self) -> Directory:
         """The accounts: the same object for as long as they have not changed. Raises StoreError."""
-        if self.store.version() == self.directory.version:
-            return self.directory
-        return self.store.directory()
+        return self.directory if self.store.is_current(self.directory) else self.store.directory()
 
 
 def _open(url: str) -> Store:

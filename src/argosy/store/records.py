@@ -189,6 +189,9 @@ class Directory(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     version: int = 0
+    """Raised by each change."""
+    seal: bytes = b""
+    """Of the last change, as in the audit log."""
     organisations: tuple[Organisation, ...] = ()
     projects: tuple[Project, ...] = ()
     users: tuple[User, ...] = ()

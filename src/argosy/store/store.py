@@ -16,6 +16,7 @@ from argosy.store import schema
 from argosy.store.accounts import Accounts
 from argosy.store.audit import Audit
 from argosy.store.changes import find
+from argosy.store.copying import copy_all
 from argosy.store.database import Database, parse_url
 from argosy.store.errors import StoreError
 from argosy.store.records import Directory, Key, Limit, Organisation, Price, Project, User
@@ -56,21 +57,34 @@ class Store:
 
         migrate(self._database)
 
+    def copy_to(self, other: Store) -> int:
+        """Copy all that is kept into a store that keeps nothing yet; how many rows.
+
+        They are as of one moment, whoever writes meanwhile. Raises ConflictError when the other is not empty.
+        """
+        return copy_all(self._database, other._database)
+
     def close(self) -> None:
         """Close its connections."""
         self._database.close()
 
-    def version(self) -> int:
-        """Raised by each change of accounts; one small query."""
+    def is_current(self, directory: Directory) -> bool:
+        """Whether these are the accounts as they are now; one small query.
+
+        The seal of the last change tells: a backup that was put back may come to the same version by other changes.
+        """
         with self._database.read() as connection:
-            return int(connection.execute(select(schema.state.c.version)).scalar_one())
+            head = connection.execute(select(schema.state.c.audit_head)).scalar_one()
+        return bytes(head) == directory.seal
 
     def directory(self) -> Directory:
         """All accounts, as of one version."""
         expired, keys = self._clock() - EXPIRED_STAY_S, schema.keys.c
         with self._database.read() as connection:
+            state = connection.execute(select(schema.state)).one()
             return Directory(
-                version=connection.execute(select(schema.state.c.version)).scalar_one(),
+                version=state.version,
+                seal=bytes(state.audit_head),
                 organisations=tuple(find(connection, Organisation)),
                 projects=tuple(find(connection, Project)),
                 users=tuple(find(connection, User)),

@@ -28,7 +28,7 @@ from argosy.gateway import (
     ReplicaConfig,
     load_config,
 )
-from argosy.store import Role, Store, StoreConfig, open_store
+from argosy.store import Directory, Role, Store, StoreConfig, open_store
 
 ANYBODY = AuthConfig()
 
@@ -162,12 +162,12 @@ async def test_changes_count_again_once_they_can_be_read_again(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chat, *_ = tenants(url)
-    read = Store.version
+    looks = Store.is_current
     failed: list[bool] = []
 
-    def version(store: Store) -> int:
+    def is_current(store: Store, directory: Directory) -> bool:
         if failed:
-            return read(store)
+            return looks(store, directory)
         failed.append(True)
         raise RuntimeError("can't start new thread")
 
@@ -177,7 +177,7 @@ async def test_changes_count_again_once_they_can_be_read_again(
         httpx2.AsyncClient(base_url=base, timeout=30) as client,
     ):
         monkeypatch.setattr("argosy.gateway.server.AGAIN_S", 0.01)
-        monkeypatch.setattr(Store, "version", version)
+        monkeypatch.setattr(Store, "is_current", is_current)
         async with asyncio.timeout(30):
             await until(lambda: failed)
             arguments = ("keys", "revoke", "chat", "--store", url)

@@ -58,7 +58,7 @@ def test_a_server_that_is_not_there(scheme: str, tmp_path: Path) -> None:
     with pytest.raises(
         StoreError, match=r"postgresql:///db cannot be used: .*Is it running"
     ) as refused:
-        store.version()
+        store.directory()
     assert "hidden" not in str(refused.value)
     store.close()
 
@@ -79,13 +79,47 @@ def test_a_file_that_is_something_else(tmp_path: Path) -> None:
     store.close()
 
 
+@pytest.mark.parametrize("put_back", [True, False])
+def test_a_file_that_is_replaced_or_removed_under_a_running_process(
+    migrated_file: Path, tmp_path: Path, *, put_back: bool
+) -> None:
+    path = tmp_path / "store.db"
+    shutil.copy(migrated_file, path)
+    store = open_store(f"sqlite:///{path}")
+    store.directory()
+    path.unlink()
+    if put_back:
+        shutil.copy(migrated_file, path)
+    with pytest.raises(StoreError, match="start this process again"):
+        store.accounts.create_organisation("lost", actor="me")
+    store.close()
+    assert path.exists() == put_back
+
+
+def test_a_backup_that_went_another_way_is_not_taken_for_what_it_was(
+    migrated_file: Path, tmp_path: Path
+) -> None:
+    stores = []
+    for name in ("one", "other"):
+        shutil.copy(migrated_file, tmp_path / name)
+        store = open_store(f"sqlite:///{tmp_path / name}")
+        store.accounts.create_organisation(name, actor="me")
+        stores.append(store)
+    one, other = stores
+    assert one.directory().version == other.directory().version
+    assert one.is_current(one.directory())
+    assert not other.is_current(one.directory())
+    one.close()
+    other.close()
+
+
 def test_a_file_that_is_damaged(migrated_file: Path, tmp_path: Path) -> None:
     content = bytearray(migrated_file.read_bytes())
     content[4096:] = b"\xff" * (len(content) - 4096)
     (tmp_path / "store.db").write_bytes(content)
     store = open_store(f"sqlite:///{tmp_path}/store.db")
     with pytest.raises(StoreError, match=r"malformed\. .*from a backup"):
-        store.version()
+        store.directory()
     store.close()
 
 
@@ -104,14 +138,14 @@ def test_a_file_whose_folder_has_gone(tmp_path: Path) -> None:
     store = open_store(f"sqlite:///{tmp_path}/new/store.db")
     shutil.rmtree(tmp_path / "new")
     with pytest.raises(StoreError, match=r"unable to open database file\. .*its folder"):
-        store.version()
+        store.directory()
     store.close()
 
 
 def test_tables_that_are_not_there_yet(empty_url: str) -> None:
     store = open_store(empty_url)
     with pytest.raises(StoreError, match="call migrate"):
-        store.version()
+        store.directory()
     store.close()
 
 
@@ -174,7 +208,7 @@ def test_migrations_make_the_tables_that_the_code_expects(store: Store, url: str
         assert compare_metadata(MigrationContext.configure(connection), metadata) == []
     database.close()
     store.migrate()
-    assert store.version() == 1
+    assert store.directory().version == 1
 
 
 def test_roles_that_were_given_before_there_were_scopes_hold_for_the_whole_gateway(
@@ -233,7 +267,7 @@ BEFORE_SCOPES = (
 def test_processes_migrate_at_the_same_time(empty_url: str) -> None:
     at_once(2, "migrate", empty_url)
     store = open_store(empty_url)
-    assert store.version() == 1
+    assert store.directory().version == 1
     store.close()
 
 
@@ -245,10 +279,10 @@ def test_one_of_two_first_runs_makes_the_key(store: Store, url: str) -> None:
 
 @pytest.mark.parametrize("kind", ["postgresql"])
 def test_connections_that_were_cut_are_replaced(store: Store, url: str) -> None:
-    assert store.version() == 1
+    assert store.directory().version == 1
     with psycopg.connect(url, autocommit=True) as connection:
         connection.execute(
             "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
             "WHERE datname = current_database() AND pid <> pg_backend_pid()"
         )
-    assert store.version() == 1
+    assert store.directory().version == 1
