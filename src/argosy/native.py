@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import platform
@@ -17,6 +18,7 @@ from pathlib import Path
 from argosy.folders import cache_folder
 
 BUILD_TIMEOUT_S = 120.0
+FULL = os.strerror(errno.ENOSPC)
 SUM_BYTES = hashlib.sha256().digest_size
 
 
@@ -160,6 +162,8 @@ def _run(program: str, *arguments: str) -> str:
             timeout=BUILD_TIMEOUT_S,
         )
     except subprocess.CalledProcessError as error:
+        if FULL in error.stderr:
+            raise NativeUnavailable(f"{FULL} for what {program} writes; make room there") from error
         raise CompilerFailed(f"{program} failed: {error.stderr.strip()[-500:]}") from error
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NativeUnavailable(f"{program} cannot be run: {error}") from error

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from argosy.native import build
+from argosy.native import CompilerFailed, NativeUnavailable, build
 
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
 
@@ -55,3 +55,14 @@ def test_without_a_cache_there_is_one_folder_of_the_user(
     assert stat.S_IMODE(kept.stat().st_mode) == 0o700
     kept.chmod(0o777)
     assert build(sources, FLAGS).parents[1] != kept
+
+
+def test_a_full_disk_is_not_taken_for_flags_that_are_unknown(sources: Path, tmp_path: Path) -> None:
+    compiler = tmp_path / "c++"
+    compiler.write_text(
+        "#!/bin/sh\n[ $# = 1 ] || { echo x.o: No space left on device >&2; exit 1; }"
+    )
+    compiler.chmod(0o755)
+    with pytest.raises(NativeUnavailable, match="make room") as refused:
+        build(sources, FLAGS, compiler=str(compiler), folder=tmp_path)
+    assert not isinstance(refused.value, CompilerFailed)
