@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +18,8 @@ from pathlib import Path
 from argosy.folders import cache_folder
 
 BUILD_TIMEOUT_S = 120.0
+FULL = os.strerror(errno.ENOSPC)
+SUM_BYTES = hashlib.sha256().digest_size
 
 
 class NativeUnavailable(Exception):  # noqa: N818 - a state of the machine, with its remedy
@@ -41,7 +46,7 @@ def build(
     program = _find_compiler(compiler)
     kept = folder or _cache_folder()
     path = kept / _fingerprint(sources, program, flags) / f"{sources.parent.name}.so"
-    if not path.exists():
+    if not _is_whole(path):
         _build(sources, program, flags, path)
     return path
 
@@ -57,14 +62,26 @@ def _find_compiler(compiler: str | None) -> str:
 
 
 def _cache_folder() -> Path:
-    """Where builds are kept; a private temporary directory when the cache cannot be written."""
+    """Where builds are kept: among temporary files when the cache cannot be written."""
     try:
         folder = cache_folder() / "native"
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             return folder
     except OSError:
-        return Path(tempfile.mkdtemp(prefix="argosy-native-"))
+        return _temporary_folder()
+
+
+def _temporary_folder() -> Path:
+    """This user's own, the same for every process; one of this process where somebody else could write to it."""
+    folder = Path(tempfile.gettempdir()) / f"argosy-native-{os.getuid()}"
+    with contextlib.suppress(OSError):  # it may be a file of somebody else's
+        folder.mkdir(mode=0o700, exist_ok=True)
+        status = folder.lstat()
+        private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
+        if private and status.st_uid == os.getuid():
+            return folder
+    return Path(tempfile.mkdtemp(prefix="argosy-native-"))
 
 
 def _fingerprint(sources: Path, program: str, flags: tuple[str, ...]) -> str:
@@ -97,11 +114,34 @@ def _build(sources: Path, program: str, flags: tuple[str, ...], path: Path) -> N
             with ThreadPoolExecutor(os.cpu_count()) as pool:
                 objects = list(pool.map(compile_one, sorted(sources.glob("*.cpp"))))
             _run(program, *flags, "-shared", *objects, "-o", str(built))
+            _seal(built)
             built.replace(path)
     except OSError as error:
         raise NativeUnavailable(
             f"cannot write {path.parent} ({error}); make it writable"
         ) from error
+
+
+def _seal(library: Path) -> None:
+    """Put the sum of a library behind it, where no loader looks, and both on the disk."""
+    sealed = _sum(library.read_bytes())
+    with library.open("ab") as file:
+        file.write(sealed)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _is_whole(library: Path) -> bool:
+    """Whether it is there as it was sealed: a process that loads a damaged one dies of it."""
+    try:
+        content = library.read_bytes()
+    except OSError:
+        return False
+    return content[-SUM_BYTES:] == _sum(content[:-SUM_BYTES])
+
+
+def _sum(content: bytes) -> bytes:
+    return hashlib.sha256(content).digest()
 
 
 def _compile(program: str, flags: tuple[str, ...], folder: Path, source: Path) -> str:
@@ -122,6 +162,8 @@ def _run(program: str, *arguments: str) -> str:
             timeout=BUILD_TIMEOUT_S,
         )
     except subprocess.CalledProcessError as error:
+        if FULL in error.stderr:
+            raise NativeUnavailable(f"{FULL} for what {program} writes; make room there") from error
         raise CompilerFailed(f"{program} failed: {error.stderr.strip()[-500:]}") from error
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NativeUnavailable(f"{program} cannot be run: {error}") from error

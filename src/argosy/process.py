@@ -1,16 +1,22 @@
-"""What a process that serves has to do with the system: descriptors, signals, sockets, and what it refuses."""
+"""What a process that serves has to do with the system: descriptors, signals, sockets, threads, what it refuses."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
+import functools
 import os
 import resource
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
 
 LONGEST_SOCKET = 107
 """Bytes that the path of a Unix socket may have: see unix(7)."""
@@ -72,3 +78,30 @@ def heeding(stop: Callable[[], object], renew: Callable[[], object] | None) -> I
         for number in heeded:
             with contextlib.suppress(ValueError, RuntimeError):
                 loop.remove_signal_handler(number)
+
+
+async def aside(call: Callable[..., T], *given: object) -> T:
+    """What a call returns, or raises, that may wait for a database, in a thread that keeps no process here.
+
+    If this is cancelled the call goes on by itself.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+    context = contextvars.copy_context()
+
+    def tell(result: Callable[[], None]) -> None:
+        if not done.done():
+            result()
+
+    def run() -> None:
+        try:
+            came = context.run(call, *given)
+        except BaseException as error:  # noqa: BLE001 - whoever awaits it is told
+            told = functools.partial(done.set_exception, error)
+        else:
+            told = functools.partial(done.set_result, came)
+        with contextlib.suppress(RuntimeError):  # the loop was closed before
+            loop.call_soon_threadsafe(tell, told)
+
+    threading.Thread(target=run, name="aside", daemon=True).start()
+    return await done

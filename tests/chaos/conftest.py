@@ -1,5 +1,6 @@
 """Cores that fail on command, and clients in front of them."""
 
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -20,7 +21,7 @@ Serve = Callable[..., AbstractAsyncContextManager[EngineClient]]
 @pytest.fixture
 def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Serve:
     """What starts clients, as an asynchronous context manager."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
 
     @asynccontextmanager
     async def started(

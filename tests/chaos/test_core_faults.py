@@ -95,6 +95,24 @@ async def test_killed_from_outside_while_many_run(serve: Serve, tmp_path: Path) 
         assert client.in_flight == 0
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+async def test_told_to_leave_with_all_others_it_stays_until_its_parent_says_so(
+    serve: Serve, tmp_path: Path, number: signal.Signals
+) -> None:
+    """A system that goes down, and systemd, tell every process at once, and running requests have their time."""
+    async with serve() as client:
+        tokens = prompt(Command.GATE, at=10)
+        stream = client.generate(request(tokens))
+        head = await read_some(stream, 10)
+        assert client.core_pid is not None
+        os.kill(client.core_pid, number)
+        open_gate(tmp_path)
+        tail, last = await read(stream)
+        assert head + tail == expected(tokens, LENGTH)
+        assert last.finish == "length"
+        assert client.restarts_total == 0
+
+
 async def test_a_request_between_death_and_its_discovery(serve: Serve) -> None:
     """The channel to a dead core takes nothing; the request belongs to the next core."""
     async with serve() as client:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import httpx2
@@ -25,7 +26,7 @@ class Server:
     url: str
     process: psutil.Process
     said: Iterator[str]
-    """Further lines of its standard error."""
+    """Lines of its standard error, from the first."""
 
     def processes(self) -> list[psutil.Process]:
         return [self.process, *self.process.children(recursive=True)]
@@ -51,15 +52,17 @@ def serving(*arguments: str) -> Iterator[Server]:
     command = [ARGOSY, "serve", "--port", "0", "--threads", "1", "--kv-memory", "64MiB", *arguments]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
+        heard = []
         try:
             for line in process.stderr:
+                heard.append(line)
                 found = URL.search(line)
                 if found:
                     break
             else:
                 pytest.fail("the server ended before it was ready")
             url = found.group().replace("0.0.0.0", "127.0.0.1")  # noqa: S104 - the other way round
-            yield Server(url, psutil.Process(process.pid), process.stderr)
+            yield Server(url, psutil.Process(process.pid), chain(heard, process.stderr))
         finally:
             process.kill()
 

@@ -1,6 +1,7 @@
 """`argosy serve` as a person starts it: the bundled model, the OpenAI SDK, `argosy chat`, Ctrl-C."""
 
 import contextlib
+import os
 import re
 import shutil
 import signal
@@ -168,6 +169,8 @@ def test_a_second_interrupt_leaves_at_once() -> None:
             pieces.get()
             server.core().suspend()  # it cannot finish
             server.process.send_signal(signal.SIGINT)
+            while "Ctrl-C leaves at once" not in next(server.said):
+                pass
             while listens(server):
                 pass
             server.process.send_signal(signal.SIGINT)
@@ -200,6 +203,34 @@ def test_nobody_is_asked_when_that_is_said_by_name(tmp_path: Path) -> None:
     refused = argosy("serve", "--port", "0", "--store", "mysql://nowhere")
     assert refused.returncode == 2
     assert "no URL of a database" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> Path:
+    """A model whose download was cut off."""
+    model = tmp_path / "broken"
+    shutil.copytree(BUNDLED, model)
+    os.truncate(model / "model.safetensors", 100_000)
+    return model
+
+
+def test_the_first_key_is_shown_though_the_model_cannot_be_loaded(
+    broken: Path, tmp_path: Path
+) -> None:
+    store = ("--store", f"sqlite:///{tmp_path / 'argosy.db'}")
+    refused = argosy("serve", str(broken), "--host", "0.0.0.0", "--port", "0", *store)  # noqa: S104 - as above
+    assert refused.returncode == 2
+    key = KEY.search(refused.stderr)
+    assert key is not None
+    assert key.group().rsplit("-", 1)[0][:18] in argosy("keys", "list", *store).stdout
+
+
+def test_what_is_wrong_with_the_store_is_said_before_the_model_is_loaded(broken: Path) -> None:
+    refused = argosy("serve", str(broken), "--port", "0", "--store", f"sqlite:///{broken}")
+    assert refused.returncode == 2
+    assert "cannot be opened" in refused.stderr
+    assert "model" not in refused.stderr
     assert "Traceback" not in refused.stderr
 
 

@@ -329,3 +329,18 @@ def test_as_a_user_runs_it(tmp_path: Path) -> None:
     assert again.returncode == 2
     assert again.stderr.count("\n") == 1
     assert (tmp_path / "argosy" / "argosy.db").stat().st_mode & 0o077 == 0
+
+
+def test_a_store_is_copied(url: str, tmp_path: Path) -> None:
+    run("keys", "create")
+    copy = f"sqlite:///{tmp_path}/backup/argosy.db"
+    done = runner.invoke(app, ("store", "copy", copy))
+    assert (done.exit_code, "waits" in done.output) == (0, False)
+    assert run("audit", "verify", "--store", copy) == run("audit", "verify")
+    assert told("keys", "list", "--store", copy) == told("keys", "list")
+    assert "keeps something already" in refused("store", "copy", copy)
+    assert "keeps nothing" in refused("store", "copy", copy, "--store", f"sqlite:///{tmp_path}/no")
+    (Path(f"{tmp_path}/state/argosy.db.usage")).mkdir()
+    (tmp_path / "state" / "argosy.db.usage" / "1.usage").touch()
+    done = runner.invoke(app, ("store", "copy", f"sqlite:///{tmp_path}/another.db"))
+    assert "what it has not settled yet waits in" in done.output

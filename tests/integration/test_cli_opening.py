@@ -46,5 +46,5 @@ def _make_key(url: str) -> None:
 def test_the_panel_says_whether_it_takes_a_key(
     capsys: pytest.CaptureFixture[str], *, keyed: bool, said: str
 ) -> None:
-    Display().ready("http://127.0.0.1:8000", "m", Opening(None, keyed))
+    Display().ready("http://127.0.0.1:8000", "m", keyed=keyed)
     assert said in capsys.readouterr().err

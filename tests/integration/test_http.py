@@ -399,6 +399,8 @@ async def test_wrong_method_and_path(served: Served) -> None:
     nowhere = await served.client.get("/v2/nothing")
     assert nowhere.status_code == 404
     assert nowhere.json()["error"]["type"] == "not_found_error"
+    unversioned = await served.client.post("/chat/completions", json=chat())
+    assert "/v1, once" in unversioned.json()["error"]["message"]
 
 
 async def test_unknown_field_is_named(served: Served) -> None:

@@ -14,6 +14,7 @@ from argosy.cli import (
     models,
     replica,
     serve,
+    store,
     tenants,
     usage,
 )
@@ -34,6 +35,7 @@ app.add_typer(tenants.app, name="tenants")
 app.command("usage")(usage.usage)
 app.command("audit")(audit.audit)
 app.command("explain")(explain.explain)
+app.add_typer(store.app, name="store")
 app.add_typer(models.app, name="models")
 app.add_typer(bench.app, name="bench")
 

@@ -9,8 +9,6 @@ from rich.panel import Panel
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from rich.text import Text
 
-from argosy.cli.doorkeeping import Opening
-
 
 class Display:
     """On standard error; the bar only where that is a terminal."""
@@ -38,18 +36,25 @@ class Display:
         """Move the bar; `done` is from 0 to 1."""
         self._bar.update(self._task, description=what, completed=done, total=1.0)
 
-    def ready(self, url: str, model: str, opening: Opening) -> None:
-        """Replace the bar by the panel: requests for `model` are taken at `url`."""
+    def first_key(self, key: str) -> None:
+        """Show an administrator's key, which was made just now and can never be shown again."""
+        self._say(f"""The first key, an administrator's; it is not shown again:
+              export ARGOSY_API_KEY={key}""")
+
+    def ready(self, url: str, model: str, *, keyed: bool) -> None:
+        """Replace the bar by the panel: requests for `model` are taken at `url`, `keyed` ones if so."""
         self._bar.stop()
         base = f"{url}/v1" if url.startswith("http") else url
         headline = Text.assemble((model, "bold"), " is ready at ", (base, "bold green"))
         self._console.print(Panel(headline, title="Argosy", expand=False))
-        said = _try_next(url, model, keyed=opening.keyed)
-        if opening.first_key is not None:
-            said = f"""The first key, an administrator's; it is not shown again:
-              export ARGOSY_API_KEY={opening.first_key}
-{said}"""
-        self._console.print(said, soft_wrap=True, markup=False, highlight=False)
+        self._say(_try_next(url, model, keyed=keyed))
+
+    def leaving(self, patience_s: float) -> None:
+        """Say what happens now, and how to have it over with."""
+        self._say(f"Finishing what runs, for {patience_s:g} s at most; Ctrl-C leaves at once.")
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, soft_wrap=True, markup=False, highlight=False)
 
 
 def _try_next(url: str, model: str, *, keyed: bool) -> str:

@@ -16,7 +16,7 @@ from argosy.cli.display import Display
 from argosy.cli.doorkeeping import Doorkeeping, Opening
 from argosy.engine import EngineConfig, ServerConfig, locate
 from argosy.fleet import LocalLauncher, Place, ReplicaSpec, Supervisor, runtime_folder
-from argosy.process import heeding, raise_file_limit
+from argosy.process import aside, heeding, raise_file_limit
 from argosy.telemetry import configure_logs
 
 if TYPE_CHECKING:
@@ -64,6 +64,8 @@ class Whole:
         """Drain, then leave; called again, leave at once. Call it on the event loop's thread."""
         if self._leave.is_set():
             self._at_once.set()
+        elif self.served:
+            self._shown.leaving(self._server.drain_deadline_s)
         self._leave.set()
         if self._gateway is not None:
             self._gateway.stop()
@@ -92,10 +94,7 @@ class Whole:
             gateway = GatewayServer(self._config(launcher), self._ready)
             with listening_socket(server.host, server.port, server.uds) as bound:
                 # Who connects now waits for the first replica.
-                preparing = asyncio.create_task(asyncio.to_thread(self._door.prepare))
-                first = await self._first_replica(supervisor, keeping)
-                self._opening = await preparing
-                if not first:
+                if not await self._open() or not await self._first_replica(supervisor, keeping):
                     return
                 self._gateway = gateway
                 answering = asyncio.create_task(gateway.run(bound))
@@ -108,6 +107,25 @@ class Whole:
                 await keeping
         finally:
             keeping.cancel()
+
+    async def _open(self) -> bool:
+        """Prepare the store, and show the key that was made; False: we are to leave. Raises ValueError.
+
+        Neither waits for the model, which may take long to load, or not be there at all.
+        """
+        opening = asyncio.create_task(aside(self._door.prepare))
+        leaving = asyncio.create_task(self._leave.wait())
+        try:
+            await asyncio.wait({opening, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if not opening.done():
+                return False
+            self._opening = await opening
+        finally:
+            opening.cancel()
+            leaving.cancel()
+        if self._opening.first_key is not None:
+            self._shown.first_key(self._opening.first_key)
+        return True
 
     async def _first_replica(self, supervisor: Supervisor, keeping: asyncio.Task[None]) -> bool:
         """Wait for it; False: we are to leave. Raises FleetFailedError when there will be none."""
@@ -139,7 +157,7 @@ class Whole:
         calm_collector()
         self.served = True
         assert self._opening is not None  # noqa: S101 - the gateway was started after it
-        self._shown.ready(url, self._names[0], self._opening)
+        self._shown.ready(url, self._names[0], keyed=self._opening.keyed)
 
     # --- settings --------------------------------------------------------------------------------
 

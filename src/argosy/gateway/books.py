@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable
 
 import structlog
 
-from argosy.gateway.aside import aside
 from argosy.gateway.ledger import settle_forever
+from argosy.process import aside
 from argosy.store import (
     Directory,
     Spool,

@@ -17,9 +17,9 @@ from argosy.gateway.models import Models
 from argosy.gateway.operating import Operating
 from argosy.gateway.passing import METRICS, REPLICAS, Passing
 from argosy.gateway.serving import Serving
-from argosy.protocol import ApiError, Status, Version
+from argosy.protocol import Status, Version
 from argosy.telemetry import GatewayMetrics, name_request
-from argosy.web import App, Exchange, Receive, Scope, Send, answered, check_method
+from argosy.web import App, Exchange, Receive, Scope, Send, answered, check_method, nothing_at
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
@@ -112,10 +112,13 @@ class Front:
             return self._replica_route
         return found
 
+    def _known(self, path: str) -> bool:
+        return self._find(path) is not None
+
     async def _handle(self, exchange: Exchange, route: Route | None) -> None:
         """Let in whoever asks, and answer them. Raises ApiError when nobody is there to, or not for them."""
         if route is None:
-            raise ApiError(404, "not_found", f"There is nothing at {exchange.path[:200]!r}.")
+            raise nothing_at(exchange.path, self._known)
         caller = ANYONE if route.open else self._identify(exchange)
         if route.method != ANY:
             check_method(exchange, (route.method,))

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 import msgspec
 import structlog
 
-from argosy.gateway.aside import aside
 from argosy.gateway.caller import TIERS
 from argosy.gateway.explain import LedgerLine
 from argosy.gateway.journey import Alone, Journey
 from argosy.policy import PriceList, Rates
+from argosy.process import aside
 from argosy.protocol import ApiError
 from argosy.store import Directory, Slot, Spool, SpoolFullError, UsageRow
 

@@ -11,7 +11,6 @@ from itertools import pairwise
 import msgspec
 import structlog
 
-from argosy.gateway.aside import aside
 from argosy.gateway.ask import DEFAULT_OUTPUT
 from argosy.gateway.caller import TIERS, Caller
 from argosy.gateway.held import Held, Party, Unsure, wants_of
@@ -28,6 +27,7 @@ from argosy.policy import (
     reserve,
     running,
 )
+from argosy.process import aside
 from argosy.store import (
     Clock,
     Directory,

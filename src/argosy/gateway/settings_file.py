@@ -15,14 +15,32 @@ T = TypeVar("T")
 _UNKNOWN = re.compile(r"unknown field `(?P<name>[^`]*)`(?: - at `\$(?P<path>[^`]*)`)?$")
 
 
+_BOOL = "tag:yaml.org,2002:bool"
+_TIMESTAMP = "tag:yaml.org,2002:timestamp"
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    """Takes words as YAML 1.2 does: `off` is one, and so is a date, as in the name of a version."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, words) for tag, words in resolvers if tag not in {_BOOL, _TIMESTAMP}]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(_BOOL, re.compile("true|True|TRUE|false|False|FALSE"), list("tTfF"))
+
+
 def decode(text: bytes, kind: type[T]) -> T:
     """The settings. Raises ValueError, naming the key and what is wrong with it."""
     try:
-        _refuse_twice(yaml.compose(text, yaml.SafeLoader), set())
-        return msgspec.yaml.decode(text, type=kind)
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        _refuse_twice(node, set())
+        told = None if node is None else loader.construct_document(node)
+        return msgspec.convert({} if told is None else told, kind)
     except msgspec.ValidationError as error:
         raise ValueError(f"{error}{_meant(str(error), kind)}") from error
-    except (msgspec.DecodeError, yaml.YAMLError) as error:
+    except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
 
 

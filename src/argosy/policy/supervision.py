@@ -13,7 +13,7 @@ class Action(enum.Enum):
     START = "start"
     KILL = "kill"
     GIVE_UP = "give up"
-    """It will not be started any more; said once."""
+    """It will not be started any more, or not soon; said each time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,8 @@ class CustodyLimits:
     """So does one that gives no first answer for this long."""
     failed_starts: int = 5
     """So many starts in a row that come to nothing, and it is given up."""
+    rest_s: float = 60.0
+    """Then one that has served is tried once more after so long, again and again: what is in its way may pass."""
     healthy_s: float = 10.0
     """A life that was ready for this long ends the row of short ones."""
     backoff_s: float = 0.25
@@ -75,16 +77,16 @@ class Custody:
 
     @property
     def given_up(self) -> bool:
-        """Whether it will not be started any more."""
+        """Whether it is not to be started, at least not soon."""
         return self._given_up
 
     def decide(self, life: Life | None, now: float) -> Action:
         """What to do, its latest life being `life` (None: it had none). Expects to be asked about once a second."""
         self._notice_sleep(now)
-        if self._given_up:
-            return Action.NOTHING
         if life is None:
             return Action.START
+        if self._given_up:
+            return self._once_more(life, now)
         self._served = self._served or life.ready_at is not None
         if life.ended_at is None:
             return Action.KILL if self._hangs(life, now) else Action.NOTHING
@@ -93,6 +95,14 @@ class Custody:
         if self._given_up:
             return Action.GIVE_UP
         return Action.START if now >= life.ended_at + self._wait_s() else Action.NOTHING
+
+    def _once_more(self, life: Life, now: float) -> Action:
+        """What to do about one that was given up."""
+        if not self._served or life.ended_at is None or now < life.ended_at + self._limits.rest_s:
+            return Action.NOTHING
+        self._given_up = False
+        self._failed = self._limits.failed_starts - 1
+        return Action.START
 
     def _notice_sleep(self, now: float) -> None:
         """When it is we who were stopped or starved, silence says nothing about the replica."""

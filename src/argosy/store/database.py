@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from sqlite3 import Connection as SqliteConnection
 from sqlite3 import OperationalError
@@ -187,6 +188,7 @@ def _sqlite(url: URL) -> Engine:
         ) from error
     engine = create_engine(url, connect_args={"timeout": BUSY_S}, hide_parameters=True)
     event.listen(engine, "connect", _prepare)
+    event.listen(engine, "checkout", partial(_same_file, path, _identity(path)))
     event.listen(engine, "begin", _begin)
     return engine
 
@@ -205,6 +207,23 @@ def _prepare(connection: SqliteConnection, _: object) -> None:
     _write_ahead(connection)
     for setting in ("synchronous=NORMAL", "foreign_keys=ON"):
         connection.execute(f"PRAGMA {setting}").close()
+
+
+def _same_file(path: Path, opened: tuple[int, int] | None, *_: object) -> None:
+    """Whoever goes on with a file that was removed or replaced loses what they write. Raises StoreError then."""
+    if _identity(path) != opened:
+        raise StoreError(
+            f"The database {path} was replaced or removed while it was in use: start this process again."
+        )
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """What tells a file from all others; None: there is none."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def _write_ahead(connection: SqliteConnection) -> None:

@@ -16,6 +16,7 @@ from argosy.store import schema
 from argosy.store.accounts import Accounts
 from argosy.store.audit import Audit
 from argosy.store.changes import find
+from argosy.store.copying import copy_all
 from argosy.store.database import Database, parse_url
 from argosy.store.errors import StoreError
 from argosy.store.records import Directory, Key, Limit, Organisation, Price, Project, User
@@ -55,6 +56,13 @@ class Store:
         from argosy.store.migrations import migrate  # Alembic takes long to import
 
         migrate(self._database)
+
+    def copy_to(self, other: Store) -> int:
+        """Copy all that is kept into a store that keeps nothing yet; how many rows.
+
+        They are as of one moment, whoever writes meanwhile. Raises ConflictError when the other is not empty.
+        """
+        return copy_all(self._database, other._database)
 
     def close(self) -> None:
         """Close its connections."""

@@ -17,7 +17,7 @@ from argosy.web.exchange import (
     Watcher,
 )
 from argosy.web.listen import GOODBYE_S, Listener, bind, bind_unix, listening_socket, url_of
-from argosy.web.refusing import answered, check_method
+from argosy.web.refusing import answered, check_method, nothing_at
 from argosy.web.tls import Certificates, TlsConfig
 
 __all__ = [
@@ -44,5 +44,6 @@ __all__ = [
     "calm_collector",
     "check_method",
     "listening_socket",
+    "nothing_at",
     "url_of",
 ]

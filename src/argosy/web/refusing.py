@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Collection
+from collections.abc import Awaitable, Callable, Collection
 
 import structlog
 
 from argosy.protocol import ApiError
 from argosy.web.exchange import DisconnectedError, Exchange, SlowReaderError
+
+V1 = "/v1"
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.web")
 
@@ -49,3 +51,14 @@ def check_method(exchange: Exchange, methods: Collection[str]) -> str:
         message = f"{exchange.path[:200]} takes {' or '.join(methods)}, not {exchange.method[:20]}."
         raise ApiError(405, "method_not_allowed", message)
     return method
+
+
+def nothing_at(path: str, known: Callable[[str], bool]) -> ApiError:
+    """404 for a path that is not `known`; it tells of a base URL that ends with /v1 too seldom or too often."""
+    meant = V1 + path.rpartition(V1)[2]
+    remedy = (
+        f"but at {meant[:200]!r}: a client's base URL ends with {V1}, once"
+        if known(meant)
+        else "see /openapi.json for what there is"
+    )
+    return ApiError(404, "not_found", f"There is nothing at {path[:200]!r}, {remedy}.")

@@ -282,7 +282,8 @@ def test_settings_that_need_a_store_say_so(tmp_path: Path, useless: str) -> None
         ("prot: 1", "unknown field `prot`; did you mean `port`"),
         ("auth: {jwt: {audience: [a], isuer: x}}", r"auth.jwt`; did you mean `issuer`"),
         ("models: [{name: m, replicas: [{url: x, tls: {caa: x}}]}]", "did you mean `ca`"),
-        ("port: 2026-13-45", "month must be in"),
+        ("port: 2026-12-24", "Expected `int`, got `str`"),
+        ("models: []", "length >= 1"),
         ("port: [", "parsing"),
         ("models: [{name: '', replicas: [{url: x}]}]", r"regex .* at `\$.models\[0\].name`"),
         ('models: [{name: "a\\tb", replicas: [{url: x}]}]', "regex .*name"),
@@ -307,6 +308,25 @@ def test_settings_that_cannot_be_meant_are_refused_with_their_file(
     )
     path.write_text(models + settings)
     with pytest.raises(ValueError, match=f"gateway.yaml: .*{said}"):
+        load_config(path)
+
+
+def test_words_of_the_settings_are_words(tmp_path: Path) -> None:
+    path = tmp_path / "gateway.yaml"
+    models = "models: [{name: 2026-11-22, aliases: [on], replicas: [{url: 'http://a', stream_usage: false}]}]"
+    path.write_text(f"{models}\nfast_path: off\nauth: {{mode: off}}")
+    config = load_config(path)
+    (model,) = config.models
+    assert (model.name, model.aliases) == ("2026-11-22", ("on",))
+    assert (config.fast_path, config.auth.mode) == ("off", "off")
+    assert not model.replicas[0].stream_usage
+
+
+@pytest.mark.parametrize("empty", ["", "# nothing yet", "---"])
+def test_a_file_without_settings_lacks_models(tmp_path: Path, empty: str) -> None:
+    path = tmp_path / "gateway.yaml"
+    path.write_text(empty)
+    with pytest.raises(ValueError, match="missing required field `models`"):
         load_config(path)
 
 

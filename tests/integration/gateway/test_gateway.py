@@ -344,13 +344,28 @@ async def test_what_the_gateway_itself_refuses(body: bytes, status: int, param: 
         assert not replica.asked
 
 
+@pytest.mark.parametrize(
+    ("path", "remedy"),
+    [
+        ("/chat/completions", "but at '/v1/chat/completions'"),
+        ("/v1/v1/models/big", "but at '/v1/models/big'"),
+        ("/v1/embeddings", "see /openapi.json"),
+        ("/nowhere", "see /openapi.json"),
+    ],
+)
+async def test_a_wrong_path_is_told_what_is_right(path: str, remedy: str) -> None:
+    async with rough_server() as replica, gateway(replica) as client:
+        answer = await client.get(path)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
+        assert remedy in answer.json()["error"]["message"]
+
+
 async def test_models_and_what_is_not_there() -> None:
     async with rough_server() as replica, gateway(replica) as client:
         listed = (await client.get("/v1/models")).json()["data"]
         assert [card["id"] for card in listed] == ["big", "default"]
         assert (await client.get("/v1/models/big")).json()["id"] == "big"
         assert (await client.get("/v1/models/small")).status_code == 404
-        assert (await client.get("/nowhere")).status_code == 404
         assert (await client.get("/v1/completions")).status_code == 405
 
 

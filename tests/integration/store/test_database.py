@@ -84,6 +84,40 @@ def test_a_file_that_is_something_else(tmp_path: Path) -> None:
     store.close()
 
 
+@pytest.mark.parametrize("put_back", [True, False])
+def test_a_file_that_is_replaced_or_removed_under_a_running_process(
+    migrated_file: Path, tmp_path: Path, *, put_back: bool
+) -> None:
+    path = tmp_path / "store.db"
+    shutil.copy(migrated_file, path)
+    store = open_store(f"sqlite:///{path}")
+    store.directory()
+    path.unlink()
+    if put_back:
+        shutil.copy(migrated_file, path)
+    with pytest.raises(StoreError, match="start this process again"):
+        store.accounts.create_organisation("lost", actor="me")
+    store.close()
+    assert path.exists() == put_back
+
+
+def test_a_backup_that_went_another_way_is_not_taken_for_what_it_was(
+    migrated_file: Path, tmp_path: Path
+) -> None:
+    stores = []
+    for name in ("one", "other"):
+        shutil.copy(migrated_file, tmp_path / name)
+        store = open_store(f"sqlite:///{tmp_path / name}")
+        store.accounts.create_organisation(name, actor="me")
+        stores.append(store)
+    one, other = stores
+    assert one.directory().version == other.directory().version
+    assert one.is_current(one.directory())
+    assert not other.is_current(one.directory())
+    one.close()
+    other.close()
+
+
 def test_a_file_that_is_damaged(migrated_file: Path, tmp_path: Path) -> None:
     content = bytearray(migrated_file.read_bytes())
     content[4096:] = b"\xff" * (len(content) - 4096)

@@ -58,6 +58,25 @@ def test_starts_that_come_to_nothing_end_in_giving_up() -> None:
     assert custody.decide(replace(life, ended_at=now), now + 1000) is NOTHING
 
 
+def test_one_that_has_served_is_tried_once_more_each_minute() -> None:
+    custody, now, starts = Custody(), 100.0, []
+    life = started(custody, 0.0)
+    assert custody.decide(replace(life, ready_at=1.0, ended_at=now), now) is START
+    life = Life(now)
+    while now < 400.0:
+        now += 0.5
+        if custody.decide(replace(life, ended_at=life.began + 0.5), now) is START:
+            life = Life(now)
+            starts.append(now)
+    *_, before, last = starts
+    assert last - before == LIMITS.rest_s + 0.5
+    assert len(starts) == LIMITS.failed_starts - 1 + 4
+    assert custody.given_up
+    while custody.decide(replace(life, ended_at=life.began + 0.5), now) is not START:
+        now += 0.5
+    assert not custody.given_up
+
+
 def test_a_refusal_is_final_unless_it_has_served_before() -> None:
     refused = Life(0.0, ended_at=1.0, refusal="no such model")
     hopeless = Custody()

@@ -14,8 +14,8 @@ from starlette.routing import Route, Router
 from argosy.gateway.admin import keys, limits, reports, tenants
 from argosy.gateway.admin.openapi import add_document
 from argosy.gateway.admin.operation import Call, Desk, Operation, Operations
-from argosy.gateway.aside import aside
 from argosy.gateway.identity import Identity, check_role
+from argosy.process import aside
 from argosy.protocol import ApiError, invalid, parse, parse_query
 from argosy.store import ConflictError, NotFoundError, Store, StoreError
 from argosy.web import EXCHANGE, App, Exchange, Receive, Scope, Send, check_method

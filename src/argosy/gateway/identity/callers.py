@@ -147,7 +147,8 @@ def check_exposure(host: str, settings: AuthConfig, directory: Directory) -> Non
     if needs_none and not is_loopback(host):
         raise ValueError(
             f"there are no API keys yet, so listening on {host or 'all addresses'} is refused: make one "
-            "(argosy keys create), listen on 127.0.0.1, or set auth.mode to 'off' to let anyone in"
+            "(argosy keys create; a gateway's file needs `store: {}` to know it), listen on 127.0.0.1, or set "
+            "auth.mode to off to let anyone in"
         )
 
 

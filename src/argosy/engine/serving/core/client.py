@@ -238,9 +238,8 @@ class EngineClient:
         return verdict
 
     async def _dismiss(self, core: CoreHandle, vigil: Vigil, exited: asyncio.Future[int]) -> None:
-        if vigil.serving:
-            core.send(Shutdown())
-        else:
+        core.send(Shutdown())
+        if not vigil.serving:  # it does not listen yet, as far as we know
             core.signal(signal.SIGTERM)
         await asyncio.wait({exited}, timeout=GOODBYE_S)
         if not exited.done():

@@ -219,6 +219,7 @@ def serve(launch: Launch, channel: zmq.Socket[bytes], pulse: Pulse) -> int:
             return EXIT_REFUSED
         log.exception("load_gave_up")
         return EXIT_FAILED
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # from here on it is told by a message
     gc.collect()
     gc.enable()
     gc.freeze()  # the model and the tables stay: later collections need not look at them
@@ -236,7 +237,8 @@ def serve(launch: Launch, channel: zmq.Socket[bytes], pulse: Pulse) -> int:
 def main() -> NoReturn:
     """Run the process that `Launch` on stdin describes; never returns."""
     _die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which decides
+    for number in (signal.SIGINT, signal.SIGHUP):  # all are told at once: the parent decides
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _leave)
     gc.disable()  # importing torch makes a million objects, all of which stay
     with contextlib.suppress(Exception):  # `load` meets it again, and can tell the parent

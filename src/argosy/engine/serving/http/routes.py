@@ -15,7 +15,6 @@ from argosy.engine.serving.http.answering import Answering
 from argosy.engine.serving.http.kv_events import KvEvents
 from argosy.engine.serving.http.replica import Replica, Service
 from argosy.protocol import (
-    ApiError,
     DetokenizeRequest,
     DrainRequest,
     ModelCard,
@@ -29,7 +28,7 @@ from argosy.protocol import (
 )
 from argosy.telemetry import CONTENT_TYPE as METRICS_TYPE
 from argosy.telemetry import name_request
-from argosy.web import Exchange, Receive, Scope, Send, answered, check_method
+from argosy.web import Exchange, Receive, Scope, Send, answered, check_method, nothing_at
 
 Handler = Callable[[Exchange], Awaitable[None]]
 
@@ -93,10 +92,12 @@ class App:
             return self._model_route
         return self._routes.get(path)
 
+    def _known(self, path: str) -> bool:
+        return self._find(path) is not None
+
     async def _handle(self, exchange: Exchange, route: Route | None) -> None:
         if route is None:
-            message = f"There is nothing at {exchange.path[:200]!r}. See /openapi.json."
-            raise ApiError(404, "not_found", message)
+            raise nothing_at(exchange.path, self._known)
         check_method(exchange, (route.method,))
         await route.handler(exchange)
 

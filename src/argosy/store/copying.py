@@ -1,0 +1,37 @@
+"""All that a store keeps, copied into an empty one: a backup, its return, or a move to another database."""
+
+from __future__ import annotations
+
+from sqlalchemy import Connection, delete, func, insert, select
+
+from argosy.store import schema
+from argosy.store.database import Database
+from argosy.store.errors import ConflictError
+
+BATCH = 1000
+
+
+def copy_all(source: Database, target: Database) -> int:
+    """Copy every row, as of one moment, whoever writes meanwhile; how many. Both have the newest tables.
+
+    All of them are copied or none. Raises ConflictError when the target keeps something already.
+    """
+    with source.read() as here, target.write() as there:
+        if not _is_empty(there):
+            raise ConflictError(
+                f"{target.name} keeps something already: name a database that is new, or empty."
+            )
+        there.execute(delete(schema.state))  # the row that every store begins with
+        copied = 0
+        for table in schema.metadata.sorted_tables:
+            rows = here.execute(select(table).execution_options(yield_per=BATCH)).mappings()
+            for batch in rows.partitions():
+                there.execute(insert(table), [dict(row) for row in batch])
+                copied += len(batch)
+        return copied
+
+
+def _is_empty(connection: Connection) -> bool:
+    kept = (schema.audit, schema.usage, schema.usage_days)  # no account is without its entry
+    counts = (select(func.count()).select_from(table) for table in kept)
+    return not any(connection.execute(count).scalar_one() for count in counts)

@@ -1,0 +1,67 @@
+"""A store copied into another: as a backup, and from one kind of database to the other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.integration.store.conftest import Clock
+from tests.integration.store.rows import usage_row
+
+from argosy.store import ConflictError, Price, Store, open_store
+
+ME = "test"
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def other_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A database without tables, of one kind or the other."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path}/other.db"
+    return str(request.getfixturevalue("postgres_url"))
+
+
+def test_a_copy_keeps_everything_and_goes_on(store: Store, clock: Clock, other_url: str) -> None:
+    organisation = store.accounts.create_organisation("acme", actor=ME)
+    project = store.accounts.create_project(organisation.id, "web", actor=ME)
+    user = store.accounts.create_user(organisation.id, "ann@example.com", actor=ME)
+    key, _ = store.accounts.create_key(
+        project.id, "k", user=user.id, models=["m"], networks=["10.0.0.0/8"], actor=ME
+    )
+    rotated, _ = store.accounts.rotate_key(key.id, 60.0, actor=ME)
+    store.terms.set_limit("key", rotated.id, "tokens", 2**62, window="minute", actor=ME)
+    price = Price(model="m", tier=None, input=3, cached_input=1, output=9, since=7.5)
+    store.terms.set_price(price, actor=ME)
+    rows = [usage_row(f"r{number}") for number in range(2500)]
+    store.usage.add(rows)
+    store.usage.forget(rows[0].ended_at - 2 * 86_400)
+    other = open_store(other_url, clock=clock)
+    other.migrate()
+    assert store.copy_to(other) > len(rows)
+    assert other.is_current(store.directory())
+    assert other.directory() == store.directory()
+    assert other.usage.report(("key", "day")) == store.usage.report(("key", "day"))
+    assert other.usage.report()[0].requests == len(rows)
+    other.usage.add(rows)
+    assert other.usage.report()[0].requests == len(rows)
+    before = other.audit.verify()
+    assert before == store.audit.verify()
+    assert before.broken is None
+    other.accounts.revoke_key(rotated.id, actor=ME)
+    assert other.audit.verify().entries == before.entries + 1
+    other.close()
+
+
+def test_what_keeps_something_is_not_written_over(store: Store, tmp_path: Path) -> None:
+    store.accounts.create_organisation("acme", actor=ME)
+    other = open_store(f"sqlite:///{tmp_path}/other.db")
+    other.migrate()
+    other.accounts.create_organisation("theirs", actor=ME)
+    before, ours = other.directory(), store.directory()
+    with pytest.raises(ConflictError, match="keeps something already"):
+        store.copy_to(other)
+    with pytest.raises(ConflictError, match="keeps something already"):
+        store.copy_to(store)
+    assert other.directory() == before
+    assert store.directory() == ours
+    other.close()
