@@ -28,9 +28,19 @@ from argosy.cli.tables import AsJson, show, show_json
 if TYPE_CHECKING:
     from argosy.store import Group, ReportRow
 
-Past = Annotated[
+Since = Annotated[
     float | None,
-    typer.Option(parser=parse_past, metavar="WHEN", help="A date, or a duration like 30d."),
+    typer.Option(
+        parser=parse_past,
+        metavar="WHEN",
+        help="From then on: a date (UTC), or so long ago, like 30d.",
+    ),
+]
+Until = Annotated[
+    float | None,
+    typer.Option(
+        parser=parse_past, metavar="WHEN", help="Before then: the date itself is left out."
+    ),
 ]
 
 
@@ -40,8 +50,8 @@ def usage(
         str,
         typer.Option(help="Of day, organisation, project, key, user, model, route; with commas."),
     ] = "project,model",
-    since: Past = None,
-    until: Past = None,
+    since: Since = None,
+    until: Until = None,
     organisation: OfOrganisation = None,
     project: ProjectName = None,
     key: Annotated[str | None, typer.Option(help="Id, name or beginning.")] = None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import ColumnElement, ScalarSelect, Table, func, null, select
+from sqlalchemy import ColumnElement, ScalarSelect, Table, func, null, or_, select
 
 from argosy.store import schema
 from argosy.store.records import Key, Limit, Organisation, Price, Project, Record, User
@@ -38,3 +38,12 @@ ORGANISATION: dict[type[Record], ColumnElement[Any]] = {
     Price: null(),
 }
 """Id of the organisation that a record belongs to; NULL when it is the whole gateway's."""
+
+
+def not_ended(table: Table, now: float) -> list[ColumnElement[bool]]:
+    """Those that are neither archived, disabled, revoked nor expired."""
+    ended = ("archived_at", "disabled_at", "revoked_at")
+    still: list[ColumnElement[bool]] = [table.c[n].is_(None) for n in ended if n in table.c]
+    if table is schema.keys:
+        still.append(or_(table.c.expires_at.is_(None), table.c.expires_at > now))
+    return still

@@ -8,15 +8,15 @@ from typing import Any, Self
 
 import msgspec
 from msgspec import UNSET
-from sqlalchemy import Connection, Table, delete, insert, select, update
+from sqlalchemy import Connection, Table, delete, func, insert, select, update
 
 from argosy.store import schema
 from argosy.store.audit import seal
-from argosy.store.belonging import ORGANISATION
+from argosy.store.belonging import ORGANISATION, not_ended
 from argosy.store.database import Database
 from argosy.store.errors import ConflictError, NotFoundError
 from argosy.store.records import Key, Limit, Organisation, Price, Project, Record, User
-from argosy.store.rules import UNIQUE, R, checked, living, noun
+from argosy.store.rules import MOST, UNIQUE, R, checked, living, noun
 
 _TABLES: dict[type[Record], Table] = {
     Organisation: schema.organisations,
@@ -98,6 +98,7 @@ class Change:
         values = msgspec.structs.asdict(record)
         self.connection.execute(insert(_TABLES[type(record)]).values(values))
         self._log("create", record, _told(record))
+        self._refuse_many(record)
         return record
 
     def change(self, record: R, action: str, **fields: object) -> R:
@@ -139,6 +140,17 @@ class Change:
                 raise ConflictError(
                     f"There is a {noun(type(record))} {taken!r} already, {other.id}: give another name."
                 )
+
+    def _refuse_many(self, record: Record) -> None:
+        kind = type(record)
+        if kind not in MOST:
+            return
+        most, organisation, table = MOST[kind], self._organisation_of(record), _TABLES[kind]
+        query = select(func.count()).select_from(table).where(*not_ended(table, self.now))
+        query = query.where(ORGANISATION[kind] == organisation)
+        if self.connection.execute(query).scalar_one() > most:
+            has = f"{organisation} has {most} {noun(kind)}s, the most that it may have"
+            raise ConflictError(f"{has}: end some that are not needed.")
 
     def _log(self, action: str, record: Record, details: dict[str, Any]) -> None:
         entry = {

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from argosy.store.records import Key, Organisation, Project, Record, User
+from argosy.store.records import Key, Limit, Organisation, Project, Record, User
 
 R = TypeVar("R", bound=Record)
 
@@ -19,6 +19,9 @@ UNIQUE: dict[type[Record], tuple[str, ...]] = {
     Key: ("project", "name"),
 }
 """Fields whose values no two living records share."""
+
+MOST: dict[type[Record], int] = {Project: 2_000, User: 20_000, Key: 20_000, Limit: 20_000}
+"""How many that have not ended one organisation may have: every gateway keeps those of all in memory."""
 
 
 def noun(kind: type[Record]) -> str:

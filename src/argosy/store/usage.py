@@ -41,6 +41,8 @@ BATCH = 500
 PAGE = 1000
 LONGEST = 200
 """Characters of a text."""
+MOST_GROUPS = 10_000
+"""Of one report."""
 
 _GROUPS: tuple[Group, ...] = get_args(Group)
 _COUNTED = ("input_tokens", "cached_tokens", "output_tokens", "nano_dollars")
@@ -138,14 +140,18 @@ class UsageLog:
         return new
 
     def report(self, group_by: Sequence[Group] = (), where: UsageFilter = ALL) -> list[ReportRow]:
-        """Sums by group, in the order of the groups; without groups, one row.
+        """Sums by group, in the order of the groups; without groups, one row. Raises ValueError for too many.
 
         Of a day that has been forgotten only the whole is known: it counts if it begins in the time asked for.
         """
         unknown = set(group_by) - set(_GROUPS)
         if unknown:
             raise ValueError(f"A report is by {', '.join(_GROUPS)}; not by {min(unknown)!r}.")
-        return self._report(tuple(dict.fromkeys(group_by)), where, func.count())
+        rows = self._report(tuple(dict.fromkeys(group_by)), where, func.count())
+        if len(rows) > MOST_GROUPS:
+            remedy = "Ask for less time, or by less; or for the ledger's own rows, as CSV."
+            raise ValueError(f"The report has more than {MOST_GROUPS} rows. {remedy}")
+        return rows
 
     def _report(
         self, groups: Sequence[Group], where: UsageFilter, requests: ColumnElement[Any]
@@ -165,7 +171,7 @@ class UsageLog:
             cast(func.coalesce(func.sum(both.c[name]), 0), BigInteger).label(name)
             for name in ("requests", *_COUNTED)
         ]
-        query = select(*columns, *sums).group_by(*columns).order_by(*columns)
+        query = select(*columns, *sums).group_by(*columns).order_by(*columns).limit(MOST_GROUPS + 1)
         with self._database.read() as connection:
             return [_report_row(row._asdict()) for row in connection.execute(query)]
 

@@ -23,6 +23,8 @@ from argosy.store import (
     User,
     digest,
 )
+from argosy.store.records import Record
+from argosy.store.rules import MOST
 
 ME = "key:test"
 OWNERS: tuple[OwnerKind, ...] = ("organisation", "project", "user", "key")
@@ -487,3 +489,51 @@ def test_within_an_organisation_nothing_else_is_changed(
     assert store.directory().version == version
     store.terms.set_price(price, actor=ME)
     assert len(terms.list_prices()) == 1
+
+
+@pytest.mark.parametrize("kind", [Project, User, Key, Limit])
+def test_an_organisation_has_no_more_than_it_may(
+    store: Store, monkeypatch: pytest.MonkeyPatch, kind: type[Record]
+) -> None:
+    monkeypatch.setitem(MOST, kind, 3)
+    accounts, terms = store.accounts, store.terms
+    organisation, other = (accounts.create_organisation(name, actor=ME).id for name in "ab")
+    project = accounts.create_project(organisation, "first", actor=ME).id
+
+    def make(number: int) -> None:
+        name = f"n{number}"
+        if kind is Project:
+            accounts.create_project(organisation, name, actor=ME)
+        elif kind is User:
+            accounts.create_user(organisation, name, actor=ME)
+        elif kind is Key:
+            accounts.create_key(project, name, actor=ME)
+        else:
+            terms.set_limit("project", project, "tokens", 1, window="day", model=name, actor=ME)
+
+    for number in range(3 - (kind is Project)):
+        make(number)
+    with pytest.raises(ConflictError, match=r"3 .*, the most .* end some"):
+        make(9)
+    assert len(accounts.list_projects(organisation)) <= 3
+    accounts.create_key(accounts.create_project(other, "theirs", actor=ME).id, "k", actor=ME)
+
+
+def test_what_has_ended_makes_room(
+    store: Store, clock: Clock, project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds: tuple[type[Record], ...] = (Key, Project)
+    for kind in kinds:
+        monkeypatch.setitem(MOST, kind, 2)
+    accounts = store.accounts
+    first, _ = accounts.create_key(project.id, "a", actor=ME)
+    old, _ = accounts.create_key(project.id, "b", expires_at=clock.now + 5, actor=ME)
+    with pytest.raises(ConflictError, match="2 keys"):
+        accounts.rotate_key(first.id, 60.0, actor=ME)
+    accounts.rotate_key(first.id, 0.0, actor=ME)
+    clock.now += 10
+    accounts.rotate_key(accounts.create_key(project.id, "c", actor=ME)[0].id, 0.0, actor=ME)
+    more = accounts.create_project(project.organisation, "more", actor=ME)
+    accounts.archive_project(more.id, actor=ME)
+    accounts.create_project(project.organisation, "again", actor=ME)
+    assert old.expires_at is not None

@@ -283,3 +283,14 @@ def test_within_an_organisation_there_is_only_its_own_use(store: Store) -> None:
         store.usage.forget(MIDNIGHT + DAY)  # and in the sums that are left
     assert [row.request for page in own.rows() for row in page] == ["r4"]
     assert len("".join(own.csv(UsageFilter(organisation="b"))).splitlines()) == 1
+
+
+def test_a_report_has_no_more_rows_than_anybody_reads(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("argosy.store.usage.MOST_GROUPS", 3)
+    store.usage.add([usage_row(f"r{number}", key=f"k{number}") for number in range(4)])
+    assert len(store.usage.report(["project"])) == 1
+    with pytest.raises(ValueError, match="more than 3 rows"):
+        store.usage.report(["key"])
+    assert sum(len(page) for page in store.usage.rows()) == 4

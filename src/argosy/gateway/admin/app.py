@@ -14,6 +14,7 @@ from starlette.routing import Route, Router
 from argosy.gateway.admin import keys, limits, reports, tenants
 from argosy.gateway.admin.openapi import add_document
 from argosy.gateway.admin.operation import Call, Desk, Operation, Operations
+from argosy.gateway.admin.turns import Turns
 from argosy.gateway.identity import Identity, check_role
 from argosy.process import aside
 from argosy.protocol import ApiError, invalid, parse, parse_query
@@ -41,12 +42,12 @@ def build_admin(
     `changed` is called when accounts were changed; `identity` knows by then. Both are called on the event loop's
     thread. Refusals are raised as ApiError, for whoever handed over the exchange to answer.
     """
-    desk = Desk(store, cards)
+    desk, turns = Desk(store, cards), Turns()
     by_path: dict[str, dict[str, Operation]] = {}
     for operation in OPERATIONS:
         by_path.setdefault(operation.path, {})[operation.method] = operation
     routes = [
-        Route(path, _Endpoint(methods, desk, identity, changed))
+        Route(path, _Endpoint(methods, desk, turns, identity, changed))
         for path, methods in by_path.items()
     ]
     return Router(routes, redirect_slashes=False, default=_nothing_here)
@@ -59,11 +60,13 @@ class _Endpoint:
         self,
         methods: Mapping[str, Operation],
         desk: Desk,
+        turns: Turns,
         identity: Identity,
         changed: Callable[[], None],
     ) -> None:
         self._methods = methods
         self._desk = desk
+        self._turns = turns
         self._identity = identity
         self._changed = changed
 
@@ -84,7 +87,7 @@ class _Endpoint:
             await aside(self._refresh)
             self._changed()
         if isinstance(answer, Iterator):
-            await _stream(exchange, answer, operation.media_type)
+            await self._stream(exchange, caller.organisation, answer, operation.media_type)
             return
         await exchange.answer(200, answer if isinstance(answer, bytes) else _encode(answer))
 
@@ -100,7 +103,20 @@ class _Endpoint:
         with _refusals():
             if operation.quick:
                 return operation.run(desk, call)
-            return await aside(operation.run, desk, call)
+            return await self._turns.aside(call.caller.organisation, operation.run, desk, call)
+
+    async def _stream(
+        self, exchange: Exchange, organisation: str, pieces: Iterator[str], media_type: str
+    ) -> None:
+        """Send pieces as they are made, in a worker thread, no faster than the client takes them.
+
+        Raises ApiError when there are no more of them to be had: the answer, which has begun, can only be cut off then.
+        """
+        await exchange.start_stream(content_type=media_type.encode())
+        with _refusals():
+            while (piece := await self._turns.aside(organisation, next, pieces, None)) is not None:
+                await exchange.write(piece.encode())
+        await exchange.end_stream()
 
 
 @contextlib.contextmanager
@@ -118,22 +134,6 @@ def _refusals() -> Iterator[None]:
         raise ApiError(409, "conflict", str(error)) from error
     except ValueError as error:
         raise ApiError(400, "invalid_value", str(error)) from error
-
-
-async def _stream(exchange: Exchange, pieces: Iterator[str], media_type: str) -> None:
-    """Send pieces as they are made, in a worker thread, no faster than the client takes them.
-
-    Raises ApiError when there are no more of them to be had: the answer, which has begun, can only be cut off then.
-    """
-    await exchange.start_stream(content_type=media_type.encode())
-    while (piece := await _next(pieces)) is not None:
-        await exchange.write(piece.encode())
-    await exchange.end_stream()
-
-
-async def _next(pieces: Iterator[str]) -> str | None:
-    with _refusals():
-        return await aside(next, pieces, None)
 
 
 def _parameters(query: bytes) -> dict[str, str]:

@@ -21,7 +21,7 @@ _ERRORS = {
     409: "What there is stands in the way.",
     413: "The body is too large.",
     415: "The body is compressed.",
-    429: "Too many wrong keys.",
+    429: "Too many wrong keys, or calls of the organisation that wait.",
     500: "An internal error; the log has it under the request id.",
     503: "The store or the issuer's keys cannot be used at the moment.",
 }

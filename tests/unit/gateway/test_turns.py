@@ -1,0 +1,48 @@
+"""Calls of the admin API that ask the store: an organisation has so many at a time, and keeps nobody else waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+from tests.waiting import until
+
+from argosy.gateway.admin.turns import AT_ONCE, MOST_WAITING, Turns
+from argosy.protocol import ApiError
+
+
+async def test_an_organisation_has_so_many_at_a_time_and_others_have_their_own() -> None:
+    turns, go_on = Turns(), threading.Event()
+    running: list[str] = []
+
+    def call(name: str) -> str:
+        running.append(name)
+        if name != "other":
+            go_on.wait()
+        return name
+
+    many = AT_ONCE + MOST_WAITING
+    asked = [asyncio.create_task(turns.aside("acme", call, f"{n}")) for n in range(many)]
+    await until(lambda: len(running) == AT_ONCE)
+    with pytest.raises(ApiError) as refused:
+        await turns.aside("acme", call, "too many")
+    assert (refused.value.status, refused.value.code) == (429, "overloaded")
+    assert await turns.aside("zeta", call, "other") == "other"
+    assert len(running) == AT_ONCE + 1
+    asked[-1].cancel()
+    go_on.set()
+    done = await asyncio.gather(*asked[:-1])
+    assert done == [f"{n}" for n in range(many - 1)]
+    assert await turns.aside("acme", call, "again") == "again"
+
+
+async def test_what_a_call_raises_leaves_room() -> None:
+    turns = Turns()
+
+    def fails() -> None:
+        raise ValueError("no")
+
+    for _ in range(AT_ONCE * 2):
+        with pytest.raises(ValueError, match="no"):
+            await turns.aside("acme", fails)
