@@ -23,6 +23,7 @@ from argosy.policy import (
     lowest_tier,
     nothing_kept,
     saturation,
+    service,
 )
 from argosy.protocol import ApiError
 
@@ -33,6 +34,15 @@ RETRY_AFTER_S = 1.0
 class _Ticket:
     journey: Journey
     replica: asyncio.Future[Replica]
+
+
+@dataclass(slots=True)
+class _Account:
+    """What a request that was placed was charged for, in weighted tokens, and has not got."""
+
+    ahead: float
+    prompt: float
+    """Of that, for its prompt, until it is known how much of it had to be computed."""
 
 
 class Dispatcher:
@@ -46,8 +56,8 @@ class Dispatcher:
         self._running = [0] * len(TIERS)
         self._asked = [-math.inf] * len(TIERS)
         """When each tier asked last."""
-        self._ahead: dict[int, int] = {}
-        """Tokens that were charged and have not come, of each request that was placed, by its identity as an object."""
+        self._accounts: dict[int, _Account] = {}
+        """Of each request that was placed, by its identity as an object."""
         self._moving: list[_Ticket] = []
         """Requests that were placed, whose replica has failed."""
         pool.watch(self.pump)
@@ -64,7 +74,7 @@ class Dispatcher:
         ):
             picked = self._pick(journey, frozenset(), now)
             if picked is not None:
-                return self._goes(journey, picked, 0, now)
+                return self._goes(journey, picked, 0.0, now)
         self._admit(journey, now)
         return await self._wait(
             Waiting(
@@ -72,7 +82,7 @@ class Dispatcher:
                 tier=journey.tier,
                 tenant=caller.tenant,
                 weight=caller.weight,
-                cost=float(ask.prompt_tokens + self._pool.expected(ask)),
+                cost=service(ask.prompt_tokens, self._pool.expected(ask)),
                 arrival=now,
                 deadline=journey.deadline,
                 size=len(ask.prompt),
@@ -119,19 +129,23 @@ class Dispatcher:
             return self._pick(journey, others_than, now)
         return None
 
-    def charge(self, journey: Journey, tokens: int) -> None:
-        """Count output tokens that came for a request that was placed."""
-        ahead = self._ahead.get(id(journey), 0)
-        paid = min(ahead, tokens)
-        self._ahead[id(journey)] = ahead - paid
-        self._charge(journey, tokens - paid)
+    def charge(self, journey: Journey, cost: float) -> None:
+        """Count what a request that was placed got since the last time, its prompt the first time (see `service`).
+
+        Negative: it had got less than was thought.
+        """
+        account = self._accounts[id(journey)]
+        paid = min(account.ahead, cost)
+        account.ahead -= paid
+        account.prompt = 0.0
+        self._charge(journey, cost - paid)
 
     def ended(self, journey: Journey) -> None:
         """It is over; nothing happens when it never was placed."""
-        ahead = self._ahead.pop(id(journey), None)
-        if ahead is not None:
+        account = self._accounts.pop(id(journey), None)
+        if account is not None:
             self._running[journey.tier] -= 1
-            self._charge(journey, -ahead)
+            self._charge(journey, account.prompt - account.ahead)
 
     def pump(self) -> None:
         """Hand out whatever room there is. To be called each second too: time alone gives room back."""
@@ -148,8 +162,8 @@ class Dispatcher:
             if picked is None:
                 replica.set_exception(unavailable(self._pool))
                 continue
-            ahead = int(waiting.cost) - journey.ask.prompt_tokens if waiting.charged else 0
-            replica.set_result(self._goes(journey, picked, ahead, now))
+            paid = waiting.cost if waiting.charged else 0.0
+            replica.set_result(self._goes(journey, picked, paid, now))
 
     def _place_moving(self) -> None:
         now = self._clock()
@@ -171,15 +185,16 @@ class Dispatcher:
     def _pick(self, journey: Journey, tried: Collection[str], now: float) -> Picked | None:
         return self._pool.pick(journey.ask, journey.caller.domain, journey.tier, tried, now)
 
-    def _goes(self, journey: Journey, picked: Picked, ahead: int, now: float) -> Replica:
+    def _goes(self, journey: Journey, picked: Picked, paid: float, now: float) -> Replica:
         self._pool.went(now)
-        self._ahead[id(journey)] = ahead
+        prompt = min(paid, service(journey.ask.prompt_tokens, 0))
+        self._accounts[id(journey)] = _Account(paid, prompt)
         self._running[journey.tier] += 1
         return journey.goes_to(picked, now)
 
-    def _charge(self, journey: Journey, tokens: int) -> None:
-        if tokens:
-            self._queue.charge(journey.tier, journey.caller.tenant, float(tokens))
+    def _charge(self, journey: Journey, cost: float) -> None:
+        if cost:
+            self._queue.charge(journey.tier, journey.caller.tenant, cost)
 
     def _admit(self, journey: Journey, now: float) -> None:
         """Raises ApiError 503 when nothing serves it, 429 when its size, tier or tenant keeps it out of the queue."""

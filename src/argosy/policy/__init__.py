@@ -11,7 +11,7 @@ from argosy.policy.affinity import (
 )
 from argosy.policy.breaker import Breaker, BreakerLimits, Outcome, classify, usable
 from argosy.policy.estimates import OutputEstimates
-from argosy.policy.fairness import INPUT_PRICE, OUTPUT_PRICE, Account, TenantShares
+from argosy.policy.fairness import INPUT_PRICE, OUTPUT_PRICE, Account, TenantShares, service
 from argosy.policy.headroom import lowest_tier, nothing_kept
 from argosy.policy.hedging import Hedging
 from argosy.policy.kv_blocks import MOST_TOLD, EngineBlocks, Hash, block_names
@@ -137,6 +137,7 @@ __all__ = [
     "reserve",
     "running",
     "saturation",
+    "service",
     "usable",
     "worst",
 ]

@@ -14,6 +14,11 @@ OUTPUT_PRICE = 2.0
 """An output token occupies a whole step's slot, an input token shares one: it weighs more."""
 
 
+def service(computed: float, output: float) -> float:
+    """What so many tokens count for: those of prompts that were not found in a cache, and those of answers."""
+    return INPUT_PRICE * computed + OUTPUT_PRICE * output
+
+
 class Account:
     """What one tenant has been served, in weighted tokens."""
 

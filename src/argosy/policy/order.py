@@ -3,14 +3,14 @@
 Between tiers the higher goes first, but a tier whose oldest request has waited longer than the tier's
 `promote_s` takes every `PROMOTED_EACH`-th turn, so nobody starves and nobody's old backlog drowns the
 higher tiers. Inside a tier, deficit round robin over tenants (Shreedhar & Varghese 1995) with the
-deficit in tokens: a tenant that has credit goes on until it has none, then waits until the rounds
-have given it some again (`QUANTUM`, by weight). A request is charged what it will likely cost as it
-leaves, so that a tenant does not take all room before its first token has come; what it costs in truth is
-known only as its answer streams, so `charge` may put a tenant into debt, which later rounds pay off, or
-give back what was too much. What is served while no other tenant waits is no debt. Between two tenants
-that both wait all the while, service per weight then differs by at most two quanta, plus for each what it
-can have running in excess of what was expected. Inside a tenant: by deadline, then as they came; none is
-overtaken by one that comes `PATIENCE_S` later, whatever its deadline.
+deficit in weighted tokens (`fairness.service`): a tenant that has credit goes on until it has none, then waits
+until the rounds have given it some again (`QUANTUM`, by weight). A request is charged what it will likely
+cost as it leaves, so that a tenant does not take all room before its first token has come; what it costs in
+truth, its prompt too, some of which may be cached, is known only as its answer streams, so `charge` may put
+a tenant into debt, which later rounds pay off, or give back what was too much. What is served while no other
+tenant waits is no debt. Between two tenants that both wait all the while, service per weight then differs by
+at most two quanta, plus for each what it can have running in excess of what was expected. Inside a tenant: by
+deadline, then as they came; none is overtaken by one that comes `PATIENCE_S` later, whatever its deadline.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 QUANTUM = 256.0
-"""Tokens that the tenant of the largest weight gets in a round, and each other one in proportion to its own."""
+"""Weighted tokens that the tenant of the largest weight gets in a round, each other one in proportion to its own."""
 PROMOTED_EACH = 4
 PROMOTE_S = (math.inf, 5.0, 30.0)
 """For premium, standard and free: how long the oldest may wait before its tier takes turns."""
@@ -43,7 +43,7 @@ class Waiting(Generic[T]):
     tenant: str
     weight: float
     cost: float
-    """Tokens that it will likely take, those of the prompt and of the answer."""
+    """Weighted tokens that it will likely take, those of the prompt and of the answer."""
     arrival: float
     deadline: float = math.inf
     size: int = 0
@@ -136,15 +136,15 @@ class _Tier(Generic[T]):
         while self.arrivals and self.arrivals[0][2].left:
             heapq.heappop(self.arrivals)
 
-    def charge(self, name: str, tokens: float) -> None:
+    def charge(self, name: str, cost: float) -> None:
         tenant = self.ring.get(name)
         if len(self.ring) == (tenant is not None):
             return  # nobody else waits, so nobody is kept waiting by it
         if tenant is not None:
-            tenant.credit -= tokens
+            tenant.credit -= cost
             return
         tenant = self.resting.setdefault(name, _Tenant())
-        tenant.credit -= tokens
+        tenant.credit -= cost
         if tenant.credit >= 0:
             del self.resting[name]
 
@@ -214,9 +214,9 @@ class DispatchQueue(Generic[T]):
         self.size -= waiting.size
         return waiting
 
-    def charge(self, tier: int, tenant: str, tokens: float) -> None:
-        """Count `tokens` that came for a dispatched request of `tenant` beyond its cost; negative: so many fewer."""
-        self._tiers[tier].charge(tenant, tokens)
+    def charge(self, tier: int, tenant: str, cost: float) -> None:
+        """Count what a dispatched request of `tenant` cost beyond what was thought; negative: so much less."""
+        self._tiers[tier].charge(tenant, cost)
 
     def ahead(self, waiting: Waiting[T]) -> int:
         """Requests of its own tier and above that wait too: at most so many go first."""

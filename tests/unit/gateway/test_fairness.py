@@ -17,7 +17,7 @@ from argosy.gateway.dispatch import Dispatcher
 from argosy.gateway.journey import Journey
 from argosy.gateway.pools import build_models
 from argosy.gateway.replicas import Replica
-from argosy.policy import Outcome
+from argosy.policy import Outcome, service
 from argosy.protocol import ApiError
 
 SEATS = 32
@@ -33,6 +33,8 @@ class Running:
     replica: Replica
     left: int
     """Tokens to come."""
+    computed: int
+    """Tokens of its prompt that are not cached, until the first token tells."""
 
 
 @dataclass
@@ -46,7 +48,9 @@ class World:
     waiting: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
     served: Counter[str] = field(default_factory=Counter)
-    """Tokens by project, prompts included."""
+    """Weighted tokens by project, prompts included."""
+    ended: Counter[str] = field(default_factory=Counter)
+    """Answers by project."""
     waits: dict[str, list[int]] = field(default_factory=dict)
     """Ticks until a seat."""
 
@@ -56,17 +60,19 @@ class World:
         self.pool = models.pools[0]
         self.queue = Dispatcher(self.pool, self.limits, lambda: self.tick / TICKS_PER_S)
 
-    def ask(self, project: str, tokens: int, tier: int = 1) -> None:
+    def ask(
+        self, project: str, tokens: int, tier: int = 1, *, prompt: int = PROMPT, cached: int = 0
+    ) -> None:
         """A request whose answer has so many tokens, whatever it said it would have."""
-        self.take(Caller(project=project, tier=tier), tokens)
+        self.take(Caller(project=project, tier=tier), tokens, prompt=prompt, cached=cached)
 
-    def take(self, caller: Caller, tokens: int) -> None:
+    def take(self, caller: Caller, tokens: int, *, prompt: int = PROMPT, cached: int = 0) -> None:
         """The same, of this caller."""
-        journey = request(caller, prompt=PROMPT, most=64)
+        journey = request(caller, prompt=prompt, most=64)
         self.waiting[caller.project or caller.organisation] += 1
-        self.asking.add(asyncio.create_task(self._ask(journey, tokens)))
+        self.asking.add(asyncio.create_task(self._ask(journey, tokens, prompt - cached)))
 
-    async def _ask(self, journey: Journey, tokens: int) -> None:
+    async def _ask(self, journey: Journey, tokens: int, computed: int) -> None:
         caller, asked = journey.caller, self.tick
         project = caller.project or caller.organisation
         try:
@@ -78,8 +84,7 @@ class World:
             self.waiting[project] -= 1
             self.asking.discard(cast("asyncio.Task[None]", asyncio.current_task()))
         self.waits.setdefault(project, []).append(self.tick - asked)
-        self.served[project] += PROMPT
-        self.running.append(Running(journey, replica, tokens))
+        self.running.append(Running(journey, replica, tokens, computed))
 
     async def step(self) -> None:
         """A token for each that runs; who has a seat from now on is known after it."""
@@ -87,9 +92,12 @@ class World:
         now = self.tick / TICKS_PER_S
         for one in list(self.running):
             one.left -= 1
-            self.served[one.journey.caller.project] += 1
-            self.queue.charge(one.journey, 1)
+            project = one.journey.caller.project
+            got, one.computed = service(one.computed, 1), 0
+            self.served[project] += round(got)
+            self.queue.charge(one.journey, got)
             if one.left == 0:
+                self.ended[project] += 1
                 self.running.remove(one)
                 one.replica.ended(Outcome.SUCCESS, now)
                 self.queue.ended(one.journey)
@@ -220,3 +228,50 @@ async def test_what_was_expected_wrongly_evens_out(tokens: int) -> None:
         await world.step()
     assert jain([world.served["wrong"], world.served["right"]]) >= 0.97
     await world.end()
+
+
+async def test_cached_tokens_of_prompts_count_nothing_and_those_of_answers_twice() -> None:
+    world = World()
+    kinds = {"cached": (400, 390, 32), "computed": (400, 0, 32), "long": (10, 0, 64)}
+    for ticks in (400, 4000):
+        world.ended.clear()
+        world.served.clear()
+        for _ in range(ticks):
+            for project, (prompt, cached, tokens) in kinds.items():
+                for _ in range(40 - world.waiting[project]):
+                    world.ask(project, tokens, prompt=prompt, cached=cached)
+            await world.step()
+    assert jain([world.served[project] for project in kinds]) >= 0.97
+    cost = {"cached": 10 + 2 * 32, "computed": 400 + 2 * 32, "long": 10 + 2 * 64}
+    shares = [world.ended[project] * cost[project] for project in kinds]
+    assert max(shares) <= 1.15 * min(shares)
+    await world.end()
+
+
+async def test_a_prompt_of_which_nothing_came_stays_paid_and_what_of_the_answer_did_not_come_does_not() -> (
+    None
+):
+    world = World()
+    order: list[str] = []
+
+    async def run(project: str, *, leaves: bool) -> None:
+        journey = request(Caller(project=project), prompt=300, most=64)
+        replica = await world.queue.place(journey)
+        order.append(project)
+        if not leaves:
+            world.queue.charge(journey, service(300, 64))
+        replica.ended(Outcome.SUCCESS, 0.0)
+        world.queue.ended(journey)
+
+    seats = [request(Caller(project="other")) for _ in range(SEATS)]
+    taken = [await world.queue.place(journey) for journey in seats]
+    waiting = [
+        asyncio.create_task(run(project, leaves=project == "leaves"))
+        for _ in range(40)
+        for project in ("leaves", "stays")
+    ]
+    await asyncio.sleep(0)
+    taken[0].ended(Outcome.SUCCESS, 0.0)
+    await asyncio.gather(*waiting)
+    first = Counter(order[:40])
+    assert first["leaves"] / first["stays"] == pytest.approx((300 + 128) / 300, rel=0.2)
