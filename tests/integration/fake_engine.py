@@ -195,7 +195,7 @@ class FakeDeltas:
             finish=finish,
             stop_token=script.stop_token if finish == "stop" else None,
             error=script.error,
-            cached_tokens=3 if first else None,
+            cached_tokens=min(3, len(request.prompt)) if first else None,
             queue_s=0.001 if first else None,
         )
 

@@ -20,6 +20,7 @@ _COMMENT = b"\n:"
 _EVENT = b"data:"
 _DONE = b"data: [DONE]"
 _IDS = re.compile(rb"[0-9]{0,10}(?:,[0-9]{0,10})*")
+_COUNTS = re.compile(rb"prompt [0-9]{1,9} [0-9]{1,9}(?: .*)?")
 MOST_HELD_BYTES = 64 * 1024 * 1024
 """Of events whose block has not come."""
 
@@ -105,8 +106,11 @@ class JournalReader(StreamReader):
         delivered = self._delivered
         words = entry.split(b" ")
         if words[0] == b"prompt":
+            if not _COUNTS.fullmatch(entry):
+                raise ValueError("its counts of the prompt are none")
             if self._first:
-                delivered.prompt_tokens, delivered.cached_tokens = int(words[1]), int(words[2])
+                delivered.prompt_tokens = int(words[1])
+                delivered.cached_tokens = min(int(words[2]), delivered.prompt_tokens)
                 delivered.prompt_blocks = words[3] if len(words) > 3 else b""
             return True
         choice, ids = int(words[0]), words[1]

@@ -78,7 +78,7 @@ class Journey(msgspec.Struct, eq=False):
     current: Try | None = None
     """The attempt there."""
     started_at: float = msgspec.field(default_factory=time.time)
-    """Seconds since the epoch; every replica is told, as the answer's time."""
+    """When it came, in seconds since the epoch; every replica is told, as the answer's time."""
     status: Status = "failed"
     error: ApiError | None = None
     """Why it was refused or failed."""

@@ -12,7 +12,14 @@ from argosy.gateway.answer import Out
 from argosy.gateway.ask import Ask
 from argosy.gateway.attempt import Attempt
 from argosy.gateway.config import Timeouts
-from argosy.gateway.dialects import Carrier, Dialect, Leg, is_broken_off, whole_request
+from argosy.gateway.dialects import (
+    Carrier,
+    Dialect,
+    Leg,
+    is_broken_off,
+    resumed_tokens,
+    whole_request,
+)
 from argosy.gateway.dispatch import RETRY_AFTER_S, Dispatcher
 from argosy.gateway.headers import request_headers
 from argosy.gateway.journey import Journey
@@ -91,7 +98,7 @@ class Relay:
             self._failed(race.turn, failure)
             return isinstance(failure, UpstreamError) and self._ended()
         if whole is not None:
-            await self._pass_on(whole)
+            await self._pass_on(whole, race.turn)
         return True
 
     async def _attempt(self, race: Race) -> Whole | None:
@@ -138,6 +145,7 @@ class Relay:
             raise UnfitError
         if journey.delivered.output_tokens and leg is None:
             self._start_over()
+            turn.tried.told = 0
         outgoing = leg.outgoing if leg else whole_request(ask, path, dialect, replica.model)
         headers = request_headers(journey, replica, journaled=flows)
         request = replica.upstream.request(b"POST", outgoing.path, outgoing.body, headers)
@@ -158,15 +166,17 @@ class Relay:
             raise UpstreamError("it broke the answer off")
         return Whole(status, content, attempt.kind)
 
-    async def _pass_on(self, whole: Whole) -> None:
+    async def _pass_on(self, whole: Whole, turn: Turn) -> None:
         """Give the client a replica's whole answer, a refusal too that is the request's own fault."""
         journey = self._journey
         if whole.status == 200:
-            self._stream.count_whole(whole.content, self._ways.clock())
+            resumed = resumed_tokens(journey.ask) if turn.replica.dialect.journal else 0
+            self._stream.count_whole(whole.content, turn.attempt.last, resumed)
             journey.status = "completed"
         else:
             message = f"The replica refused the request with status {whole.status}."
             journey.error = ApiError(whole.status, "refused_by_replica", message)
+            journey.exchange.failure = journey.error.code
         await journey.exchange.answer(whole.status, whole.content, whole.kind)
 
     # --- replicas --------------------------------------------------------------------------------

@@ -118,9 +118,15 @@ class Serving:
                 exchange.push(event(error.body(exchange.request_id)))
                 await exchange.end_stream()
             raise
+        except Exception:
+            journey.trace.error = "internal_error"  # as it will be answered
+            raise
         finally:
+            delivered = journey.delivered
             if journey.status == "failed" and out.retract():
-                journey.delivered.forget()  # nothing reached the client, so nothing is billed
+                delivered.forget()  # nothing reached the client, so nothing is billed
+            elif journey.status != "completed" and not delivered.output_tokens:
+                delivered.prompt_tokens = delivered.cached_tokens = 0  # nor is a prompt alone
             leave(visits, journey)
 
     def _journey(self, exchange: Exchange, ask: Ask, api: Api, caller: Caller) -> Journey:
@@ -133,6 +139,7 @@ class Serving:
                 "Send less, or have it cut (truncate_prompt_tokens)."
             )
             raise ApiError(413, "context_length_exceeded", message, param=api.prompt_field)
+        now = self._clock()
         return Journey(
             exchange,
             ask,
@@ -143,7 +150,8 @@ class Serving:
             tier=min(caller.tier + ask.priority, len(TIERS) - 1),  # it may ask for a lower one
             deadline=exchange.arrived + min(ask.timeout_s, self._longest_s),
             headers=exchange.extra,
-            trace=Trace(arrived=exchange.arrived, read=self._clock(), asked=ask.model, route=route),
+            trace=Trace(arrived=exchange.arrived, read=now, asked=ask.model, route=route),
+            started_at=time.time() - (now - exchange.arrived),
         )
 
     async def _pass(self, journey: Journey, visits: list[Visit], out: Out) -> None:
@@ -174,7 +182,7 @@ class Serving:
         except asyncio.CancelledError:
             task.uncancel()
             if stream.gone:
-                raise DisconnectedError from None
+                raise (SlowReaderError if stream.cut_off else DisconnectedError) from None
             if not stream.left:
                 message = "The gateway is going away. Send the request again."
                 raise ApiError(503, "draining", message, retry_after_s=RETRY_AFTER_S) from None
@@ -190,7 +198,8 @@ class Serving:
         if journey.exchange.complete:
             return  # passed on as it came, or answered by a stage
         await out.end()
-        journey.status = "completed" if stream.stopped is None else "stopped"
+        out_of_time = "timeout" in journey.delivered.finished.values()  # as its replica says, too
+        journey.status = "stopped" if stream.stopped is not None or out_of_time else "completed"
 
     def _shortcut(self, ask: Ask, out: Out, visits: Sequence[Visit]) -> Shortcut | None:
         """The way by the fast path, for a stream that may go there: it knows one choice."""

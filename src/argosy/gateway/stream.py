@@ -10,13 +10,14 @@ from argosy.gateway.answer import Out
 from argosy.gateway.ask import BYTES_PER_TOKEN
 from argosy.gateway.attempt import Attempt
 from argosy.gateway.closing import closing
-from argosy.gateway.dialects import Carrier, Identity, Usage, usage_of
+from argosy.gateway.dialects import Carrier, Identity, usage_of
 from argosy.gateway.fast_path import News
 from argosy.gateway.journey import Journey, Visit
 from argosy.gateway.reader import StreamReader
 from argosy.gateway.replicas import Replica
 from argosy.gateway.shortcut import Shortcut
 from argosy.gateway.upstream_connection import UpstreamError
+from argosy.policy import service
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +48,13 @@ class ClientStream:
         carrier: Carrier,
         *,
         visits: Sequence[Visit],
-        charge: Callable[[int], None],
+        charge: Callable[[float], None],
         leave: Callable[[], object],
         shortcut: Shortcut | None,
     ) -> None:
         self.gone = False
+        self.cut_off = False
+        """The client has gone because it took nothing, and was cut off."""
         self.stopped: str | None = None
         """The finish reason with which a limit ended it, or its deadline."""
         self.left = False
@@ -69,7 +72,7 @@ class ClientStream:
         """Output tokens that the client had when the attempt began."""
         self._first_at: float | None = None
         """When the attempt's first token came."""
-        self._charged = 0
+        self._charged = 0.0
         self._full = False
         self._full_since: float | None = None
         self._attempt: Attempt | None = None
@@ -100,6 +103,7 @@ class ClientStream:
         assert self._reader is not None  # noqa: S101 - the attempt has fed it
         if not self._reader.done:
             raise UpstreamError(self._reader.failure or "the stream ended before its end")
+        self._count_prompt()
         try:
             self._push(self._reader.take_held())
         except ValueError as error:
@@ -116,27 +120,31 @@ class ClientStream:
         self.settle()
         self._attempt = self._reader = None
 
-    def count_whole(self, content: bytes, now: float) -> None:
-        """An answer came in one piece: count what it says it used."""
-        if self._journey.current is not None:
-            self._journey.current.first = now
+    def count_whole(self, content: bytes, came: float, resumed: int) -> None:
+        """An answer came in one piece: count what it says it used, about so much where it does not say.
+
+        `resumed` of its tokens are the client's own.
+        """
+        journey, delivered = self._journey, self._delivered
+        if journey.current is not None:
+            journey.current.first = came
+        delivered.prompt_tokens = journey.ask.prompt_tokens
+        delivered.output_tokens = len(content) // BYTES_PER_TOKEN
         usage = usage_of(content)
-        told = usage or Usage(
-            prompt_tokens=self._journey.ask.prompt_tokens,
-            completion_tokens=len(content) // BYTES_PER_TOKEN,
-        )
-        told.into(self._delivered)
-        if usage is not None and usage.completion_tokens is not None:
-            self._journey.pool.answered(usage.completion_tokens / self._journey.ask.choices)
+        if usage is not None:
+            usage.into(delivered)
+            if usage.completion_tokens is not None:
+                journey.pool.answered(usage.completion_tokens / journey.ask.choices)
+        delivered.output_tokens = max(0, delivered.output_tokens - resumed)
         self.settle()
-        self._count((now,))
+        self._count((came,))
 
     def start_over(self) -> bool:
         """Forget what was delivered, where the client has not been given it; whether that can be."""
         if not self._out.retract():
             return False
         self._delivered.forget()
-        self._told = self._charged = 0
+        self._told = 0
         return True
 
     def slow_down(self) -> bytes:
@@ -155,9 +163,10 @@ class ClientStream:
 
     def settle(self) -> None:
         """Charge the tenant's share for what came since the last time."""
-        came = self._delivered.output_tokens - self._charged
-        if came > 0:
-            self._charged += came
+        told = self._delivered
+        got = service(told.prompt_tokens - told.cached_tokens, told.output_tokens)
+        if got != self._charged:
+            came, self._charged = got - self._charged, got
             self._charge(came)
 
     def tend(self, now: float, limits: StreamLimits) -> None:
@@ -166,6 +175,7 @@ class ClientStream:
             self._moved_at = now  # it may not
             self._full_since = self._full_since or now
             if now - self._full_since > limits.slow_reader_s:
+                self.cut_off = True
                 self._journey.exchange.cut()
         attempt = self._attempt
         if attempt is None:
@@ -198,6 +208,7 @@ class ClientStream:
         if told != self._told:
             self._moved_at = attempt.last  # also where their text is held back
             if self._first_at is None:
+                self._count_prompt()
                 self._begin()
             self._told = told
             reason = self._count((attempt.last,))
@@ -209,6 +220,11 @@ class ClientStream:
                 asyncio.get_running_loop().call_soon(self._hurry)
         if reader.over:
             attempt.leave()
+
+    def _count_prompt(self) -> None:
+        """There is an answer, so its prompt counts: about so many tokens, as long as no server says."""
+        told = self._delivered
+        told.prompt_tokens = told.prompt_tokens or self._journey.ask.prompt_tokens
 
     def _count(self, times: Sequence[float]) -> str | None:
         """Tell all stages that more was delivered; the finish reason of one that ends the answer here."""

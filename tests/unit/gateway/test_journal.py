@@ -82,3 +82,15 @@ def test_token_ids_that_are_none_are_found_at_once(ids: bytes) -> None:
     """Not when the answer is to be carried on elsewhere from them."""
     with pytest.raises(ValueError, match="ids"):
         JournalReader(Delivered()).feed(EVENT % (0, 0) + b": argosy 0 " + ids + b"\n\n")
+
+
+@pytest.mark.parametrize("counts", [b"-5 0", b"5 -1", b"1_000 0", b"9" * 30 + b" 0", b"5", b""])
+def test_counts_of_the_prompt_that_are_none_are_the_replicas_failure(counts: bytes) -> None:
+    with pytest.raises(ValueError, match="counts"):
+        JournalReader(Delivered()).feed(b": argosy prompt %b\n\n" % counts)
+
+
+def test_no_more_of_a_prompt_was_cached_than_there_is() -> None:
+    delivered = Delivered()
+    JournalReader(delivered).feed(b": argosy prompt 2 3\n\n")
+    assert (delivered.prompt_tokens, delivered.cached_tokens) == (2, 2)

@@ -18,11 +18,12 @@ from argosy.gateway.attempt import Attempt
 from argosy.gateway.caller import ANYONE
 from argosy.gateway.dialects import Carrier
 from argosy.gateway.journal import Delivered, JournalReader
-from argosy.gateway.journey import CHAT, Alone, Journey
+from argosy.gateway.journey import ANY, CHAT, Alone, Journey
 from argosy.gateway.replicas import Pool, Replica
 from argosy.gateway.stream import ClientStream, StreamLimits
 from argosy.gateway.upstream import Upstream
 from argosy.gateway.upstream_connection import UpstreamError
+from argosy.policy import service
 from argosy.protocol import EventParser, parse_endpoint
 from argosy.web import Exchange
 
@@ -70,6 +71,7 @@ class Limit:
     def __init__(self, most: int) -> None:
         self.most = most
         self.counts = [0]
+        self.charged = 0.0
         self.delivered = Delivered()
 
     def alone(self) -> Alone:
@@ -81,6 +83,10 @@ class Limit:
         return "limit" if self.counts[-1] >= self.most else None
 
     def leave(self) -> None: ...
+
+    def charge(self, cost: float) -> None:
+        """It is no visit's: the queue's."""
+        self.charged += cost
 
 
 def feeding(
@@ -100,7 +106,7 @@ def feeding(
         told,
         Carrier(ask, CHAT.path, journey.delivered),
         visits=[] if limit is None else [limit],
-        charge=lambda _: None,
+        charge=(limit or Limit(ANY)).charge,
         leave=lambda: None,
         shortcut=None,
     )
@@ -112,17 +118,18 @@ def feeding(
     return told, journey, stream, attempt
 
 
-def streamed(lengths: list[int], most: int, pieces: list[bytes]) -> tuple[Journey, Told, list[int]]:
+def streamed(lengths: list[int], most: int, pieces: list[bytes]) -> tuple[Journey, Told, Limit]:
     """Feed the pieces to a stream that ends after `most` tokens; also what was counted."""
 
-    async def feed() -> tuple[Journey, Told, list[int]]:
+    async def feed() -> tuple[Journey, Told, Limit]:
         limit = Limit(most)
         told, journey, stream, attempt = feeding(Told(), lambda: 0.0, len(lengths), limit)
         for piece in pieces:
             attempt.on_body(piece)
         if stream.stopped is None:
             stream.finish()
-        return journey, told, limit.counts
+        stream.settle()
+        return journey, told, limit
 
     return asyncio.run(feed())
 
@@ -138,7 +145,8 @@ def test_what_is_told_is_what_is_counted_wherever_a_limit_ends_it(
     stream = written(lengths)
     borders = sorted({0, len(stream), *(cut % len(stream) for cut in cuts)})
     pieces = [stream[begin:end] for begin, end in pairwise(borders)]
-    journey, told, counts = streamed(lengths, most, pieces)
+    journey, told, limit = streamed(lengths, most, pieces)
+    counts = limit.counts
     *chunks, done = EventParser().feed(told.data)
     assert done == b"[DONE]"
     ids: dict[int, list[int]] = {choice: [] for choice in range(len(lengths))}
@@ -151,6 +159,7 @@ def test_what_is_told_is_what_is_counted_wherever_a_limit_ends_it(
                 finishes[choice["index"]] = choice["finish_reason"]
     delivered = journey.delivered
     assert sum(map(len, ids.values())) == delivered.output_tokens == counts[-1]
+    assert limit.charged == service(7 - 3, counts[-1])
     assert counts == sorted(set(counts))
     assert finishes.keys() == ids.keys()
     for choice, length in enumerate(lengths):

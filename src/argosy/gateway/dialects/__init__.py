@@ -1,6 +1,6 @@
 """How the servers behind the gateway differ: health, load, fields, and how their answers are carried on."""
 
-from argosy.gateway.dialects.asking import sent_salt
+from argosy.gateway.dialects.asking import resumed_tokens, sent_salt
 from argosy.gateway.dialects.catalog import dialect_of
 from argosy.gateway.dialects.continuation import Carrier, Leg, whole_request
 from argosy.gateway.dialects.dialect import (
@@ -16,7 +16,7 @@ from argosy.gateway.dialects.events import UNREADABLE
 from argosy.gateway.dialects.finding import Found, find
 from argosy.gateway.dialects.kv_sources import KvAddress, KvSource
 from argosy.gateway.dialects.opening import Opening
-from argosy.gateway.dialects.passing import Identity, Usage, is_broken_off, usage_of
+from argosy.gateway.dialects.passing import Identity, is_broken_off, usage_of
 
 __all__ = [
     "CHAT_PATH",
@@ -34,10 +34,10 @@ __all__ = [
     "LoadSource",
     "Opening",
     "Reading",
-    "Usage",
     "dialect_of",
     "find",
     "is_broken_off",
+    "resumed_tokens",
     "sent_salt",
     "usage_of",
     "whole_request",

@@ -136,6 +136,11 @@ def journaled(
     return _changed(ask.fields, changes)
 
 
+def resumed_tokens(ask: Ask) -> int:
+    """How many ids those are that the client itself wants its choices to go on after."""
+    return sum(map(len, _resumed(ask)))
+
+
 def _resumed(ask: Ask) -> list[list[int]]:
     """The ids that the client itself wants each choice to go on after, which a replica has found good."""
     resume = msgspec.json.decode(ask.fields.get("resume", Raw(b"null")))

@@ -73,7 +73,7 @@ class ChunkReader(StreamReader):
         told, delivered = self._told, self._delivered
         delivered.output_tokens = told.tokens
         delivered.prompt_tokens = told.prompt_tokens or delivered.prompt_tokens
-        delivered.cached_tokens = told.cached_tokens
+        delivered.cached_tokens = min(told.cached_tokens, delivered.prompt_tokens)
         return passed
 
     def take_held(self) -> bytes:
@@ -108,7 +108,7 @@ class ChunkReader(StreamReader):
 
     def _take_in(self, chunk: dict[str, Any]) -> bool | None:
         """Note what a chunk tells, and make it what the client gets: was it changed? None: it gets nothing."""
-        told, usage = self._told, chunk.get("usage")
+        told, usage = self._told, msgspec.convert(chunk.get("usage"), Usage | None)
         choices = chunk.get("choices")
         if not choices:
             if usage is None:
@@ -125,7 +125,8 @@ class ChunkReader(StreamReader):
             choice["delta"] = {"content": choice.pop("text")}
             choice.pop("prompt_token_ids", None)
         self._check_text(choice)
-        changed = self._take_ids(chunk, choice, counted=usage is not None) or bool(told.gate)
+        counted = usage is not None and usage.completion_tokens is not None
+        changed = self._take_ids(chunk, choice, counted=counted) or bool(told.gate)
         if usage is not None:
             self._count(chunk, usage)
             if not self._view.usage_with_each:
@@ -204,7 +205,7 @@ class ChunkReader(StreamReader):
         if ids is not None:
             told.ids += ids
             told.tokens += len(ids)
-        elif choice["delta"].get("content") if told.path == CHAT_PATH else choice["text"]:
+        elif self._says(choice):
             told.has_ids = False
             told.tokens += 0 if counted else 1
         if self._view.ids or (ids is None and not prompt):
@@ -218,14 +219,22 @@ class ChunkReader(StreamReader):
                 holder[name] = None
         return True
 
-    def _count(self, chunk: dict[str, Any], usage: object) -> None:
+    def _says(self, choice: dict[str, Any]) -> bool:
+        """Whether it tells more than whose turn it is."""
+        if self._told.path == CHAT_PATH:
+            return any(said for name, said in choice["delta"].items() if name != "role")
+        return bool(choice["text"])
+
+    def _count(self, chunk: dict[str, Any], usage: Usage) -> None:
         """Believe the server's count; after another server, for its own part."""
-        told, counted = self._told, msgspec.convert(usage, Usage)
-        told.tokens = self._before + counted.output_tokens
+        told, prompt = self._told, usage.prompt_tokens or 0
+        if usage.completion_tokens is not None:
+            told.tokens = self._before + usage.completion_tokens
         if not self._before:
-            told.prompt_tokens, told.cached_tokens = counted.prompt_tokens, counted.cached_tokens
+            told.prompt_tokens = prompt or told.prompt_tokens
+            told.cached_tokens = usage.cached_tokens
             return
-        told.prompt_tokens = told.prompt_tokens or max(0, counted.prompt_tokens - self._before)
-        chunk["usage"] = msgspec.to_builtins(usage) | told.usage()
+        told.prompt_tokens = told.prompt_tokens or max(0, prompt - self._before)
+        chunk["usage"] |= told.usage()
         if chunk["usage"].get("prompt_tokens_details") is not None:  # of a longer prompt
             chunk["usage"]["prompt_tokens_details"] = {"cached_tokens": told.cached_tokens}

@@ -133,7 +133,6 @@ class Carrier:
 
     def _first(self, dialect: Dialect, model: str) -> Leg:
         ask, path = self._ask, self._path
-        self._delivered.prompt_tokens = ask.prompt_tokens  # about so many, until the server tells
         self._passing = None
         carriable = path in dialect.ids | dialect.prefill and is_plain_text(ask, path)
         body = asked(ask, path, dialect, model, carriable=carriable)

@@ -12,8 +12,8 @@ from argosy.gateway.journal import Delivered
 from argosy.gateway.reader import StreamReader
 from argosy.protocol import SSE_DONE
 
-Tokens = Annotated[int, Meta(ge=0, lt=2**48)]
-"""A count that can be: whatever else a server says is not billed."""
+Tokens = Annotated[int, Meta(ge=0, lt=2**31)]
+"""A count that can be: whatever else a server says is not billed. A ledger could not sum up a few larger ones."""
 
 
 class Cached(msgspec.Struct):
@@ -23,22 +23,19 @@ class Cached(msgspec.Struct):
 
 
 class Usage(msgspec.Struct):
-    """The tokens that a server says it used."""
+    """The tokens that a server says it used; None where it does not say."""
 
-    prompt_tokens: Tokens = 0
+    prompt_tokens: Tokens | None = None
     completion_tokens: Tokens | None = None
     prompt_tokens_details: Cached | None = None
 
-    @property
-    def output_tokens(self) -> int:
-        """0 where it does not say."""
-        return self.completion_tokens or 0
-
     def into(self, delivered: Delivered) -> None:
-        """Take it for what was delivered."""
-        delivered.prompt_tokens = self.prompt_tokens
-        delivered.cached_tokens = self.cached_tokens
-        delivered.output_tokens = self.output_tokens
+        """Take it for what was delivered, as far as it says."""
+        if self.prompt_tokens is not None:
+            delivered.prompt_tokens = self.prompt_tokens
+        if self.completion_tokens is not None:
+            delivered.output_tokens = self.completion_tokens
+        delivered.cached_tokens = min(self.cached_tokens, delivered.prompt_tokens)
 
     @property
     def cached_tokens(self) -> int:

@@ -1,0 +1,152 @@
+"""Billed is what was given, whatever servers leave unsaid: rows of the ledger, explanations and metrics agree."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+from tests.integration.gateway.books import (
+    CHATS,
+    PROMPT,
+    STREAM,
+    books,
+    carriable,
+)
+from tests.integration.gateway.doubles.families import Vllm
+from tests.integration.gateway.doubles.server import Fault
+from tests.integration.gateway.doubles.server import running as listening
+from tests.integration.rough_server import Asked, rough_server
+from tests.waiting import until
+
+from argosy.protocol import event
+from argosy.store import UsageRow
+
+
+def usage(**fields: object) -> bytes:
+    """The event of a stream that tells it."""
+    return event(json.dumps({"choices": [], "usage": fields}).encode())
+
+
+@pytest.mark.parametrize(
+    ("told", "counts"),
+    [
+        ([usage(prompt_tokens=7, completion_tokens=3)], (7, 0, 3)),
+        ([usage(prompt_tokens=7)], (7, 0, 2)),
+        ([usage()], (len(PROMPT) // 4, 0, 2)),
+        ([usage(prompt_tokens=None, completion_tokens=None)], (len(PROMPT) // 4, 0, 2)),
+        (
+            [
+                usage(
+                    prompt_tokens=7,
+                    completion_tokens=2,
+                    prompt_tokens_details={"cached_tokens": 10},
+                )
+            ],
+            (7, 7, 2),
+        ),
+        ([], (len(PROMPT) // 4, 0, 2)),
+    ],
+    ids=["all", "prompt", "nothing", "null", "more cached than there is", "none"],
+)
+@pytest.mark.parametrize("choices", [1, 2], ids=["carriable", "passed"])
+async def test_of_what_a_server_does_not_say_is_counted_what_it_gave(
+    tmp_path: Path, told: list[bytes], counts: tuple[int, int, int], choices: int
+) -> None:
+    async def script(asked: Asked) -> None:
+        asked.stream()
+        asked.say("a")
+        asked.say("b", "stop")
+        for said in told:
+            asked.send(said)
+        asked.end()
+
+    async with rough_server(script) as rough, carriable(tmp_path, rough.url) as here:
+        await here.ask(n=choices, **STREAM)
+        row = await here.agree()
+        assert (row.input_tokens, row.cached_tokens, row.output_tokens) == counts
+
+
+async def test_counts_that_cannot_be_are_not_believed(tmp_path: Path) -> None:
+    async def script(asked: Asked) -> None:
+        asked.stream()
+        asked.say("a", "stop")
+        asked.send(usage(prompt_tokens=2**40, completion_tokens=2**40))
+        asked.end()
+
+    async with rough_server(script) as rough, books(tmp_path, rough.url) as here:
+        await here.ask(n=2, **STREAM)
+        row = await here.agree()
+        assert (row.input_tokens, row.output_tokens) == (len(PROMPT) // 4, 1)
+
+
+@pytest.mark.parametrize("choices", [1, 2], ids=["carriable", "passed"])
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "refusal", "tool_calls"])
+async def test_what_is_no_text_counts_where_no_usage_tells(
+    tmp_path: Path, name: str, choices: int
+) -> None:
+    said = [{"index": 0, "id": "c", "function": {"name": "f"}}] if name == "tool_calls" else "Hm"
+
+    async def script(asked: Asked) -> None:
+        asked.stream()
+        for delta in ({"role": "assistant", "content": ""}, {name: said}, {name: said}):
+            choice = {"index": 0, "delta": delta, "finish_reason": None}
+            asked.send(event(json.dumps({"choices": [choice]}).encode()))
+        ended = {"index": 0, "delta": {}, "finish_reason": "stop"}
+        asked.send(event(json.dumps({"choices": [ended]}).encode()))
+        asked.end()
+
+    async with rough_server(script) as rough, carriable(tmp_path, rough.url) as here:
+        await here.ask(CHATS, n=choices, **STREAM)
+        row = await here.agree()
+        assert (row.input_tokens > 0, row.output_tokens) == (True, 2)
+
+
+async def test_a_whole_answer_that_tells_its_prompt_alone_is_not_free(tmp_path: Path) -> None:
+    async def script(asked: Asked) -> None:
+        choice = {"index": 0, "text": "hello " * 50, "finish_reason": "stop"}
+        asked.json(200, {"choices": [choice], "usage": {"prompt_tokens": 7}})
+
+    async with rough_server(script) as rough, books(tmp_path, rough.url) as here:
+        await here.ask()
+        row = await here.agree()
+        assert (row.input_tokens, row.output_tokens > 50) == (7, True)
+
+
+# --- what got no answer --------------------------------------------------------------------------
+
+NOTHING = (0, 0, 0, 0)
+
+
+def counts(row: UsageRow) -> tuple[int, int, int, int]:
+    return row.input_tokens, row.cached_tokens, row.output_tokens, row.nano_dollars
+
+
+@pytest.mark.parametrize("events", [0, 1], ids=["silent", "a role"])
+@pytest.mark.parametrize("timeout_s", [None, 0.2], ids=["left", "too late"])
+async def test_whoever_got_no_token_pays_no_prompt_of_another_server_either(
+    tmp_path: Path, timeout_s: float | None, events: int
+) -> None:
+    double = Vllm()
+    async with listening(double), books(tmp_path, double.url) as here:
+        double.faults.append(Fault("stall", events))
+        body = STREAM | ({} if timeout_s is None else {"timeout_s": timeout_s})
+        asking = asyncio.create_task(here.ask(CHATS, **body))
+        if timeout_s is None:
+            await until(lambda: bool(double.asked))
+            asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        await until(lambda: here.spool.waiting == 1)
+        row = await here.agree()
+        assert counts(row) == NOTHING
+        assert row.status == ("cancelled" if timeout_s is None else "stopped")
+
+
+async def test_an_answer_that_broke_before_its_first_token_is_not_billed(tmp_path: Path) -> None:
+    double = Vllm()
+    async with listening(double), books(tmp_path, double.url) as here:
+        double.faults.append(Fault("die", 1))
+        assert "upstream_failed" in await here.ask(CHATS, n=2, **STREAM)
+        row = await here.agree()
+        assert (counts(row), row.status) == (NOTHING, "failed")
