@@ -14,7 +14,7 @@ from tests.integration.gateway.harness import front
 from tests.integration.rough_server import Asked, rough_server
 from tests.integration.test_metrics import value
 
-from argosy.cli.explain import show
+from argosy.cli.explain import show, steps
 from argosy.gateway import ReplicaConfig
 from argosy.gateway.caller import Caller
 from argosy.gateway.explain import (
@@ -228,3 +228,22 @@ def test_the_terminal_shows_steps_candidates_and_what_stages_added() -> None:
         *("Attempt 1", "http://b", "0.6000", "limits", "tokens", "ledger", "nano_dollars"),
     ):
         assert part in text
+
+
+@pytest.mark.parametrize("last", ["success", "failure", "ended", "none", "refused"])
+def test_the_steps_leave_no_time_out(last: str) -> None:
+    tries = [
+        Try("http://a", 1.2, 0, (), 1.2, 1.3, 1.5, "failure", "the replica closed"),
+        Try("http://b", 2.5, 7, (), 2.5, None, 2.6, "backpressure", "status 429"),
+        Try("http://c", 2.55, 7, (), 2.56, 2.58, 2.8, last, hedge=True),
+    ]
+    trace = Trace(arrived=1.0, read=1.1, admitted=1.15, queued=1.15, ended=3.4, tries=tries)
+    if last == "none":
+        trace.tries = []
+    if last == "refused":
+        trace.tries, trace.admitted, trace.queued = [], None, None
+    covered = 0.0
+    for step in steps(trace.tell()):
+        assert step.begin <= covered, step
+        covered = max(covered, step.end)
+    assert covered == 2400.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 WIDTH = 28
 """Characters of the bars."""
 LONGEST_REASON = 40
+WORTH_A_BAR_MS = 1.0
 TERMS = ("queue_s", "prefill_s", "decode_s", "memory_s", "stale_s", "total_s")
 SHOWN = frozenset(
     {
@@ -128,15 +130,16 @@ def steps(told: dict[str, Any]) -> Iterator[Step]:
     ms = told["ms"]
     last = max(value for value in _all_times(told) if value is not None)
     yield Step("read the request", 0.0, ms["read"], "cyan")
-    if ms["admitted"] is not None:
-        yield Step("let in", ms["read"], ms["admitted"], "cyan")
+    yield Step("let in", ms["read"], _or(ms["admitted"], last), "cyan")
     if ms["queued"] is not None:
         placed = told["attempts"][0]["chosen_ms"] if told["attempts"] else ms["ended"]
         ahead = told["queue"]["ahead"]
         yield Step(f"queue, {ahead} ahead", ms["queued"], _or(placed, last), "yellow")
+    free, outcome = -math.inf, ""  # since when nobody has it, and how the last attempt ended
     for attempt in told["attempts"]:
-        begin = _or(attempt["sent_ms"], attempt["chosen_ms"])
-        end = _or(attempt["ended_ms"], last)
+        begin, end = attempt["chosen_ms"], _or(attempt["ended_ms"], last)
+        yield from _between(free, begin, outcome)
+        free, outcome = max(free, end), attempt["outcome"]
         first = _or(attempt["first_token_ms"], end)
         why = f", on after {attempt['carried_on_at']}" if attempt["carried_on_at"] else ""
         why = ", hedge" if attempt["hedge"] else why
@@ -145,6 +148,14 @@ def steps(told: dict[str, Any]) -> Iterator[Step]:
             yield Step(f"{attempt['replica']}: {_outcome(attempt)}", first, end, "green")
         elif attempt["outcome"] != "success":
             yield Step(f"{attempt['replica']}: {_outcome(attempt)}", end, end, "red")
+    yield from _between(free, last, outcome)
+
+
+def _between(free: float, until: float, outcome: str) -> Iterator[Step]:
+    """What happened while no replica had it."""
+    if outcome and until - free >= WORTH_A_BAR_MS:
+        waits = outcome not in {"success", "ended"}
+        yield Step("another replica" if waits else "its end", free, until, "yellow")
 
 
 def _all_times(told: dict[str, Any]) -> Iterator[float | None]:
