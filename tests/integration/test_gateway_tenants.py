@@ -175,6 +175,7 @@ async def test_a_limit_ends_a_stream_and_the_ledger_has_what_was_delivered(
             assert (told["status"], told["limits"][0]["limit"]) == ("refused", 20)
             told = (await client.get(f"/admin/requests/{answer_id}")).json()
             assert (told["status"], told["finish_reasons"]) == ("stopped", {"0": "limit"})
+            assert [limit["fits"] for limit in told["limits"]] == [True, False]
             text = (await client.get("/metrics")).text
         assert value(text, "argosy_gateway_limit_refusals_total", unit="output_tokens") == 1
         (stopped,) = await here.rows(1)  # what was refused has none

@@ -63,6 +63,7 @@ class LimitLine(msgspec.Struct, frozen=True, gc=False, array_like=True):
     asked: int
     wait_s: float | None = 0.0
     """None: it never fits."""
+    fits: bool = True
 
 
 class LedgerLine(msgspec.Struct, frozen=True, gc=False, array_like=True):

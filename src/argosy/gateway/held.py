@@ -9,8 +9,17 @@ import msgspec
 
 from argosy.gateway.ask import DEFAULT_OUTPUT
 from argosy.gateway.journey import Alone, Journey
-from argosy.gateway.limit_words import Headers
-from argosy.policy import Meter, OutputEstimates, Rates, Reservation, Use, ended, running
+from argosy.gateway.limit_words import Headers, kept_out
+from argosy.policy import (
+    Meter,
+    OutputEstimates,
+    Rates,
+    Refusal,
+    Reservation,
+    Use,
+    ended,
+    running,
+)
 from argosy.store import Clock, SharedState, Wants
 
 STEP = 32
@@ -66,6 +75,8 @@ class Held(msgspec.Struct, eq=False):
     """and for so many of the answer."""
     went_on: bool = False
     """While nobody could say how much is used."""
+    refusal: Refusal | None = None
+    """The limit that has no more room."""
 
     def alone(self) -> Alone:
         """As far as what is held is enough."""
@@ -82,12 +93,12 @@ class Held(msgspec.Struct, eq=False):
     def leave(self) -> None:
         """Give back what was not used; of a request that was sent nowhere, or got nothing because of us, all."""
         told, journey, now = self.journey.delivered, self.journey, self.clock()
+        if self.refusal is not None and journey.status == "stopped":
+            journey.trace.limits += kept_out([self.refusal])
         if not told.output_tokens and (journey.status == "failed" or not journey.route):
             self.reservation.settle(Use(), now)
             return
         prompt = told.prompt_tokens
-        if not prompt and told.output_tokens:
-            prompt = self.prompt  # nobody said
         cost = self.rates.cost(prompt, told.cached_tokens, told.output_tokens)
         if not prompt and journey.status in {"cancelled", "stopped"}:
             # It was being read, or soon would have been: to leave early, or allow little time, makes none of it free.
@@ -111,7 +122,7 @@ class Held(msgspec.Struct, eq=False):
         if not self.state.lend(wants, now) and self.state.up is False:
             decide = self.unsure.decide_again if self.went_on else self.unsure.decide
             self.went_on = decide(self.party, wants, now)
-        refusal = self.reservation.extend(use, now)
+        refusal = self.refusal = self.reservation.extend(use, now)
         if refusal is None:
             self.prompt, self.output = prompt, output
             return None

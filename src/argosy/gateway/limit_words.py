@@ -116,6 +116,7 @@ def kept_out(refusals: Sequence[Refusal]) -> list[LimitLine]:
             r.used,
             r.asked,
             None if math.isinf(r.wait_s) else r.wait_s,
+            fits=False,
         )
         for r in refusals
     ]

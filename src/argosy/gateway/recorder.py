@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from argosy.gateway.explain import Traces
+from argosy.gateway.explain import Traces, Try
 from argosy.gateway.journey import Alone, Journey
+from argosy.policy import Outcome
 from argosy.telemetry import GatewayMetrics
 
 GAPS = 64
@@ -98,7 +99,7 @@ class Recording(msgspec.Struct, eq=False):
         delivered, model = journey.delivered, trace.model
         metrics.ended(
             model,
-            trace.caller.project,
+            trace.caller.tenant,
             trace.status,
             now - trace.arrived,
             input_tokens=delivered.prompt_tokens - delivered.cached_tokens,
@@ -110,16 +111,23 @@ class Recording(msgspec.Struct, eq=False):
             metrics.refused(model, trace.error)
         if trace.admitted is None:
             for limit in trace.limits:
-                metrics.limited(model, limit.unit)
+                if not limit.fits:
+                    metrics.limited(model, limit.unit)
         if trace.stream and trace.first is not None:
             metrics.first_token(model, trace.first - trace.arrived)
-        if trace.tries:
-            placed = trace.tries[0].at
-            metrics.placed(model, 0.0 if trace.queued is None else placed - trace.queued)
+        if trace.tries or trace.queued is not None:
+            until = trace.tries[0].at if trace.tries else now
+            metrics.waited(model, 0.0 if trace.queued is None else until - trace.queued)
         for tried in trace.tries[1:]:
-            if tried.hedge:
-                metrics.hedged(model, won=tried.first is not None)
-            elif tried.told:
-                metrics.failed_over(model)
-            else:
-                metrics.retried(model)
+            self._count_try(tried)
+
+    def _count_try(self, tried: Try) -> None:
+        """One of the attempts after the first."""
+        metrics, model = self.stage.metrics, self.journey.trace.model
+        gave = tried.first is not None or tried.outcome == Outcome.SUCCESS.value
+        if tried.hedge:
+            metrics.hedged(model, won=tried.first is not None)
+        elif tried.told and gave:
+            metrics.failed_over(model)
+        elif tried.sent is not None:  # else it could not go on there
+            metrics.retried(model)

@@ -104,10 +104,12 @@ class GatewayMetrics(Collector):
             *("model", "tenant"),
         )
         self._retries = self._counter(
-            "argosy_gateway_retries", "Attempts after one that gave nothing.", "model"
+            "argosy_gateway_retries",
+            "Attempts after the first, but for hedges and those that carried an answer on.",
+            "model",
         )
         self._failovers = self._counter(
-            "argosy_gateway_failovers", "Streams carried on by another replica.", "model"
+            "argosy_gateway_failovers", "Answers carried on by another replica.", "model"
         )
         self._hedges = self._counter(
             "argosy_gateway_hedges",
@@ -118,12 +120,12 @@ class GatewayMetrics(Collector):
     def _latencies(self) -> None:
         self._ttft = self._histogram(
             "argosy_gateway_time_to_first_token_seconds",
-            "From a request's arrival to its first token.",
+            "From the arrival of a request for a stream to its first token.",
             TTFT_BUCKETS,
         )
         self._itl = self._histogram(
             "argosy_gateway_inter_token_latency_seconds",
-            "Between two pieces of an answer that brought tokens.",
+            "Between two pieces of a stream that brought tokens.",
             ITL_BUCKETS,
         )
         self._e2e = self._histogram(
@@ -132,7 +134,7 @@ class GatewayMetrics(Collector):
             PHASE_BUCKETS,
         )
         self._queue = self._histogram(
-            "argosy_gateway_queue_seconds", "Waiting for a replica.", QUEUE_BUCKETS
+            "argosy_gateway_queue_seconds", "Waiting for a replica, in vain too.", QUEUE_BUCKETS
         )
 
     # --- what happens ---------------------------------------------------------------------------
@@ -150,8 +152,8 @@ class GatewayMetrics(Collector):
         if gaps_s:
             self._itl.observe((model,), *gaps_s)
 
-    def placed(self, model: str, queued_s: float) -> None:
-        """It was given to a replica."""
+    def waited(self, model: str, queued_s: float) -> None:
+        """It was given to a replica, or waited for one in vain."""
         self._queue.observe((model,), queued_s)
 
     def retried(self, model: str) -> None:
@@ -159,7 +161,7 @@ class GatewayMetrics(Collector):
         self._retries.add((model,))
 
     def failed_over(self, model: str) -> None:
-        """Its stream was carried on elsewhere."""
+        """It was carried on elsewhere."""
         self._failovers.add((model,))
 
     def hedged(self, model: str, *, won: bool) -> None:

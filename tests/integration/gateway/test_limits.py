@@ -192,6 +192,9 @@ async def test_a_budget_ends_a_stream_as_a_budget_and_is_renewed_at_midnight(clo
     assert deliver(limits, journey, 20) is None
     assert deliver(limits, journey, 1) == "budget"
     leave(limits, journey, "stopped")
+    let_in, ended = journey.trace.limits
+    assert (let_in.unit, let_in.fits) == (ended.unit, True)
+    assert (ended.used, ended.asked, ended.limit, ended.fits) == (budget, 10_000, budget, False)
     refused = await refusal(limits, request(prompt=10, most=1))
     assert refused is not None
     assert (refused.status, refused.code) == (429, "insufficient_quota")

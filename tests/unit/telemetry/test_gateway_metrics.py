@@ -38,7 +38,7 @@ def some(metrics: GatewayMetrics) -> None:
     metrics.first_token("m", 0.5)
     metrics.next_tokens("m", [0.01, 0.02])
     metrics.next_tokens("m", [])
-    metrics.placed("m", 0.25)
+    metrics.waited("m", 0.25)
     metrics.retried("m")
     metrics.failed_over("m")
     metrics.refused("m", "rate_limit_exceeded")

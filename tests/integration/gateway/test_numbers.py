@@ -1,0 +1,321 @@
+"""What is shown of a request is true: its attempts, its times and how it ended; and all of it agrees."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+from structlog.testing import capture_logs
+from tests.integration.fake_engine import FakeEngine, Script, always
+from tests.integration.gateway.books import (
+    CHATS,
+    COMPLETIONS,
+    PROMPT,
+    STREAM,
+    Books,
+    books,
+    kept,
+)
+from tests.integration.gateway.doubles.families import Sglang, Vllm
+from tests.integration.gateway.doubles.server import Fault
+from tests.integration.gateway.doubles.server import running as listening
+from tests.integration.gateway.harness import Watching, front
+from tests.integration.gateway.limit_world import request
+from tests.integration.rough_server import Asked, rough_server
+from tests.integration.serving import MODEL, serve
+from tests.waiting import until
+
+from argosy.engine.serving.text.tokenizer import Tokenizer
+from argosy.gateway import QueueConfig, ReplicaConfig
+from argosy.gateway.caller import Caller
+from argosy.gateway.config import Timeouts
+from argosy.gateway.explain import ExplainConfig, Traces
+from argosy.gateway.journey import Journey, Visit
+from argosy.gateway.limits import Limits
+from argosy.gateway.recorder import Recorder
+from argosy.protocol import ApiError
+from argosy.store import Directory, Limit, UsageRow, open_shared
+from argosy.telemetry import GatewayMetrics, GatewayReading
+from argosy.web import Exchange
+
+# --- attempts ------------------------------------------------------------------------------------
+
+
+async def test_a_stream_is_carried_on_by_who_gave_more_of_it(tmp_path: Path) -> None:
+    one, two = Vllm("one"), Vllm("two")
+    async with listening(one, two), books(tmp_path, one.url, two.url) as here:
+        one.faults += [Fault("die", 4), Fault("refuse", status=500)]
+        await here.ask(prompt="Tell me", **STREAM)
+        told = here.told(await here.agree())
+        assert [tried["carried_on_at"] for tried in told["attempts"]] == [0, 4, 4]
+        assert await here.count("failovers_total") == 1
+        assert await here.count("retries_total") == 1
+
+
+async def test_a_whole_answer_that_begins_anew_is_a_retry(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    engine = FakeEngine(tokenizer, always(Script([100, 101, 102], crash=RuntimeError("broken"))))
+    double = Vllm()
+    async with serve(engine) as served, listening(double):
+        behind = ReplicaConfig(url=served.url, model=MODEL), ReplicaConfig(url=double.url)
+        async with kept(tmp_path, *behind) as here:
+            tried: list[Any] = []
+            while len(tried) < 2:  # in turn, so the second at the latest
+                await here.ask()
+                tried = here.told(here.row())["attempts"]
+            assert [one["carried_on_at"] for one in tried] == [0, 0]
+            assert await here.count("failovers_total") == 0
+            assert await here.count("retries_total") == 1
+
+
+# --- times ---------------------------------------------------------------------------------------
+
+
+async def test_an_answer_that_comes_whole_came_before_its_attempt_ended(tmp_path: Path) -> None:
+    double = Vllm()
+    async with listening(double), books(tmp_path, double.url) as here:
+        await here.ask()
+        told = here.told(await here.agree())
+        ms, (tried,) = told["ms"], told["attempts"]
+        times = [ms["read"], ms["admitted"], tried["chosen_ms"], tried["sent_ms"]]
+        times += [ms["first_token"], ms["last_token"], tried["ended_ms"], ms["ended"]]
+        assert times == sorted(times)
+        assert tried["first_token_ms"] == ms["first_token"]
+
+
+async def test_a_request_began_when_it_came_however_slowly_its_body_did(tmp_path: Path) -> None:
+    slow_s = 0.3
+
+    async def body() -> AsyncIterator[bytes]:
+        yield b'{"model": "big", "max_tokens": 3, '
+        await asyncio.sleep(slow_s)
+        yield b'"prompt": "Tell me"}'
+
+    double = Vllm()
+    async with listening(double), books(tmp_path, double.url) as here:
+        before = time.time()
+        await here.running.client.post(COMPLETIONS, content=body())
+        row = await here.agree()
+        told = here.told(row)
+        assert before <= row.started_at == told["started_at"] < before + slow_s
+        assert told["started_at"] + told["ms"]["ended"] / 1000 == pytest.approx(
+            row.ended_at, abs=0.1
+        )
+        assert row.ended_at - row.started_at >= slow_s
+
+
+async def test_who_waits_in_vain_has_waited(tmp_path: Path) -> None:
+    go_on = asyncio.Event()
+
+    async def script(asked: Asked) -> None:
+        asked.stream()
+        asked.say("a")
+        await go_on.wait()
+        asked.end()
+
+    queue = QueueConfig(wait_s=0.2)
+    async with rough_server(script) as rough, books(tmp_path, rough.url, queue=queue) as here:
+        first = asyncio.create_task(here.ask(**STREAM))
+        await until(lambda: bool(rough.asked))
+        assert "no room within" in await here.ask(**STREAM)
+        assert await here.count("queue_seconds_count") == 1
+        assert await here.count("queue_seconds_sum") > 0.1
+        go_on.set()
+        await first
+        assert await here.count("queue_seconds_count") == 2
+
+
+# --- how it ended --------------------------------------------------------------------------------
+
+
+async def test_a_limit_that_let_a_request_in_did_not_refuse_it() -> None:
+    limits = Limits(open_shared(None))
+    limit = Limit(
+        id="l", owner_kind="project", owner="", unit="requests", amount=9, window="minute"
+    )
+    limits.update(Directory(limits=(limit,)))
+    full = Watching(refuses=ApiError(503, "ledger_full", "Try again later."))
+    async with (
+        rough_server() as rough,
+        front([limits, full], ReplicaConfig(url=rough.url)) as running,
+    ):
+        body = {"model": "big", "prompt": PROMPT}
+        answer = await running.client.post(COMPLETIONS, json=body)
+        assert answer.json()["error"]["code"] == "ledger_full"
+        assert "limit_refusals_total{" not in (await running.client.get("/metrics")).text
+
+
+async def test_an_error_of_ours_is_a_request_without_an_answer_too() -> None:
+    class Broken(Watching):
+        async def enter(self, journey: Journey) -> Visit:
+            raise RuntimeError("a bug")
+
+    async with rough_server() as rough, front([Broken()], ReplicaConfig(url=rough.url)) as running:
+        body = {"model": "big", "prompt": PROMPT}
+        answer = await running.client.post(COMPLETIONS, json=body)
+        assert answer.json()["error"]["code"] == "internal_error"
+        text = (await running.client.get("/metrics")).text
+        trace = running.traces.find(answer.headers["x-argosy-request"])
+    unanswered = "argosy_gateway_requests_unanswered_total"
+    assert f'{unanswered}{{code="internal_error",model="big"}} 1.0' in text
+    assert trace is not None
+    assert (trace.status, trace.error) == ("failed", "internal_error")
+
+
+async def test_a_request_that_its_replica_refuses_says_so_in_the_log() -> None:
+    async def script(asked: Asked) -> None:
+        asked.json(400, {"error": {"message": "no"}})
+
+    async with rough_server(script) as rough, front([], ReplicaConfig(url=rough.url)) as running:
+        with capture_logs() as logs:
+            await running.client.post(COMPLETIONS, json={"model": "big", "prompt": PROMPT})
+    (line,) = [line for line in logs if line["event"] == "request"]
+    assert (line["status"], line["error"]) == (400, "refused_by_replica")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_answer_that_its_replica_ends_for_its_deadline_was_stopped(
+    tmp_path: Path, tokenizer: Tokenizer, stream: bool
+) -> None:
+    engine = FakeEngine(tokenizer, always(Script([100, 101], finish="timeout")))
+    async with (
+        serve(engine) as served,
+        kept(tmp_path, ReplicaConfig(url=served.url, model=MODEL)) as here,
+    ):
+        await here.ask(stream=stream)
+        row = await here.agree()
+        assert (row.status, here.told(row)["status"]) == ("stopped", "stopped")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_tokens_that_the_client_gave_itself_are_not_delivered(
+    tmp_path: Path, tokenizer: Tokenizer, stream: bool
+) -> None:
+    engine = FakeEngine(tokenizer, always(Script([*range(100, 108)], finish="length")))
+    async with (
+        serve(engine) as served,
+        kept(tmp_path, ReplicaConfig(url=served.url, model=MODEL)) as here,
+    ):
+        resume = {"token_ids": [*range(100, 105)]}
+        await here.ask(stream=stream, resume=resume, max_tokens=8)
+        assert (await here.agree()).output_tokens == 3
+
+
+async def test_who_has_no_project_counts_for_their_organisation() -> None:
+    metrics = GatewayMetrics()
+    recorder = Recorder(Traces(ExplainConfig()), metrics, lambda: 1.0)
+    for organisation in ("acme", "zeta"):
+        journey = request(Caller(organisation=organisation))
+        journey.exchange = Mock(spec=Exchange, request_id="r", path=COMPLETIONS)
+        recording = await recorder.enter(journey)
+        recording.leave()
+    shown = metrics.exposition(GatewayReading()).decode()
+    for organisation in ("acme", "zeta"):
+        assert f'requests_total{{model="big",status="failed",tenant="{organisation}"}} 1.0' in shown
+
+
+# --- all of it -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Answered:
+    """What a client got of one request."""
+
+    id: str
+    body: dict[str, Any]
+    status: int | None
+    """None: it left."""
+    text: str = ""
+
+    @property
+    def usage(self) -> tuple[int, int] | None:
+        """Tokens of the prompt and of the answer, where the client was told."""
+        if self.status != 200 or (self.body["stream"] and "[DONE]" not in self.text):
+            return None
+        told = [self.text]
+        if self.body["stream"]:
+            told = [line.removeprefix("data: ") for line in self.text.split("\n\n")][:-2]
+        usage = [json.loads(one)["usage"] for one in told if '"usage"' in one][-1]
+        return usage["prompt_tokens"], usage["completion_tokens"]
+
+
+async def some_request(here: Books, chance: random.Random, number: int) -> Answered:
+    """One like those that people send, of whom some leave."""
+    prompt: dict[str, Any] = {"prompt": "Tell me"}
+    chat: dict[str, Any] = {"messages": [{"role": "user", "content": "Tell me"}]}
+    path, asked = chance.choice([(COMPLETIONS, prompt), (CHATS, chat)])
+    most = chance.choice([1, 30, 200])
+    body = {"model": "big", "max_tokens": most, "stream": False} | asked
+    body |= STREAM if chance.random() < 0.6 else {}
+    body |= {"n": 2} if chance.random() < 0.2 else {}
+    body |= {"timeout_s": chance.choice([0.01, 0.2])} if chance.random() < 0.15 else {}
+    name, leaves_s = f"r{number}", chance.choice([None, None, None, 0.01, 0.1])
+    try:
+        async with asyncio.timeout(leaves_s):
+            answer = await here.running.client.post(path, json=body, headers={"x-request-id": name})
+    except TimeoutError:
+        return Answered(name, body, None)
+    return Answered(name, body, answer.status_code, answer.text)
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_all_numbers_agree_whatever_happens(
+    tmp_path: Path, tokenizer: Tokenizer, seed: int
+) -> None:
+    chance = random.Random(seed)
+
+    def script(_: object) -> Script:
+        tokens = [*range(100, 130)] * chance.choice([1, 10])
+        if chance.random() < 0.1:
+            return Script(tokens[: chance.randrange(6)], crash=RuntimeError("broken"))
+        return Script(tokens, finish="length")
+
+    engine, doubles = FakeEngine(tokenizer, script), (Vllm("one"), Sglang("two"))
+    timeouts = Timeouts(first_token_s=1.0, between_tokens_s=1.0, recovery_s=0.5)
+    async with serve(engine) as served, listening(*doubles):
+        behind = [ReplicaConfig(url=double.url) for double in doubles]
+        ours = ReplicaConfig(url=served.url, model=MODEL)
+        async with kept(tmp_path, ours, *behind, timeouts=timeouts, hedge_after_s=0.1) as here:
+            got: list[Answered] = []
+            for lap in range(4):
+                kinds: list[Any] = ["die", "stall", "error", "abort", "refuse"]
+                doubles[0].faults += [Fault(kind, chance.randrange(5)) for kind in kinds[: lap + 2]]
+                asks = [some_request(here, chance, lap * 15 + number) for number in range(15)]
+                got += await asyncio.gather(*asks)
+            await until(lambda: not any(one.load.in_flight for one in here.running.replicas))
+            rows: dict[str, UsageRow] = {}
+            here.spool.drain(lambda some: rows.update({row.request: row for row in some}))
+            sums = Counter[str]()
+            for answered in got:
+                trace = here.running.traces.find(answered.id)
+                if trace is None:  # left before it had come
+                    continue
+                row, told = rows.pop(trace.id), trace.tell()
+                sums.update(
+                    input=row.input_tokens - row.cached_tokens,
+                    cached=row.cached_tokens,
+                    output=row.output_tokens,
+                    cost=row.nano_dollars,
+                    **{told["status"]: 1},
+                )
+                tokens = row.input_tokens, row.cached_tokens, row.output_tokens
+                assert tuple(told["tokens"].values()) == tokens
+                assert answered.usage in {None, (row.input_tokens, row.output_tokens)}
+                assert row.status == told["status"] or told["status"] == "refused"
+                assert row.output_tokens or row.status == "completed" or not row.nano_dollars
+            assert not rows
+            for kind in ("input", "cached", "output"):
+                assert await here.count("tokens_total", kind=kind) == sums[kind]
+            assert await here.count("cost_nano_dollars_total") == sums["cost"]
+            for status in ("completed", "stopped", "cancelled", "refused", "failed"):
+                assert await here.count("requests_total", status=status) == sums[status]
