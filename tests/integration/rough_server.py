@@ -79,6 +79,16 @@ class Rough:
     _at_once: int = 0
     _writers: set[asyncio.StreamWriter] = field(default_factory=set)
 
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return int(self.url.rpartition(":")[2])
+
+    @property
+    def connections(self) -> int:
+        """That are open."""
+        return len(self._writers)
+
     def close(self) -> None:
         """Close all connections."""
         for writer in self._writers:
@@ -133,10 +143,12 @@ def _fields(body: dict[str, object]) -> set[str]:
 
 
 @contextlib.asynccontextmanager
-async def rough_server(script: Answer = plain) -> AsyncIterator[Rough]:
-    """A server on a free port."""
+async def rough_server(
+    script: Answer = plain, host: str = "127.0.0.1", port: int = 0
+) -> AsyncIterator[Rough]:
+    """A server, by default on a free port."""
     rough = Rough(script)
-    server = await asyncio.start_server(rough.serve, "127.0.0.1", 0)
+    server = await asyncio.start_server(rough.serve, host, port)
     rough.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     try:
         yield rough

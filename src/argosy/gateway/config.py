@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from argosy.gateway.dialects import Carry, Kind, KvAddress
+from argosy.gateway.discovery import Discover
 from argosy.gateway.explain import ExplainConfig
 from argosy.gateway.identity import AuthConfig
 from argosy.gateway.limits import LimitsConfig
@@ -33,8 +34,10 @@ class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """One server behind a model."""
 
     url: str
+    discover: Discover | None = None
+    """Each address that the URL's host name has is a replica of its own; the name is looked up again and again."""
     name: str | None = None
-    """What metrics, explanations and the ledger call it; by default its URL."""
+    """What metrics, explanations and the ledger call it; by default its URL. Where it is discovered: NAME@ADDRESS."""
     kind: Kind = "auto"
     """What it is; `auto` asks it."""
     model: str | None = None
@@ -158,7 +161,16 @@ def load_config(path: Path) -> GatewayConfig:
 def _check_replicas(path: Path, model: ModelConfig) -> None:
     names = [replica.name or replica.url for replica in model.replicas]
     _refuse_twice(path, f"of {model.name!r} the replica", names)
-    for replica in model.replicas:
+    discovered = {
+        name for name, one in zip(names, model.replicas, strict=True) if one.discover is not None
+    }
+    for name, replica in zip(names, model.replicas, strict=True):
+        if name.rpartition("@")[0] in discovered:
+            raise ValueError(
+                f"{path}: {name!r} is what discovery may call a replica; name it differently"
+            )
+        if replica.discover is not None:
+            _check_discovered(path, replica)
         if replica.tls != UpstreamTls() and not replica.url.startswith("https:"):
             raise ValueError(
                 f"{path}: {replica.url}: tls is for https URLs; write https, or remove it"
@@ -175,6 +187,17 @@ def _check_routes(path: Path, config: GatewayConfig, served: list[str]) -> None:
             check_route(route, served, accounts=config.store is not None)
         except ValueError as error:
             raise ValueError(f"{path}: route {name!r}: {error}") from error
+
+
+def _check_discovered(path: Path, replica: ReplicaConfig) -> None:
+    if not replica.url.startswith(("http:", "https:")):
+        raise ValueError(
+            f"{path}: {replica.url}: discover looks up a host's name; write http://HOST:PORT"
+        )
+    if replica.kv_events is not None:
+        raise ValueError(
+            f"{path}: {replica.url}: kv_events names one server, and discover finds several; remove it"
+        )
 
 
 def _refuse_twice(path: Path, what: str, names: list[str]) -> None:

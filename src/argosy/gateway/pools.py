@@ -1,50 +1,100 @@
-"""From the configuration to the models that are served: their pools, their replicas, the connections to those."""
+"""From the configuration to what is served: the models, their pools, their replicas, the connections to those."""
 
 from __future__ import annotations
 
-from argosy.gateway.config import GatewayConfig, ModelConfig, Timeouts, headers_of
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from argosy.gateway.config import GatewayConfig, ModelConfig, ReplicaConfig, headers_of
 from argosy.gateway.models import Models
 from argosy.gateway.replicas import Pool, Replica
+from argosy.gateway.routes import RouteConfig
 from argosy.gateway.upstream import Upstream
 from argosy.gateway.upstream_tls import client_context
 from argosy.policy import Hedging
 from argosy.protocol import parse_endpoint
 
 
-def build_models(config: GatewayConfig) -> Models:
-    """All models, by all their names. Raises ValueError, saying what to change."""
-    pools = [_pool(model, config.timeouts) for model in config.models]
-    return Models(
-        {
-            name: pool
-            for model, pool in zip(config.models, pools, strict=True)
-            for name in (model.name, *model.aliases)
-        },
-        config.routes,
-    )
+class Entry:
+    """One entry of a model's replicas: a server, or as many as its name has addresses.
 
+    Raises ValueError, saying what to change.
+    """
 
-def _pool(model: ModelConfig, timeouts: Timeouts) -> Pool:
-    replicas = []
-    for wanted in model.replicas:
-        endpoint = parse_endpoint(wanted.url)
+    def __init__(self, config: ReplicaConfig, model: str, connect_timeout_s: float) -> None:
+        self.config = config
+        self.name = config.name or config.url
+        self.endpoint = parse_endpoint(config.url)
+        self._model = config.model or model
+        self._headers = headers_of(config)
+        self._tls = client_context(config.tls) if self.endpoint.tls else None
+        self._connect_timeout_s = connect_timeout_s
+
+    def replica(self, address: str | None = None) -> Replica:
+        """The server at its URL, or the one at this of its name's addresses, which is called so, too."""
+        config = self.config
         upstream = Upstream(
-            endpoint,
-            headers=headers_of(wanted),
-            connect_timeout_s=timeouts.connect_s,
-            tls=client_context(wanted.tls) if endpoint.tls else None,
-            server_name=wanted.tls.server_name,
+            msgspec.structs.replace(self.endpoint, address=address),
+            headers=self._headers,
+            connect_timeout_s=self._connect_timeout_s,
+            tls=self._tls,
+            server_name=config.tls.server_name,
         )
-        replica = Replica(
-            wanted.name or wanted.url,
-            wanted.kind,
-            wanted.model or model.name,
+        return Replica(
+            self.name if address is None else self.name_at(address),
+            config.kind,
+            self._model,
             upstream,
-            most=wanted.max_requests,
-            carry=wanted.carry,
-            stream_usage=wanted.stream_usage,
-            kv_events=wanted.kv_events,
+            most=config.max_requests,
+            carry=config.carry,
+            stream_usage=config.stream_usage,
+            kv_events=config.kv_events,
         )
-        replicas.append(replica)
-    hedging = None if model.hedge_after_s is None else Hedging(model.hedge_after_s)
-    return Pool(model.name, replicas, model.routing, hedging)
+
+    def name_at(self, address: str) -> str:
+        """What the server at one of its name's addresses is called."""
+        return f"{self.name}@{address}"
+
+
+class Behind(NamedTuple):
+    """A model, and what stands behind it."""
+
+    model: ModelConfig
+    entries: tuple[Entry, ...]
+
+
+def read_models(config: GatewayConfig) -> list[Behind]:
+    """All models of the configuration. Raises ValueError, saying what to change."""
+    connect_s = config.timeouts.connect_s
+    return [
+        Behind(model, tuple(Entry(one, model.name, connect_s) for one in model.replicas))
+        for model in config.models
+    ]
+
+
+def build_pool(behind: Behind) -> Pool:
+    """A model's pool; whose names are to be looked up are not in it yet."""
+    model = behind.model
+    replicas = [entry.replica() for entry in behind.entries if entry.config.discover is None]
+    return Pool(model.name, replicas, model.routing, hedging_of(model))
+
+
+def hedging_of(model: ModelConfig) -> Hedging | None:
+    """Whether silent replicas are raced by others, and how often."""
+    return None if model.hedge_after_s is None else Hedging(model.hedge_after_s)
+
+
+def named(behind: Sequence[Behind], pools: Sequence[Pool]) -> dict[str, Pool]:
+    """The pools by all names of their models."""
+    return {
+        name: pool
+        for (model, _), pool in zip(behind, pools, strict=True)
+        for name in (model.name, *model.aliases)
+    }
+
+
+def build_models(behind: Sequence[Behind], routes: Sequence[RouteConfig] = ()) -> Models:
+    """All models, by all their names, their pools in this order; `routes` name only these."""
+    return Models(named(behind, [build_pool(one) for one in behind]), routes)

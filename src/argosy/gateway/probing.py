@@ -63,12 +63,14 @@ class Prober:
         """It has been asked what it is."""
         self._step = 0
         """The engine's, when it told last."""
+        self.asked = asyncio.Event()
+        """Set once it has been probed, whatever came of it."""
 
     async def run(self) -> None:
-        """Probe again and again."""
+        """Probe again and again, from a while after now on."""
         while True:
-            await self.probe()
             await asyncio.sleep(self._pause_s())
+            await self.probe()
 
     def _pause_s(self) -> float:
         if self._replica.parts is not None:
@@ -91,9 +93,12 @@ class Prober:
                 well = (self._met or await self._meet()) and await self._look()
             if well:
                 outcome = await self._try_out() if probing else Outcome.SUCCESS
+                self._welcome()
         except WRONG as error:
             log.debug("probe_failed", replica=replica.name, reason=str(error))
         finally:
+            replica.arriving = False
+            self.asked.set()
             if probing:
                 breaker.probed(outcome, time.monotonic())
                 replica.on_change()
@@ -118,6 +123,13 @@ class Prober:
             log.warning("replica_has_other_models", replica=replica.name, wanted=replica.model)
         replica.on_change()
         return True
+
+    def _welcome(self) -> None:
+        """It is well: one that came while others served gets requests from now on. Ours say so themselves."""
+        replica = self._replica
+        if not replica.taking and replica.kind != "argosy":
+            replica.taking = True
+            replica.on_change()
 
     async def _look(self) -> bool:
         """Ask for its load, or else its health; whether it is well."""

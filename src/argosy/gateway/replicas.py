@@ -93,6 +93,8 @@ class Replica:
     """Where it publishes what it caches; None: it may say so itself."""
     taking: bool = field(init=False)
     """It says that it takes new requests; one that drains does not, nor one whose kind is not known yet."""
+    arriving: bool = field(default=False, init=False)
+    """It came while others served, and has not been asked yet how it is: requests wait for what it says."""
     on_change: Callable[[], None] = _nothing
     """Called when there may be room that there was not before."""
     prefixes: Prefixes = field(default_factory=PrefixIndex)
@@ -226,6 +228,9 @@ class Pool:
         self.retries = RetryBudget()
         self.hedging = hedging
         """None: it does not."""
+        self.requests = 0
+        """That are on their way here: they wait, or run on one of the replicas."""
+        self._changed: Callable[[], None] = _nothing
         self._chooser = CHOOSERS[rule]()
         self._outputs = Mean(OUTPUT_HALF_LIFE, DEFAULT_OUTPUT)
 
@@ -237,8 +242,24 @@ class Pool:
 
     def watch(self, changed: Callable[[], None]) -> None:
         """Have `changed` called when a replica may have room that it had not before."""
+        self._changed = changed
         for replica in self.replicas.values():
             replica.on_change = changed
+
+    def add(self, replica: Replica) -> None:
+        """From now on there is this one, too, in place of one of its name: it gets requests once it is well."""
+        replica.taking, replica.arriving = False, True
+        replica.on_change = self._changed
+        self.replicas[replica.name] = replica
+
+    def remove(self, name: str) -> Replica:
+        """It gets no request any more; what runs there goes on."""
+        return self.replicas.pop(name)
+
+    @property
+    def awaited(self) -> bool:
+        """Whether one has just come that may soon be used."""
+        return any(replica.arriving for replica in self.replicas.values())
 
     def alive(self) -> list[Replica]:
         """The replicas that may be used at all."""

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -16,21 +16,23 @@ import uvloop
 
 from argosy.gateway.admin import build_admin
 from argosy.gateway.books import Books
+from argosy.gateway.care import Care, look_after
 from argosy.gateway.config import GatewayConfig
+from argosy.gateway.discovery import LookUp, look_up
 from argosy.gateway.explain import Traces
 from argosy.gateway.fast_path import FastPath, load_fast_path
 from argosy.gateway.front import Front
 from argosy.gateway.idempotency import Idempotency, kept_answers
 from argosy.gateway.identity import Identity, check_exposure
 from argosy.gateway.journey import Stage
-from argosy.gateway.kv import follow_all
 from argosy.gateway.ledger import Ledger
 from argosy.gateway.limits import Limits, shared_state
+from argosy.gateway.members import Members
 from argosy.gateway.models import Models
 from argosy.gateway.operating import Operating, read_replicas
-from argosy.gateway.pools import build_models
-from argosy.gateway.probing import Prober
+from argosy.gateway.pools import build_models, read_models
 from argosy.gateway.recorder import Recorder
+from argosy.gateway.replicas import Replica
 from argosy.gateway.serving import Serving
 from argosy.native import NativeUnavailable
 from argosy.process import heeding, raise_file_limit
@@ -38,11 +40,8 @@ from argosy.store import Directory, StoreConfig
 from argosy.telemetry import GatewayMetrics, GatewayReading, configure_logs
 from argosy.web import Certificates, Listener, calm_collector, listening_socket, url_of
 
-AGAIN_S = 5.0
-"""After how long something that failed is looked after again."""
-
-Care = Callable[[], Coroutine[Any, Any, None]]
-"""Looks after something for as long as the gateway runs, or as there is something to look after."""
+FIRST_S = 5.0
+"""How long the replicas may take to say how they are before the gateway listens."""
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
@@ -53,17 +52,29 @@ class GatewayServer:
     Raises ValueError, saying what to change, when the configuration cannot be meant.
     """
 
-    def __init__(self, config: GatewayConfig, on_ready: Callable[[str], None]) -> None:
+    def __init__(
+        self, config: GatewayConfig, on_ready: Callable[[str], None], look_up: LookUp = look_up
+    ) -> None:
+        """`look_up` finds the addresses of replicas that are discovered."""
         self._config = config
         self._on_ready = on_ready
-        self._models = build_models(config)
-        self.replicas = [one for pool in self._models.pools for one in pool.replicas.values()]
+        behind = read_models(config)
+        self._models = build_models(behind, config.routes)
+        self._members = [
+            Members(pool, entries, look_up)
+            for pool, (_, entries) in zip(self._models.pools, behind, strict=True)
+        ]
         self._identity = Identity(Directory(), config.auth)
         self._metrics = GatewayMetrics()
         self._traces = Traces(config.explain)
         self._certificates = None if config.tls is None else Certificates(config.tls)
         self._leave = asyncio.Event()
         self._at_once = asyncio.Event()
+
+    @property
+    def replicas(self) -> list[Replica]:
+        """Those of all models."""
+        return [replica for pool in self._models.pools for replica in pool.replicas.values()]
 
     def stop(self) -> None:
         """Drain, then leave; called again, leave at once. Call it on the event loop's thread."""
@@ -82,7 +93,7 @@ class GatewayServer:
         Raises ValueError or OSError, saying what to change, when it cannot.
         """
         async with contextlib.AsyncExitStack() as closing:
-            closing.callback(self._close_upstreams)
+            closing.push_async_callback(self._close_members)
             stages = await self._first_stages(closing)
             books, keeping = None, None
             if self._config.store is not None:
@@ -151,12 +162,17 @@ class GatewayServer:
             config=self._config,
             limits=None if keeping is None else keeping.limits,
         )
-        probers = [Prober(replica) for replica in self.replicas]
-        first = [prober.probe() for prober in probers]
-        await asyncio.gather(*first, return_exceptions=True)  # `run` meets what went wrong, too
-        caring += [serving.tend, *(prober.run for prober in probers)]
-        caring += follow_all(self._models.pools)
-        await self._listen(front, bound, caring)
+        await self._meet()
+        await self._listen(front, bound, [*caring, serving.tend])
+
+    async def _meet(self) -> None:
+        """Ask all replicas how they are, before anybody asks for them."""
+        for members in self._members:
+            members.start()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FIRST_S):
+                for members in self._members:
+                    await members.asked()
 
     async def _listen(self, front: Front, bound: socket.socket, caring: list[Care]) -> None:
         certificates = self._certificates
@@ -170,7 +186,7 @@ class GatewayServer:
         leaving = asyncio.create_task(self._leave.wait())
         if certificates is not None:
             caring = [*caring, certificates.watch]
-        tasks = [asyncio.create_task(_look_after(care)) for care in caring]
+        tasks = [asyncio.create_task(look_after(care)) for care in caring]
         url = url_of(bound, "http" if certificates is None else "https")
         log.info("ready", url=url, models=[model.name for model in self._config.models])
         self._on_ready(url)
@@ -234,9 +250,9 @@ class GatewayServer:
             check_exposure(config.host, config.auth, known)
         return listening_socket(config.host, config.port, config.uds)
 
-    def _close_upstreams(self) -> None:
-        for replica in self.replicas:
-            replica.upstream.close()
+    async def _close_members(self) -> None:
+        for members in self._members:
+            await members.close()
 
 
 class _Keeping:
@@ -262,16 +278,6 @@ class _Keeping:
             self.limits.update(meant)
             self._ledger.update(meant)
         await self.limits.seed(self.books.store.usage.spent)
-
-
-async def _look_after(care: Care) -> None:
-    """Care until there is no more to care for: what went wrong, no thread left or no memory, may not go wrong again."""
-    while True:
-        try:
-            return await care()
-        except Exception:
-            log.exception("looked_after_again", what=repr(care), after_s=AGAIN_S)
-        await asyncio.sleep(AGAIN_S)
 
 
 def _nothing() -> None:

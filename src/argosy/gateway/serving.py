@@ -30,6 +30,7 @@ from argosy.gateway.journey import (
 )
 from argosy.gateway.models import Models
 from argosy.gateway.relay import Relay, Ways
+from argosy.gateway.replicas import Pool
 from argosy.gateway.shortcut import Shortcut
 from argosy.gateway.stream import ClientStream, StreamLimits
 from argosy.protocol import ApiError, event
@@ -58,9 +59,8 @@ class Serving:
             config.keep_alive_s,
             config.slow_reader_timeout_s,
         )
-        self._dispatchers = {
-            pool.model: Dispatcher(pool, config.queue, self._clock) for pool in models.pools
-        }
+        self._dispatchers: dict[Pool, Dispatcher] = {}
+        """Of each pool that was asked for something."""
         self._streams: set[ClientStream] = set()
         self._ways = Ways(
             config.timeouts,
@@ -73,7 +73,11 @@ class Serving:
     @property
     def queued(self) -> Mapping[str, int]:
         """Requests that wait for a replica, by model."""
-        return {model: len(dispatcher) for model, dispatcher in self._dispatchers.items()}
+        queued = {pool.model: 0 for pool in self._models.pools}
+        for pool, dispatcher in self._dispatchers.items():
+            if pool.model in queued:
+                queued[pool.model] += len(dispatcher)
+        return queued
 
     @property
     def on_fast_path(self) -> int:
@@ -92,8 +96,10 @@ class Serving:
         """Look after running streams and all that wait, for as long as the gateway runs."""
         while True:
             await asyncio.sleep(1.0)
-            for dispatcher in self._dispatchers.values():
+            for pool, dispatcher in tuple(self._dispatchers.items()):
                 dispatcher.pump()
+                if not (pool.requests or pool in self._models.pools):
+                    del self._dispatchers[pool]
             now = self._clock()
             for stream in tuple(self._streams):
                 stream.tend(now, self._limits)
@@ -158,7 +164,8 @@ class Serving:
         """Let the request in and answer it, unless the client or the gateway goes away, or its deadline passes."""
         task = asyncio.current_task()
         assert task is not None  # noqa: S101 - this is a coroutine
-        dispatcher = self._dispatchers[journey.pool.model]
+        pool = journey.pool
+        dispatcher = self._dispatcher(pool)
         carrier = Carrier(journey.ask, journey.api.path, journey.delivered)
         stream = ClientStream(
             journey,
@@ -175,6 +182,7 @@ class Serving:
             alarm = asyncio.get_running_loop().call_later(left_s, stream.expire)
         journey.exchange.watch(stream)
         self._streams.add(stream)
+        pool.requests += 1
         try:
             if await enter(self._stages, visits, journey):
                 journey.trace.admitted = self._clock()
@@ -192,6 +200,7 @@ class Serving:
             if alarm is not None:
                 alarm.cancel()
             self._streams.discard(stream)
+            pool.requests -= 1
             stream.settle()
             dispatcher.ended(journey)
             journey.exchange.watch(None)
@@ -200,6 +209,13 @@ class Serving:
         await out.end()
         out_of_time = "timeout" in journey.delivered.finished.values()  # as its replica says, too
         journey.status = "stopped" if stream.stopped is not None or out_of_time else "completed"
+
+    def _dispatcher(self, pool: Pool) -> Dispatcher:
+        """The queue in front of a pool."""
+        dispatcher = self._dispatchers.get(pool)
+        if dispatcher is None:
+            dispatcher = self._dispatchers[pool] = Dispatcher(pool, self._config.queue, self._clock)
+        return dispatcher
 
     def _shortcut(self, ask: Ask, out: Out, visits: Sequence[Visit]) -> Shortcut | None:
         """The way by the fast path, for a stream that may go there: it knows one choice."""

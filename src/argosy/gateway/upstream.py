@@ -37,6 +37,7 @@ class Upstream:
         self._path = endpoint.path.encode()
         self._idle: list[Connection] = []
         self._expiring = Deadlines(IDLE_S, Connection.close)
+        self._closed = False
 
     def request(
         self, method: bytes, path: bytes, body: bytes, headers: list[tuple[bytes, bytes]]
@@ -76,13 +77,17 @@ class Upstream:
             return made
         # uvloop logs a look-up of its own that fails after its connection was given up, each time.
         port, kind = endpoint.port, socket.SOCK_STREAM
-        found = await loop.getaddrinfo(endpoint.host, port, type=kind)
+        if endpoint.address is not None:
+            addresses = [endpoint.address]
+        else:
+            found = await loop.getaddrinfo(endpoint.host, port, type=kind)
+            addresses = [str(address[0]) for *_, address in found]
         failed: OSError | None = None
-        for *_, address in found:
+        for address in addresses:
             try:
                 _, made = await loop.create_connection(
                     self._make,
-                    str(address[0]),
+                    address,
                     port,
                     ssl=self._tls,
                     server_hostname=self._server_name,
@@ -94,10 +99,10 @@ class Upstream:
         raise failed or OSError("its name has no address")
 
     def close(self) -> None:
-        """Close the idle connections."""
-        for connection in self._idle:
+        """Keep no connection any more: idle ones are closed now, the others when they have what they were asked."""
+        self._closed = True
+        while (connection := self.kept()) is not None:
             connection.abort()
-        self._idle.clear()
 
     def _make(self) -> Connection:
         return Connection(self._keep)
@@ -105,7 +110,7 @@ class Upstream:
     def _keep(self, connection: Connection) -> None:
         if connection.closed:
             return
-        if len(self._idle) >= MAX_IDLE:
+        if self._closed or len(self._idle) >= MAX_IDLE:
             connection.abort()
             return
         self._expiring.add(connection)

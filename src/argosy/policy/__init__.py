@@ -10,6 +10,7 @@ from argosy.policy.affinity import (
     chain,
 )
 from argosy.policy.breaker import Breaker, BreakerLimits, Outcome, classify, usable
+from argosy.policy.discovery import Addresses
 from argosy.policy.estimates import OutputEstimates
 from argosy.policy.fairness import INPUT_PRICE, OUTPUT_PRICE, Account, TenantShares, service
 from argosy.policy.headroom import lowest_tier, nothing_kept
@@ -68,6 +69,7 @@ __all__ = [
     "QUANTUM",
     "Account",
     "Action",
+    "Addresses",
     "Answered",
     "Ask",
     "BoundedHash",

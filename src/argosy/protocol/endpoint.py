@@ -19,6 +19,8 @@ class Endpoint(msgspec.Struct, frozen=True):
     tls: bool = False
     path: str = ""
     """Put before each request's path; no slash at the end."""
+    address: str | None = None
+    """Which of the host's addresses is meant; None: any."""
 
     @property
     def authority(self) -> str:

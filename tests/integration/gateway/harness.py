@@ -24,10 +24,10 @@ from argosy.gateway.fast_path import FastPath, load_fast_path
 from argosy.gateway.front import Front
 from argosy.gateway.identity import Identity
 from argosy.gateway.journey import ANY, Alone, Journey, Stage, Visit
-from argosy.gateway.kv import follow_all
+from argosy.gateway.kv import TextsOf, follow
 from argosy.gateway.models import Models
 from argosy.gateway.operating import Operating
-from argosy.gateway.pools import build_models
+from argosy.gateway.pools import build_models, read_models
 from argosy.gateway.probing import Prober
 from argosy.gateway.recorder import Recorder
 from argosy.gateway.replicas import Replica
@@ -134,7 +134,7 @@ async def front(
         queue=queue,
         slow_reader_timeout_s=slow_reader_timeout_s,
     )
-    models, metrics = build_models(config), GatewayMetrics()
+    models, metrics = build_models(read_models(config)), GatewayMetrics()
     traces = Traces(ExplainConfig())
     fast_path = FastPath(load_fast_path())
     recorder = Recorder(traces, metrics, time.monotonic)
@@ -155,10 +155,11 @@ async def front(
     for prober in probers:
         await prober.probe()
     bound, listener = bind("127.0.0.1", 0), Listener(app)
+    texts = TextsOf()
     tasks = [
         asyncio.create_task(listener.serve(sockets=[bound])),
         asyncio.create_task(serving.tend()),
-        *(asyncio.create_task(follow()) for follow in follow_all(models.pools)),
+        *(asyncio.create_task(follow(replica, texts)) for replica in replicas),
     ]
     try:
         async with httpx2.AsyncClient(base_url=url_of(bound), timeout=30) as client:

@@ -13,7 +13,7 @@ from argosy.gateway import GatewayConfig, ModelConfig, QueueConfig, ReplicaConfi
 from argosy.gateway.caller import Caller
 from argosy.gateway.dispatch import Dispatcher
 from argosy.gateway.journey import Journey
-from argosy.gateway.pools import build_models
+from argosy.gateway.pools import build_models, read_models
 from argosy.policy import Outcome
 
 STEPS = st.lists(
@@ -30,9 +30,8 @@ class World:
             ReplicaConfig(url=f"http://127.0.0.1:{port}", kind="openai", max_requests=2)
             for port in (7, 8, 9)
         ]
-        (self.pool,) = build_models(
-            GatewayConfig(models=[ModelConfig(name="big", replicas=behind)])
-        ).pools
+        config = GatewayConfig(models=[ModelConfig(name="big", replicas=behind)])
+        (self.pool,) = build_models(read_models(config)).pools
         self.queue = Dispatcher(self.pool, QueueConfig(), lambda: 0.0)
         self.running: list[Journey] = []
         self.waiting: list[tuple[Journey, asyncio.Task[object]]] = []
@@ -99,7 +98,7 @@ def test_a_replica_gets_what_it_says_that_it_runs_and_no_more_than_was_set(
 ) -> None:
     behind = ReplicaConfig(url="http://127.0.0.1:7", kind="sglang", max_requests=most)
     config = GatewayConfig(models=[ModelConfig(name="big", replicas=[behind])])
-    (replica,) = build_models(config).pools[0].replicas.values()
+    (replica,) = build_models(read_models(config)).pools[0].replicas.values()
     replica.load.capacity = told
     assert replica.seats == seats
 
@@ -107,7 +106,7 @@ def test_a_replica_gets_what_it_says_that_it_runs_and_no_more_than_was_set(
 def test_what_was_set_is_no_less_for_what_other_gateways_have() -> None:
     behind = ReplicaConfig(url="http://127.0.0.1:7", kind="argosy", max_requests=4)
     config = GatewayConfig(models=[ModelConfig(name="big", replicas=[behind])])
-    (replica,) = build_models(config).pools[0].replicas.values()
+    (replica,) = build_models(read_models(config)).pools[0].replicas.values()
     replica.load.capacity = 8
     replica.shared_with([{1: 4}])
     assert [replica.part(tier) for tier in range(3)] == [4, 4, 4]

@@ -15,7 +15,7 @@ from argosy.gateway import GatewayConfig, ModelConfig, QueueConfig, ReplicaConfi
 from argosy.gateway.caller import Caller
 from argosy.gateway.dispatch import Dispatcher
 from argosy.gateway.journey import Journey
-from argosy.gateway.pools import build_models
+from argosy.gateway.pools import build_models, read_models
 from argosy.gateway.replicas import Replica
 from argosy.policy import Outcome, service
 from argosy.protocol import ApiError
@@ -56,7 +56,8 @@ class World:
 
     def __post_init__(self) -> None:
         behind = [ReplicaConfig(url="http://127.0.0.1:9", kind="openai", max_requests=SEATS)]
-        models = build_models(GatewayConfig(models=[ModelConfig(name="big", replicas=behind)]))
+        config = GatewayConfig(models=[ModelConfig(name="big", replicas=behind)])
+        models = build_models(read_models(config))
         self.pool = models.pools[0]
         self.queue = Dispatcher(self.pool, self.limits, lambda: self.tick / TICKS_PER_S)
 

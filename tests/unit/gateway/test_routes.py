@@ -15,7 +15,7 @@ from argosy.gateway import ModelConfig, ReplicaConfig, RouteConfig, load_config
 from argosy.gateway.caller import Caller
 from argosy.gateway.config import GatewayConfig
 from argosy.gateway.models import Models, Target
-from argosy.gateway.pools import build_models
+from argosy.gateway.pools import build_models, read_models
 from argosy.protocol import ApiError
 from argosy.store import Directory, Organisation, Project
 
@@ -41,7 +41,8 @@ def models(*routes: RouteConfig) -> Models:
         ModelConfig(name=name, aliases=(alias,), replicas=[ReplicaConfig(url=f"http://{name}")])
         for name, alias in (("qwen", "default"), ("next", "latest"))
     ]
-    built = build_models(GatewayConfig(models=configs, routes=list(routes)))
+    config = GatewayConfig(models=configs, routes=list(routes))
+    built = build_models(read_models(config), routes)
     built.update(EVERYBODY)
     return built
 

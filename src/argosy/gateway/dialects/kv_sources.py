@@ -42,7 +42,7 @@ class KvPorts:
 
     def at(self, server: Endpoint) -> KvAddress:
         """The addresses, as seen from here."""
-        host = server.host if server.unix is None else "127.0.0.1"
+        host = server.address or (server.host if server.unix is None else "127.0.0.1")
         host = f"[{host}]" if ":" in host else host
         replay = None if self.replay is None else f"tcp://{host}:{self.replay}"
         return KvAddress(endpoint=f"tcp://{host}:{self.events}", replay=replay)

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from functools import partial
-from typing import Any
 
 from argosy.gateway.kv.engines import EngineFollower
 from argosy.gateway.kv.events import EventFollower
 from argosy.gateway.kv.texts import AGAIN_S, TextsOf
-from argosy.gateway.replicas import Pool, Replica
-
-
-def follow_all(pools: list[Pool]) -> list[Callable[[], Coroutine[Any, Any, None]]]:
-    """For each replica what follows it as long as the gateway runs; those of a pool share its texts."""
-    shared = [(pool, TextsOf()) for pool in pools]
-    return [partial(follow, one, texts) for pool, texts in shared for one in pool.replicas.values()]
+from argosy.gateway.replicas import Replica
 
 
 async def follow(replica: Replica, texts: TextsOf) -> None:
-    """Follow a replica again and again, from when it is known what it is, if it is of a kind that tells."""
+    """Follow a replica again and again, from when it is known what it is, if it is of a kind that tells.
+
+    Those of a pool share its texts.
+    """
     while replica.kind == "auto":  # noqa: ASYNC110 - the replica does not say when it is known
         await asyncio.sleep(AGAIN_S)
     follower = _follower(replica, texts)

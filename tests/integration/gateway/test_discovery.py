@@ -1,0 +1,331 @@
+"""Replicas that a name stands for: those of its addresses come and go, and no request is lost by it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx2
+import pytest
+from structlog.testing import capture_logs
+from tests.integration.gateway.certificates import Authority
+from tests.integration.gateway.doubles.behind import COMPLETION, stream
+from tests.integration.gateway.doubles.families import Vllm
+from tests.integration.gateway.doubles.server import WHOLE, running
+from tests.integration.gateway.test_tls import server_context, terminated
+from tests.integration.rough_server import Asked, Rough, rough_server
+from tests.waiting import until
+
+from argosy.gateway import (
+    GatewayConfig,
+    GatewayServer,
+    ModelConfig,
+    ReplicaConfig,
+    Timeouts,
+    UpstreamTls,
+)
+from argosy.gateway.discovery import LookUp, look_up
+
+BODY = {"model": "big", "prompt": "Say something", "max_tokens": 3}
+QUICK = Timeouts(connect_s=1.0, first_token_s=5.0, between_tokens_s=5.0, recovery_s=0.5)
+LONG_S = 1e9
+
+
+@pytest.fixture(autouse=True)
+def _quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("argosy.gateway.discovery.EACH_S", 0.01)
+    monkeypatch.setattr("argosy.gateway.probing.OTHERS_EACH_S", 0.05)
+    monkeypatch.setattr("argosy.policy.discovery.ABSENT_S", 0.05)
+    monkeypatch.setattr("argosy.policy.discovery.EMPTY_S", LONG_S)
+
+
+@dataclass
+class Names:
+    """A resolver that answers what it is told to."""
+
+    addresses: Collection[str] = ()
+    error: OSError | None = None
+    answers: asyncio.Event = field(default_factory=asyncio.Event)
+    """Cleared: it hangs."""
+    asked: int = 0
+
+    def __post_init__(self) -> None:
+        self.answers.set()
+
+    async def look_up(self, host: str, family: socket.AddressFamily) -> Collection[str]:
+        assert (host, family) == ("replicas.test", socket.AF_UNSPEC)
+        self.asked += 1
+        await self.answers.wait()
+        if self.error is not None:
+            raise self.error
+        return self.addresses
+
+    async def again(self, times: int = 3) -> None:
+        """Wait until it has been asked so many times more."""
+        until_then = self.asked + times
+        await until(lambda: self.asked >= until_then)
+
+
+@dataclass(frozen=True)
+class Running:
+    """A gateway, and a client of it."""
+
+    server: GatewayServer
+    client: httpx2.AsyncClient
+
+    @property
+    def names(self) -> set[str]:
+        return {replica.name for replica in self.server.replicas}
+
+    async def ask(self) -> int:
+        return (await self.client.post("/v1/completions", json=BODY)).status_code
+
+    async def served(self, *by: Rough) -> None:
+        """Wait until each of them has been asked, and only they are."""
+        for one in by:
+            one.asked.clear()
+        while not all(one.asked for one in by):
+            assert await self.ask() == 200
+
+
+def entry(port: int, host: str = "replicas.test") -> ReplicaConfig:
+    return ReplicaConfig(
+        url=f"http://{host}:{port}", discover="dns", name="pods", kind="openai", model="rough"
+    )
+
+
+@contextlib.asynccontextmanager
+async def gateway(look: LookUp, *behind: ReplicaConfig) -> AsyncIterator[Running]:
+    """It leaves no task and no connection."""
+    before = asyncio.all_tasks()
+    model = ModelConfig(name="big", routing="round-robin", replicas=list(behind))
+    config = GatewayConfig(port=0, models=[model], timeouts=QUICK)
+    url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    server = GatewayServer(config, url.set_result, look)
+    serving = asyncio.create_task(server.run())
+    try:
+        async with httpx2.AsyncClient(base_url=await url, timeout=30) as client:
+            yield Running(server, client)
+    finally:
+        server.stop()
+        await serving
+    await until(lambda: asyncio.all_tasks() <= before)
+
+
+@contextlib.asynccontextmanager
+async def pods(count: int) -> AsyncIterator[list[Rough]]:
+    """Servers on one port of several addresses: 127.0.0.1, 127.0.0.2, ..."""
+    async with contextlib.AsyncExitStack() as closing:
+        first = await closing.enter_async_context(rough_server())
+        others = [
+            await closing.enter_async_context(rough_server(host=address(number), port=first.port))
+            for number in range(1, count)
+        ]
+        yield [first, *others]
+
+
+def address(number: int) -> str:
+    return f"127.0.0.{number + 1}"
+
+
+async def test_each_address_is_a_replica() -> None:
+    names = Names({address(0), address(1)})
+    async with pods(2) as servers, gateway(names.look_up, entry(servers[0].port)) as behind:
+        assert behind.names == {"pods@127.0.0.1", "pods@127.0.0.2"}
+        await behind.served(*servers)
+
+
+async def test_one_that_comes_is_asked_how_it_is_before_it_gets_requests() -> None:
+    names = Names({address(0)})
+    async with pods(1) as servers, gateway(names.look_up, entry(servers[0].port)) as behind:
+        names.addresses = {address(0), address(1)}
+        await until(lambda: len(behind.names) == 2)
+        with capture_logs() as logs:
+            for _ in range(10):
+                assert await behind.ask() == 200
+            shown = (await behind.client.get("/metrics")).text
+            assert 'replica="pods@127.0.0.2",state="away"} 1.0' in shown
+            async with rough_server(host=address(1), port=servers[0].port) as second:
+                await behind.served(second, servers[0])
+        assert not [line for line in logs if line["event"] == "attempt_failed"]
+
+
+class Steps:
+    """A server's script: a stream that goes on when it is told to."""
+
+    def __init__(self) -> None:
+        self.more = asyncio.Event()
+        self.begun = asyncio.Event()
+
+    async def __call__(self, asked: Asked) -> None:
+        asked.stream()
+        asked.say("first")
+        self.begun.set()
+        await self.more.wait()
+        asked.say(" last", "stop")
+        asked.end(tokens=2)
+
+
+async def test_one_that_goes_ends_what_it_has_and_gets_nothing_more() -> None:
+    steps, names = Steps(), Names({address(0), address(1)})
+    async with pods(2) as servers, gateway(names.look_up, entry(servers[0].port)) as behind:
+        await behind.served(*servers)
+        for one in servers:
+            one.script = steps
+        running = [
+            asyncio.create_task(behind.client.post("/v1/completions", json=BODY | {"stream": True}))
+            for _ in range(4)
+        ]
+        await until(lambda: all(one.most_at_once >= 2 for one in servers))
+        going, staying = servers
+        names.addresses = {address(1)}
+        await until(lambda: behind.names == {"pods@127.0.0.2"})
+        assert "127.0.0.1" not in (await behind.client.get("/metrics")).text
+        going.asked.clear()
+        staying.script = whole
+        for _ in range(4):
+            assert await behind.ask() == 200
+        assert not going.asked
+        steps.more.set()
+        for answer in await asyncio.gather(*running):
+            assert "first" in answer.text
+            assert " last" in answer.text
+            assert answer.text.endswith("[DONE]\n\n")
+        await until(lambda: not going.connections)
+        await behind.served(staying)
+
+
+async def whole(asked: Asked) -> None:
+    choice = {"index": 0, "text": "something", "finish_reason": "stop"}
+    asked.json(200, {"id": "cmpl-1", "object": "text_completion", "choices": [choice]})
+
+
+async def test_what_runs_on_one_that_goes_and_dies_is_asked_of_another() -> None:
+    async def dies(asked: Asked) -> None:
+        await names.again(20)
+        asked.writer.close()
+
+    names = Names({address(0)})
+    async with pods(2) as servers, gateway(names.look_up, entry(servers[0].port)) as behind:
+        servers[0].script, servers[1].script = dies, whole
+        asked = asyncio.create_task(behind.ask())
+        await until(lambda: servers[0].asked)
+        names.addresses = {address(1)}
+        assert await asked == 200
+        assert behind.names == {"pods@127.0.0.2"}
+
+
+async def test_addresses_that_are_lacking_now_and_then_stay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("argosy.policy.discovery.ABSENT_S", 5.0)
+    names = Names({address(0), address(1)})
+    async with pods(2) as servers, gateway(names.look_up, entry(servers[0].port)) as behind:
+        there = behind.server.replicas
+        for number in range(20):
+            names.addresses = {address(number % 2)}
+            await names.again(1)
+            assert await behind.ask() == 200
+        assert all(a is b for a, b in zip(behind.server.replicas, there, strict=True))
+
+
+@pytest.mark.parametrize("trouble", ["error", "empty", "hangs"])
+async def test_a_resolver_that_does_not_say_changes_nothing(
+    trouble: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("argosy.gateway.discovery.LATE_S", 0.05)
+    names = Names({address(0)})
+    async with pods(2) as servers, gateway(names.look_up, entry(servers[0].port)) as behind:
+        with capture_logs() as logs:
+            if trouble == "error":
+                names.error = OSError("the resolver is away")
+            elif trouble == "empty":
+                names.addresses = ()
+            else:
+                names.answers.clear()
+            await until(lambda: any(line["event"] == "name_not_found" for line in logs))
+            await asyncio.sleep(0.2)  # it would have gone by now
+            assert behind.names == {"pods@127.0.0.1"}
+            assert await behind.ask() == 200
+        assert [line["event"] for line in logs].count("name_not_found") == 1
+        names.error, names.addresses = None, {address(1)}
+        names.answers.set()
+        await until(lambda: behind.names == {"pods@127.0.0.2"})
+        await behind.served(servers[1])
+
+
+async def test_a_name_that_long_has_no_address_has_none_until_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("argosy.policy.discovery.EMPTY_S", 0.05)
+    names = Names()
+    async with pods(1) as servers, gateway(names.look_up, entry(servers[0].port)) as behind:
+        assert await behind.ask() == 503
+        assert (await behind.client.get("/ready")).status_code == 503
+        names.addresses = {address(0)}
+        await until(lambda: behind.names)
+        await behind.served(servers[0])
+        names.addresses = ()
+        await until(lambda: not behind.names)
+        assert await behind.ask() == 503
+
+
+async def test_a_resolver_that_hangs_keeps_no_gateway_from_starting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("argosy.gateway.discovery.LATE_S", 0.05)
+    names = Names({address(0)})
+    names.answers.clear()
+    async with pods(1) as servers, gateway(names.look_up, entry(servers[0].port)) as behind:
+        assert await behind.ask() == 503
+        names.answers.set()
+        await until(lambda: behind.names)
+        await behind.served(servers[0])
+
+
+async def test_the_system_is_asked_for_names() -> None:
+    async with pods(1) as servers, gateway(look_up, entry(servers[0].port, "localhost")) as behind:
+        assert "pods@127.0.0.1" in behind.names
+        await behind.served(servers[0])
+    assert await look_up("localhost", socket.AF_INET) == {"127.0.0.1"}
+
+
+@pytest.mark.parametrize("code", [socket.EAI_NONAME, socket.EAI_NODATA])
+async def test_a_name_may_have_no_address(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: object) -> None:
+        raise socket.gaierror(code, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", none)
+    assert await look_up("replicas.test", socket.AF_UNSPEC) == ()
+
+
+async def test_a_resolver_may_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
+    monkeypatch.setattr(socket, "getaddrinfo", fails)
+    with pytest.raises(OSError, match="Temporary failure"):
+        await look_up("replicas.test", socket.AF_UNSPEC)
+
+
+@pytest.mark.parametrize("name", ["a..test", "ü" * 100])
+async def test_what_is_no_name_has_no_address(name: str) -> None:
+    with pytest.raises(OSError, match="is no name"):
+        await look_up(name, socket.AF_UNSPEC)
+
+
+async def test_certificates_are_those_of_the_name(tmp_path: Path) -> None:
+    authority, double = Authority(tmp_path), Vllm()
+    context = server_context(authority.pair("pods", "replicas.test"))
+    async with running(double), terminated(double, context) as port:
+        tls = UpstreamTls(ca=authority.ca)
+        url = f"https://replicas.test:{port}"
+        behind = ReplicaConfig(url=url, discover="dns", model="cat", tls=tls)
+        async with gateway(Names({"127.0.0.1"}).look_up, behind) as one:
+            assert one.names == {f"{url}@127.0.0.1"}
+            assert (await stream(one.client, COMPLETION)).text == WHOLE
+    assert {asked.headers["host"] for asked in double.asked} == {f"replicas.test:{port}"}
