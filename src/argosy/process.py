@@ -59,14 +59,17 @@ def socket_folder(prefix: str, longest: int) -> Path:
 
 @contextlib.contextmanager
 def heeding(stop: Callable[[], object], renew: Callable[[], object] | None) -> Iterator[None]:
-    """Inside, SIGTERM and SIGINT stop. SIGHUP renews certificates; without any it says that the terminal was closed.
+    """Inside, SIGTERM and SIGINT stop. SIGHUP has what is in files renewed, or stops when the terminal was closed.
 
-    What was started with nohup goes on then. Outside the main thread there are no signals to heed.
+    What was started with nohup goes on then. Where nothing can be renewed it says that the terminal was closed.
+    Outside the main thread there are no signals to heed.
     """
     heeded = {signal.SIGTERM: stop, signal.SIGINT: stop}
+    ends = signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
     if renew is not None:
-        heeded[signal.SIGHUP] = renew
-    elif signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+        closable = ends and _has_terminal()
+        heeded[signal.SIGHUP] = lambda: renew() if _has_terminal() or not closable else stop()
+    elif ends:
         heeded[signal.SIGHUP] = stop
     loop = asyncio.get_running_loop()
     for number, meaning in heeded.items():
@@ -80,8 +83,17 @@ def heeding(stop: Callable[[], object], renew: Callable[[], object] | None) -> I
                 loop.remove_signal_handler(number)
 
 
+def _has_terminal() -> bool:
+    """Whether there is a terminal that this process belongs to."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
+
+
 async def aside(call: Callable[..., T], *given: object) -> T:
-    """What a call returns, or raises, that may wait for a database, in a thread that keeps no process here.
+    """What a call returns, or raises, that may wait for long (a database, a resolver), in a thread that keeps no process here.
 
     If this is cancelled the call goes on by itself.
     """

@@ -29,16 +29,18 @@ def gateway(
     tls_client_ca: TlsClientCa = None,
 ) -> None:
     """Route requests to the replicas of a fleet, and carry streams on when one dies."""
-    from argosy.gateway import load_config, serve_gateway
+    from argosy.gateway import GatewayConfig, load_config, serve_gateway
 
     try:
-        settings = load_config(config)
         tls = tls_of(tls_cert, tls_key, tls_client_ca)
-        given = {"host": host, "port": port, "tls": tls}
-        settings = msgspec.structs.replace(
-            settings, **{name: value for name, value in given.items() if value is not None}
-        )
-        serve_gateway(settings, _quietly if settings.log_format == "json" else _tell)
+        options = {"host": host, "port": port, "tls": tls}
+        given = {name: value for name, value in options.items() if value is not None}
+
+        def read() -> GatewayConfig:
+            return msgspec.structs.replace(load_config(config), **given)
+
+        settings = read()
+        serve_gateway(settings, _quietly if settings.log_format == "json" else _tell, read)
     except OSError as error:
         fail(reason_of(error))
     except ValueError as error:

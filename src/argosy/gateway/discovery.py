@@ -62,8 +62,9 @@ class Discovery:
         *,
         come: Callable[[str], None],
         go: Callable[[str], None],
+        there: Collection[str] = (),
     ) -> None:
-        """`come` is told of an address that is there, `go` of one that is there no longer."""
+        """`come` is told of an address that is there, if it is not known to be `there`; `go` of one that has gone."""
         self.answered = asyncio.Event()
         """Set once there was an answer, or none for too long."""
         self._host = host
@@ -72,7 +73,7 @@ class Discovery:
         self._come = come
         self._go = go
         self._addresses = Addresses()
-        self._there: frozenset[str] = frozenset()
+        self.there = self._addresses.answered(there, time.monotonic())
         self._trouble = ""
         """Why there was no address in the last answer; empty: there was one."""
 
@@ -100,14 +101,14 @@ class Discovery:
 
     def _take(self, answer: Collection[str]) -> None:
         self._note("" if answer else "it has no address")
-        before = self._there
-        self._there = self._addresses.answered(sorted(answer)[:MOST], time.monotonic())
-        for address in sorted(before - self._there):
+        before = self.there
+        self.there = self._addresses.answered(sorted(answer)[:MOST], time.monotonic())
+        for address in sorted(before - self.there):
             self._go(address)
-        for address in sorted(self._there - before):
+        for address in sorted(self.there - before):
             self._come(address)
 
     def _note(self, trouble: str) -> None:
         if trouble and trouble != self._trouble:
-            log.warning("name_not_found", host=self._host, reason=trouble, used=len(self._there))
+            log.warning("name_not_found", host=self._host, reason=trouble, used=len(self.there))
         self._trouble = trouble

@@ -198,7 +198,7 @@ class Dispatcher:
 
     def _admit(self, journey: Journey, now: float) -> None:
         """Raises ApiError 503 when nothing serves it, 429 when its size, tier or tenant keeps it out of the queue."""
-        if not (self._pool.alive() or self._pool.awaited):
+        if not (self._pool.alive() or self._pool.awaits()):
             raise unavailable(self._pool)
         limits, queue, tier = self._limits, self._queue, journey.tier
         held = queue.held(tier, journey.caller.tenant)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 
 import structlog
 
 from argosy.gateway.care import Care, look_after
-from argosy.gateway.discovery import Discovery, LookUp
+from argosy.gateway.discovery import Discover, Discovery, LookUp
 from argosy.gateway.kv import TextsOf, follow
 from argosy.gateway.pools import Entry
 from argosy.gateway.probing import Prober
@@ -26,6 +26,7 @@ class Members:
     def __init__(self, pool: Pool, entries: Sequence[Entry], look_up: LookUp) -> None:
         """The pool has the replicas of its entries already, but for those whose names are to be looked up."""
         self.pool = pool
+        pool.awaits = self._awaits
         self._entries = {entry.name: entry for entry in entries}
         self._look_up = look_up
         self._texts = TextsOf()
@@ -40,7 +41,21 @@ class Members:
         for replica in self.pool.replicas.values():
             self._look_after(replica)
         for entry in self._entries.values():
-            self._discover(entry)
+            if entry.config.discover is not None:
+                self._discover(entry, entry.config.discover)
+
+    def take(self, entries: Sequence[Entry]) -> None:
+        """Have the replicas of these entries, and no others. Those whose entries have not changed stay."""
+        before, self._entries = self._entries, {entry.name: entry for entry in entries}
+        there: dict[str, Collection[str]] = {}
+        for name, entry in before.items():
+            if name in self._entries and self._entries[name].config == entry.config:
+                self._entries[name] = entry
+            else:
+                there[name] = self._drop(entry)
+        for name, entry in self._entries.items():
+            if before.get(name) is not entry:
+                self._have(entry, there.get(name, ()) if entry.same_names(before.get(name)) else ())
 
     async def asked(self) -> None:
         """Wait until names have been looked up, and each replica has been probed, once."""
@@ -80,17 +95,43 @@ class Members:
             self._end(self._probers.pop(replica.name)[1])
         replica.upstream.close()
 
-    def _discover(self, entry: Entry) -> None:
-        if entry.config.discover is None:
+    def _have(self, entry: Entry, there: Collection[str]) -> None:
+        """An entry is new; its name is known to have the addresses that are `there`."""
+        discover = entry.config.discover
+        if discover is None:
+            self.add(entry.replica())
             return
+        for address in there:
+            self.add(entry.replica(address))
+        self._discover(entry, discover, there)
+
+    def _drop(self, entry: Entry) -> Collection[str]:
+        """An entry is no longer there; the addresses that its name had."""
+        if entry.config.discover is None:
+            self.remove(entry.name)
+            return ()
+        discovery, tasks = self._discoveries.pop(entry.name)
+        self._end(tasks)
+        for address in discovery.there:
+            self.remove(entry.name_at(address))
+        return discovery.there
+
+    def _discover(self, entry: Entry, discover: Discover, there: Collection[str] = ()) -> None:
         discovery = Discovery(
             entry.endpoint.host,
-            entry.config.discover,
+            discover,
             self._look_up,
             come=lambda address: self.add(entry.replica(address)),
             go=lambda address: self.remove(entry.name_at(address)),
+            there=there,
         )
         self._discoveries[entry.name] = discovery, _begin(discovery.run)
+
+    def _awaits(self) -> bool:
+        discoveries, probers = self._discoveries.values(), self._probers.values()
+        return any(not one.answered.is_set() for one, _ in discoveries) or any(
+            not one.asked.is_set() for one, _ in probers
+        )
 
     def _end(self, tasks: Tasks) -> None:
         for task in tasks:

@@ -32,10 +32,17 @@ class Models:
     """All public names, each with the pool that answers for it, and the routes that lead elsewhere."""
 
     def __init__(self, named: Mapping[str, Pool], routes: Sequence[RouteConfig] = ()) -> None:
-        """`routes` name only models of `named`."""
+        """See `take`."""
+        self._created = int(time.time())
+        self.take(named, routes)
+
+    def take(self, named: Mapping[str, Pool], routes: Sequence[RouteConfig]) -> None:
+        """Serve these from now on, and no others; `routes` name only models of `named`.
+
+        What is `meant` may be something else then, and tenants of routes are to be looked for again: see `update`.
+        """
         self._named = named
         self._targets = {name: Target(pool) for name, pool in named.items()}
-        self._created = int(time.time())
         self.pools = list({pool.model: pool for pool in named.values()}.values())
         self._configs = routes
         self._routes = self._read(Directory())

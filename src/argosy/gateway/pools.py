@@ -53,6 +53,14 @@ class Entry:
             kv_events=config.kv_events,
         )
 
+    def same_names(self, other: Entry | None) -> bool:
+        """Whether it is the same name that both look up."""
+        return (
+            other is not None
+            and self.config.discover == other.config.discover
+            and self.endpoint.host == other.endpoint.host
+        )
+
     def name_at(self, address: str) -> str:
         """What the server at one of its name's addresses is called."""
         return f"{self.name}@{address}"

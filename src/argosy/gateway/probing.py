@@ -97,7 +97,6 @@ class Prober:
         except WRONG as error:
             log.debug("probe_failed", replica=replica.name, reason=str(error))
         finally:
-            replica.arriving = False
             self.asked.set()
             if probing:
                 breaker.probed(outcome, time.monotonic())

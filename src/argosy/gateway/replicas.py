@@ -73,6 +73,11 @@ def _a_name() -> tuple[bytes, bytes]:
     return b"x-argosy-gateway", secrets.token_hex(8).encode()
 
 
+def _none() -> bool:
+    """For a pool whose replicas have all been asked."""
+    return False
+
+
 @dataclass(slots=True)
 class Replica:
     """One server that answers for a model."""
@@ -93,8 +98,6 @@ class Replica:
     """Where it publishes what it caches; None: it may say so itself."""
     taking: bool = field(init=False)
     """It says that it takes new requests; one that drains does not, nor one whose kind is not known yet."""
-    arriving: bool = field(default=False, init=False)
-    """It came while others served, and has not been asked yet how it is: requests wait for what it says."""
     on_change: Callable[[], None] = _nothing
     """Called when there may be room that there was not before."""
     prefixes: Prefixes = field(default_factory=PrefixIndex)
@@ -230,6 +233,8 @@ class Pool:
         """None: it does not."""
         self.requests = 0
         """That are on their way here: they wait, or run on one of the replicas."""
+        self.awaits: Callable[[], bool] = _none
+        """Whether replicas are looked for, or asked how they are, that may soon be used."""
         self._changed: Callable[[], None] = _nothing
         self._chooser = CHOOSERS[rule]()
         self._outputs = Mean(OUTPUT_HALF_LIFE, DEFAULT_OUTPUT)
@@ -248,7 +253,7 @@ class Pool:
 
     def add(self, replica: Replica) -> None:
         """From now on there is this one, too, in place of one of its name: it gets requests once it is well."""
-        replica.taking, replica.arriving = False, True
+        replica.taking = False
         replica.on_change = self._changed
         self.replicas[replica.name] = replica
 
@@ -256,10 +261,12 @@ class Pool:
         """It gets no request any more; what runs there goes on."""
         return self.replicas.pop(name)
 
-    @property
-    def awaited(self) -> bool:
-        """Whether one has just come that may soon be used."""
-        return any(replica.arriving for replica in self.replicas.values())
+    def go_by(self, rule: Rule, hedging: Hedging | None) -> None:
+        """Choose by this rule from now on, and race silent replicas like this; what stays the same goes on."""
+        if rule != self.rule:
+            self.rule, self._chooser = rule, CHOOSERS[rule]()
+        if hedging is None or self.hedging is None or hedging.after_s != self.hedging.after_s:
+            self.hedging = hedging
 
     def alive(self) -> list[Replica]:
         """The replicas that may be used at all."""

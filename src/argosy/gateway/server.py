@@ -27,21 +27,19 @@ from argosy.gateway.identity import Identity, check_exposure
 from argosy.gateway.journey import Stage
 from argosy.gateway.ledger import Ledger
 from argosy.gateway.limits import Limits, shared_state
-from argosy.gateway.members import Members
 from argosy.gateway.models import Models
 from argosy.gateway.operating import Operating, read_replicas
-from argosy.gateway.pools import build_models, read_models
+from argosy.gateway.pools import read_models
 from argosy.gateway.recorder import Recorder
+from argosy.gateway.reloading import Reloading, Reread
 from argosy.gateway.replicas import Replica
+from argosy.gateway.served import Served
 from argosy.gateway.serving import Serving
 from argosy.native import NativeUnavailable
 from argosy.process import heeding, raise_file_limit
 from argosy.store import Directory, StoreConfig
 from argosy.telemetry import GatewayMetrics, GatewayReading, configure_logs
 from argosy.web import Certificates, Listener, calm_collector, listening_socket, url_of
-
-FIRST_S = 5.0
-"""How long the replicas may take to say how they are before the gateway listens."""
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
@@ -53,28 +51,32 @@ class GatewayServer:
     """
 
     def __init__(
-        self, config: GatewayConfig, on_ready: Callable[[str], None], look_up: LookUp = look_up
+        self,
+        config: GatewayConfig,
+        on_ready: Callable[[str], None],
+        reread: Reread | None = None,
+        look_up: LookUp = look_up,
     ) -> None:
-        """`look_up` finds the addresses of replicas that are discovered."""
+        """`reread` is asked for other models at `renew`; `look_up` for the addresses of names."""
         self._config = config
         self._on_ready = on_ready
-        behind = read_models(config)
-        self._models = build_models(behind, config.routes)
-        self._members = [
-            Members(pool, entries, look_up)
-            for pool, (_, entries) in zip(self._models.pools, behind, strict=True)
-        ]
+        self._served = Served(read_models(config), config.routes, look_up)
+        self._models = self._served.models
         self._identity = Identity(Directory(), config.auth)
         self._metrics = GatewayMetrics()
         self._traces = Traces(config.explain)
         self._certificates = None if config.tls is None else Certificates(config.tls)
+        self._keeping: _Keeping | None = None
+        self._reloading: Reloading | None = None
+        if reread is not None:
+            self._reloading = Reloading(config, reread, self._served, self._mean)
         self._leave = asyncio.Event()
         self._at_once = asyncio.Event()
 
     @property
     def replicas(self) -> list[Replica]:
         """Those of all models."""
-        return [replica for pool in self._models.pools for replica in pool.replicas.values()]
+        return self._served.replicas
 
     def stop(self) -> None:
         """Drain, then leave; called again, leave at once. Call it on the event loop's thread."""
@@ -83,9 +85,16 @@ class GatewayServer:
         self._leave.set()
 
     def renew(self) -> None:
-        """Take in what the files of the certificates hold now."""
+        """Take in what the files of the certificates hold now, and the models of the settings."""
         if self._certificates is not None:
             self._certificates.reload()
+        if self._reloading is not None:
+            self._reloading.want()
+
+    def _mean(self) -> None:
+        """There are other models: limits and prices of aliases may be for others now."""
+        if self._keeping is not None:
+            self._keeping.mean()
 
     async def run(self, bound: socket.socket | None = None) -> None:
         """Serve until told to stop, on `bound` if that is given.
@@ -93,7 +102,7 @@ class GatewayServer:
         Raises ValueError or OSError, saying what to change, when it cannot.
         """
         async with contextlib.AsyncExitStack() as closing:
-            closing.push_async_callback(self._close_members)
+            closing.push_async_callback(self._served.close)
             stages = await self._first_stages(closing)
             books, keeping = None, None
             if self._config.store is not None:
@@ -108,6 +117,7 @@ class GatewayServer:
                 stages += [limits, ledger]
                 keeping = _Keeping(books, self._models, self._identity, limits, ledger)
                 await keeping.update(books.directory)
+                self._keeping = keeping
             if bound is None:
                 bound = closing.enter_context(self._bind(books))
             fast_path = await self._fast_path()
@@ -162,17 +172,10 @@ class GatewayServer:
             config=self._config,
             limits=None if keeping is None else keeping.limits,
         )
-        await self._meet()
+        await self._served.start()
+        if self._reloading is not None:
+            caring.append(self._reloading.run)
         await self._listen(front, bound, [*caring, serving.tend])
-
-    async def _meet(self) -> None:
-        """Ask all replicas how they are, before anybody asks for them."""
-        for members in self._members:
-            members.start()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(FIRST_S):
-                for members in self._members:
-                    await members.asked()
 
     async def _listen(self, front: Front, bound: socket.socket, caring: list[Care]) -> None:
         certificates = self._certificates
@@ -250,10 +253,6 @@ class GatewayServer:
             check_exposure(config.host, config.auth, known)
         return listening_socket(config.host, config.port, config.uds)
 
-    async def _close_members(self) -> None:
-        for members in self._members:
-            await members.close()
-
 
 class _Keeping:
     """Tells whoever goes by the accounts what they are now."""
@@ -272,20 +271,32 @@ class _Keeping:
         """Called each second. Raises StoreError."""
         if directory is not self._known:
             self._known = directory
-            self._models.update(directory)
-            meant = self._models.meant(directory)
-            self._identity.update(meant)
-            self.limits.update(meant)
-            self._ledger.update(meant)
+            self._tell(directory)
         await self.limits.seed(self.books.store.usage.spent)
+
+    def mean(self) -> None:
+        """There are other models and routes: what is said of names holds for those that they stand for now."""
+        if self._known is not None:
+            self._tell(self._known)
+            self.books.changed()  # what new limits have used is still to be found
+
+    def _tell(self, directory: Directory) -> None:
+        self._models.update(directory)
+        meant = self._models.meant(directory)
+        self._identity.update(meant)
+        self.limits.update(meant)
+        self._ledger.update(meant)
 
 
 def _nothing() -> None:
     """Nobody has accounts that could change."""
 
 
-def serve_gateway(config: GatewayConfig, on_ready: Callable[[str], None]) -> None:
-    """Serve until SIGTERM or SIGINT. Raises ValueError or OSError, saying what to change."""
+def serve_gateway(config: GatewayConfig, on_ready: Callable[[str], None], reread: Reread) -> None:
+    """Serve until SIGTERM or SIGINT, at SIGHUP the models that `reread` has then.
+
+    Raises ValueError or OSError, saying what to change.
+    """
     configure_logs(config.log_format, config.log_level)
     raise_file_limit()
 
@@ -294,8 +305,8 @@ def serve_gateway(config: GatewayConfig, on_ready: Callable[[str], None]) -> Non
         on_ready(url)
 
     async def run() -> None:
-        server = GatewayServer(config, ready)
-        with heeding(server.stop, None if config.tls is None else server.renew):
+        server = GatewayServer(config, ready, reread)
+        with heeding(server.stop, server.renew):
             await server.run()
 
     uvloop.run(run())

@@ -9,29 +9,28 @@ from collections.abc import AsyncIterator, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import httpx2
 import pytest
 from structlog.testing import capture_logs
 from tests.integration.gateway.certificates import Authority
-from tests.integration.gateway.doubles.behind import COMPLETION, stream
+from tests.integration.gateway.doubles.behind import COMPLETION, QUICK, stream
+from tests.integration.gateway.doubles.changing import (
+    BODY,
+    Running,
+    Steps,
+    address,
+    pods,
+    whole,
+)
+from tests.integration.gateway.doubles.changing import gateway as changing
 from tests.integration.gateway.doubles.families import Vllm
 from tests.integration.gateway.doubles.server import WHOLE, running
 from tests.integration.gateway.test_tls import server_context, terminated
-from tests.integration.rough_server import Asked, Rough, rough_server
+from tests.integration.rough_server import Asked, rough_server
 from tests.waiting import until
 
-from argosy.gateway import (
-    GatewayConfig,
-    GatewayServer,
-    ModelConfig,
-    ReplicaConfig,
-    Timeouts,
-    UpstreamTls,
-)
+from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig, UpstreamTls
 from argosy.gateway.discovery import LookUp, look_up
 
-BODY = {"model": "big", "prompt": "Say something", "max_tokens": 3}
-QUICK = Timeouts(connect_s=1.0, first_token_s=5.0, between_tokens_s=5.0, recovery_s=0.5)
 LONG_S = 1e9
 
 
@@ -70,66 +69,19 @@ class Names:
         await until(lambda: self.asked >= until_then)
 
 
-@dataclass(frozen=True)
-class Running:
-    """A gateway, and a client of it."""
-
-    server: GatewayServer
-    client: httpx2.AsyncClient
-
-    @property
-    def names(self) -> set[str]:
-        return {replica.name for replica in self.server.replicas}
-
-    async def ask(self) -> int:
-        return (await self.client.post("/v1/completions", json=BODY)).status_code
-
-    async def served(self, *by: Rough) -> None:
-        """Wait until each of them has been asked, and only they are."""
-        for one in by:
-            one.asked.clear()
-        while not all(one.asked for one in by):
-            assert await self.ask() == 200
+@contextlib.asynccontextmanager
+async def gateway(look_up: LookUp, *behind: ReplicaConfig) -> AsyncIterator[Running]:
+    """The model "big" on these."""
+    model = ModelConfig(name="big", routing="round-robin", replicas=list(behind))
+    config = GatewayConfig(port=0, models=[model], timeouts=QUICK)
+    async with changing(config, look_up=look_up) as running:
+        yield running
 
 
 def entry(port: int, host: str = "replicas.test") -> ReplicaConfig:
     return ReplicaConfig(
         url=f"http://{host}:{port}", discover="dns", name="pods", kind="openai", model="rough"
     )
-
-
-@contextlib.asynccontextmanager
-async def gateway(look: LookUp, *behind: ReplicaConfig) -> AsyncIterator[Running]:
-    """It leaves no task and no connection."""
-    before = asyncio.all_tasks()
-    model = ModelConfig(name="big", routing="round-robin", replicas=list(behind))
-    config = GatewayConfig(port=0, models=[model], timeouts=QUICK)
-    url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    server = GatewayServer(config, url.set_result, look)
-    serving = asyncio.create_task(server.run())
-    try:
-        async with httpx2.AsyncClient(base_url=await url, timeout=30) as client:
-            yield Running(server, client)
-    finally:
-        server.stop()
-        await serving
-    await until(lambda: asyncio.all_tasks() <= before)
-
-
-@contextlib.asynccontextmanager
-async def pods(count: int) -> AsyncIterator[list[Rough]]:
-    """Servers on one port of several addresses: 127.0.0.1, 127.0.0.2, ..."""
-    async with contextlib.AsyncExitStack() as closing:
-        first = await closing.enter_async_context(rough_server())
-        others = [
-            await closing.enter_async_context(rough_server(host=address(number), port=first.port))
-            for number in range(1, count)
-        ]
-        yield [first, *others]
-
-
-def address(number: int) -> str:
-    return f"127.0.0.{number + 1}"
 
 
 async def test_each_address_is_a_replica() -> None:
@@ -152,22 +104,6 @@ async def test_one_that_comes_is_asked_how_it_is_before_it_gets_requests() -> No
             async with rough_server(host=address(1), port=servers[0].port) as second:
                 await behind.served(second, servers[0])
         assert not [line for line in logs if line["event"] == "attempt_failed"]
-
-
-class Steps:
-    """A server's script: a stream that goes on when it is told to."""
-
-    def __init__(self) -> None:
-        self.more = asyncio.Event()
-        self.begun = asyncio.Event()
-
-    async def __call__(self, asked: Asked) -> None:
-        asked.stream()
-        asked.say("first")
-        self.begun.set()
-        await self.more.wait()
-        asked.say(" last", "stop")
-        asked.end(tokens=2)
 
 
 async def test_one_that_goes_ends_what_it_has_and_gets_nothing_more() -> None:
@@ -197,11 +133,6 @@ async def test_one_that_goes_ends_what_it_has_and_gets_nothing_more() -> None:
             assert answer.text.endswith("[DONE]\n\n")
         await until(lambda: not going.connections)
         await behind.served(staying)
-
-
-async def whole(asked: Asked) -> None:
-    choice = {"index": 0, "text": "something", "finish_reason": "stop"}
-    asked.json(200, {"id": "cmpl-1", "object": "text_completion", "choices": [choice]})
 
 
 async def test_what_runs_on_one_that_goes_and_dies_is_asked_of_another() -> None:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
+import os
+import pty
 import resource
 import signal
 import socket
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,10 +30,13 @@ GATEWAY = (sys.executable, "-m", "argosy.cli", "gateway", "--config")
 START_S = 60.0
 
 
-def configured(folder: Path, more: str = "", behind: str = "http://127.0.0.1:1") -> Path:
+def configured(
+    folder: Path, more: str = "", behind: str = "http://127.0.0.1:1", model: str = "big"
+) -> Path:
     """The file of a gateway on a Unix socket, in front of that server or of nobody."""
     path = folder / "gateway.yaml"
-    behind = f"models: [{{name: big, replicas: [{{url: '{behind}', kind: openai, model: rough}}]}}]"
+    replica = f"{{url: '{behind}', kind: openai, model: rough}}"
+    behind = f"models: [{{name: {model}, replicas: [{replica}]}}]"
     path.write_text(f"uds: {folder}/gateway.sock\n{behind}\n{more}")
     return path
 
@@ -106,12 +113,40 @@ def hears_sighup() -> None:
 
 
 def test_who_loses_the_terminal_drains_first(tmp_path: Path) -> None:
+    """SIGHUP says so to who has one; while it is there, and to all others, that the settings are to be read."""
+    terminal, end = pty.openpty()
+
+    def take_terminal() -> None:
+        hears_sighup()
+        os.setsid()
+        fcntl.ioctl(end, termios.TIOCSCTTY, 0)
+
     config = str(configured(tmp_path))
-    with running(*GATEWAY, config, stderr=subprocess.PIPE, preexec_fn=hears_sighup) as process:
+    with running(*GATEWAY, config, stderr=subprocess.PIPE, preexec_fn=take_terminal) as process:
         assert healthy(tmp_path, process)
         process.send_signal(signal.SIGHUP)
+        assert process.stderr is not None
+        said = ""
+        while "settings_taken" not in said:
+            said = process.stderr.readline()
+            assert "draining" not in said
+        os.close(end)
+        os.close(terminal)
         assert "draining" in process.communicate(timeout=30)[1]
         assert process.returncode == 0
+
+
+def test_sighup_takes_in_the_models_of_the_file(tmp_path: Path) -> None:
+    config = str(configured(tmp_path))
+    with running(*GATEWAY, config, preexec_fn=hears_sighup) as process:
+        assert healthy(tmp_path, process)
+        configured(tmp_path, behind="http://127.0.0.1:2", model="small")
+        process.send_signal(signal.SIGHUP)
+        while b'"small"' not in asked(tmp_path, "/v1/models"):
+            assert process.poll() is None
+        assert b'"big"' not in asked(tmp_path, "/v1/models")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
 
 
 def test_sighup_renews_certificates_as_long_as_there_is_a_gateway(tmp_path: Path) -> None:

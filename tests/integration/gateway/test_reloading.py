@@ -1,0 +1,321 @@
+"""Models that are taken in again while a gateway serves: all at once or not at all, and no request is lost by it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from structlog.testing import capture_logs
+from structlog.typing import EventDict
+from tests.integration.gateway.doubles.changing import (
+    BODY,
+    Running,
+    Steps,
+    address,
+    gateway,
+    pods,
+    whole,
+)
+from tests.integration.rough_server import Rough, rough_server
+from tests.waiting import until
+
+from argosy.gateway import GatewayConfig, load_config
+from argosy.store import Price, open_store
+
+STREAM = BODY | {"stream": True}
+TIMEOUTS = {"connect_s": 1.0, "first_token_s": 5.0, "between_tokens_s": 5.0, "recovery_s": 0.5}
+Json = dict[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def _quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("argosy.gateway.probing.OTHERS_EACH_S", 0.05)
+    monkeypatch.setattr("argosy.gateway.served.RETIRED_EACH_S", 0.01)
+
+
+@dataclass
+class File:
+    """A gateway's settings."""
+
+    path: Path
+
+    def write(self, *models: Json, **settings: object) -> None:
+        told = {"port": 0, "timeouts": TIMEOUTS, "models": models} | settings
+        self.path.write_bytes(msgspec.json.encode(told))
+
+    def read(self) -> GatewayConfig:
+        return load_config(self.path)
+
+    async def taken(self, running: Running, event: str = "settings_taken") -> list[EventDict]:
+        """Have the gateway read it, and wait until it has; what it logged."""
+        with capture_logs() as logs:
+            running.server.renew()
+            await until(lambda: any(line["event"] == event for line in logs))
+        return logs
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> File:
+    return File(tmp_path / "gateway.yaml")
+
+
+def replica(server: Rough, **settings: object) -> Json:
+    return {"url": server.url, "kind": "openai", "model": "rough"} | settings
+
+
+def model(*replicas: Json, name: str = "big", **settings: object) -> Json:
+    return {"name": name, "routing": "round-robin", "replicas": replicas} | settings
+
+
+async def test_replicas_that_are_added_serve_and_removed_ones_end_what_they_have(
+    file: File,
+) -> None:
+    steps = Steps()
+    async with rough_server(steps) as old, rough_server(whole) as new:
+        file.write(model(replica(old)))
+        async with gateway(file.read(), file.read) as running:
+            streams = [
+                asyncio.create_task(running.client.post("/v1/completions", json=STREAM))
+                for _ in range(3)
+            ]
+            await until(lambda: len(old.asked) == 3)
+            file.write(model(replica(new)))
+            await file.taken(running)
+            assert running.names == {new.url}
+            for _ in range(5):
+                assert await running.ask() == 200  # also while the new one is asked how it is
+            assert len(old.asked) == 3
+            assert old.url not in (await running.client.get("/metrics")).text
+            steps.more.set()
+            for stream in streams:
+                assert (await stream).text.endswith("[DONE]\n\n")
+            await until(lambda: not old.connections)
+
+
+async def test_what_has_not_changed_stays_what_it_is(file: File) -> None:
+    async with rough_server(whole) as first, rough_server(whole) as second:
+        file.write(model(replica(first), replica(second), hedge_after_s=9))
+        async with gateway(file.read(), file.read) as running:
+            before = running.server.replicas
+            logs = await file.taken(running)
+            assert [line["event"] for line in logs] == ["settings_taken"]
+            changed = replica(second, max_requests=7)
+            file.write(model(changed, replica(first), aliases=["other"], routing="hash"))
+            await file.taken(running)
+            after = {one.name: one for one in running.server.replicas}
+            assert after[first.url] is before[0]
+            assert after[second.url] is not before[1]
+            assert after[second.url].most == 7
+            await running.served(first, second)
+            asked = BODY | {"model": "other"}
+            assert (await running.client.post("/v1/completions", json=asked)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("models", "why"),
+    [
+        ([], "models"),
+        ([{"name": "big"}], "replicas"),
+        ([{"name": "big", "replicas": [{"url": "http://a"}], "rooting": "hash"}], "rooting"),
+        ([{"name": "big", "replicas": [{"url": "a"}]}], "is no URL of a server"),
+        ([{"name": "big", "replicas": [{"url": "http://a", "api_key_env": "NO_SUCH"}]}], "NO_SUCH"),
+        ([{"name": "big", "replicas": [{"url": "https://a", "tls": {"ca": "/no/such"}}]}], "/no/"),
+        ([{"name": "big", "replicas": [{"url": "unix:/a", "discover": "dns"}]}], "discover"),
+    ],
+)
+async def test_a_file_that_is_wrong_changes_nothing(
+    file: File, models: list[Json], why: str
+) -> None:
+    async with rough_server(whole) as server:
+        file.write(model(replica(server)))
+        async with gateway(file.read(), file.read) as running:
+            before = running.server.replicas
+            good = model(replica(server), name="good")
+            file.write(*([good, *models] if models else []))
+            (line,) = await file.taken(running, "settings_not_taken")
+            assert line["log_level"] == "error"
+            assert why in line["reason"]
+            assert running.server.replicas[0] is before[0]
+            assert await running.ask() == 200
+            file.path.unlink()
+            await file.taken(running, "settings_not_taken")
+            assert await running.ask() == 200
+            file.write(good)
+            await file.taken(running)
+            assert await running.ask() == 404
+
+
+async def test_other_settings_are_said_to_need_a_restart(file: File) -> None:
+    async with rough_server(whole) as server:
+        file.write(model(replica(server)))
+        async with gateway(file.read(), file.read) as running:
+            file.write(model(replica(server)), attempts=9, queue={"requests": 1})
+            logs = await file.taken(running, "settings_need_a_restart")
+            (told,) = (line for line in logs if line["event"] == "settings_need_a_restart")
+            assert told["settings"] == ["queue", "attempts"]
+
+
+async def test_models_come_and_go_and_answer_what_they_have_been_asked(file: File) -> None:
+    """Those that wait for a seat, too."""
+    steps = Steps()
+    async with rough_server(steps) as old, rough_server(whole) as new:
+        file.write(model(replica(old, max_requests=1)))
+        async with gateway(file.read(), file.read) as running:
+            streams = [
+                asyncio.create_task(running.client.post("/v1/completions", json=STREAM))
+                for _ in range(3)
+            ]
+            await until(lambda: running.server.replicas[0].load.in_flight)
+            shown = ""
+            while 'queue_depth{model="big"} 2.0' not in shown:
+                shown = (await running.client.get("/metrics")).text
+            file.write(model(replica(new), name="new"))
+            logs = await file.taken(running)
+            events = {line["event"] for line in logs}
+            assert {"model_added", "model_removed"} <= events
+            assert await running.ask() == 404
+            listed = (await running.client.get("/v1/models")).json()["data"]
+            assert [one["id"] for one in listed] == ["new"]
+            shown = (await running.client.get("/metrics")).text
+            assert 'replica_state{model="big"' not in shown
+            assert 'queue_depth{model="big"' not in shown
+            file.write(model(replica(new)))  # one of its name, while it is there still
+            await file.taken(running)
+            assert await running.ask() == 200
+            steps.more.set()
+            for stream in streams:
+                assert (await stream).text.endswith("[DONE]\n\n")
+            await until(lambda: not old.connections)
+
+
+async def test_a_server_that_moves_has_those_wait_that_ask_meanwhile(file: File) -> None:
+    async with rough_server(whole) as old, rough_server(whole) as new:
+        file.write(model(replica(old, name="one", kind="auto")))
+        async with gateway(file.read(), file.read) as running:
+            done = asyncio.Event()
+
+            async def asks() -> set[int]:
+                told: set[int] = set()
+                while not done.is_set():
+                    told.add(await running.ask())
+                return told
+
+            asking = [asyncio.create_task(asks()) for _ in range(4)]
+            for number in range(10):
+                server = new if number % 2 else old
+                file.write(model(replica(server, name="one", kind="auto", max_requests=number + 1)))
+                await file.taken(running)
+                await until(lambda: running.server.replicas[0].taking)
+            done.set()
+            for one in asking:
+                assert await one == {200}
+
+
+async def test_names_keep_their_addresses_when_their_settings_change(
+    file: File, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("argosy.gateway.discovery.EACH_S", 0.01)
+    answers = asyncio.Event()
+    answers.set()
+
+    async def look_up(host: str, family: socket.AddressFamily) -> Collection[str]:
+        del host, family
+        await answers.wait()
+        return {address(0), address(1)}
+
+    async with pods(2) as servers:
+        url = f"http://pods.test:{servers[0].port}"
+        entry = {"url": url, "kind": "openai", "model": "rough", "name": "pods", "discover": "dns"}
+        for server in servers:
+            server.script = whole
+        file.write(model(entry))
+        async with gateway(file.read(), file.read, look_up) as running:
+            names = {f"pods@{address(0)}", f"pods@{address(1)}"}
+            assert running.names == names
+            answers.clear()
+            await asyncio.sleep(0.05)
+            file.write(model(entry | {"max_requests": 5}))
+            await file.taken(running)
+            assert running.names == names
+            assert {one.most for one in running.server.replicas} == {5}
+            await running.served(*servers)
+            file.write(model(replica(servers[0])))
+            await file.taken(running)
+            assert running.names == {servers[0].url}
+            file.write(model(entry))
+            await file.taken(running)
+            asked = asyncio.create_task(running.ask())  # it waits for the name's addresses
+            await asyncio.sleep(0.05)
+            answers.set()
+            assert await asked == 200
+            assert running.names == names
+
+
+async def test_routes_are_taken_in_with_the_models_that_they_lead_to(
+    file: File, tmp_path: Path
+) -> None:
+    url = f"sqlite:///{tmp_path / 'argosy.db'}"
+    store = open_store(url)
+    store.migrate()
+    acme = store.accounts.create_organisation("acme", actor="test")
+    shop = store.accounts.create_project(acme.id, "shop", actor="test")
+    key = store.accounts.create_key(shop.id, "shop", actor="test")[1]
+    store.close()
+    async with rough_server(whole) as old, rough_server(whole) as new:
+        file.write(model(replica(old)), store={"url": url})
+        async with gateway(file.read(), file.read) as running:
+            running.client.headers["authorization"] = f"Bearer {key}"
+            assert await running.ask() == 200
+            route = {"model": "big", "tenants": ["acme"], "to": "new"}
+            models = model(replica(old)), model(replica(new), name="new")
+            file.write(*models, routes=[route], store={"url": url})
+            await file.taken(running)
+            assert await running.ask() == 200
+            assert (len(old.asked), len(new.asked)) == (1, 1)
+            file.write(models[0], routes=[route], store={"url": url})
+            (line,) = await file.taken(running, "settings_not_taken")
+            assert "'new' is not served here" in line["reason"]
+            file.write(models[0], store={"url": url})
+            await file.taken(running)
+            assert await running.ask() == 200
+            assert (len(old.asked), len(new.asked)) == (2, 1)
+
+
+async def test_limits_and_prices_go_with_their_alias(file: File, tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'argosy.db'}"
+    store = open_store(url)
+    store.migrate()
+    accounts, terms = store.accounts, store.terms
+    acme = accounts.create_organisation("acme", actor="test")
+    shop = accounts.create_project(acme.id, "shop", actor="test")
+    key = accounts.create_key(shop.id, "shop", actor="test")[1]
+    terms.set_limit("project", shop.id, "requests", 2, window="hour", model="best", actor="test")
+    price = Price(model="best", input=0, cached_input=0, output=7)
+    terms.set_price(price, actor="test")
+    async with rough_server(whole) as server:
+        small, large = (model(replica(server), name=name) for name in ("small", "large"))
+        file.write(small | {"aliases": ["best"]}, large, store={"url": url})
+        async with gateway(file.read(), file.read) as running:
+            running.client.headers["authorization"] = f"Bearer {key}"
+
+            async def ask(name: str) -> int:
+                asked = BODY | {"model": name}
+                return (await running.client.post("/v1/completions", json=asked)).status_code
+
+            assert [await ask("small") for _ in range(3)] == [200, 200, 429]
+            assert [await ask("large") for _ in range(3)] == [200, 200, 200]
+            file.write(small, large | {"aliases": ["best"]}, store={"url": url})
+            await file.taken(running)
+            assert await ask("small") == 200
+            assert await ask("small") == 200
+            assert await ask("small") == 200
+            while await ask("large") != 429:  # it has been asked for: the ledger says so
+                pass
+            assert await ask("best") == 429
+    store.close()
