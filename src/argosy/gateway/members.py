@@ -49,7 +49,7 @@ class Members:
         before, self._entries = self._entries, {entry.name: entry for entry in entries}
         there: dict[str, Collection[str]] = {}
         for name, entry in before.items():
-            if name in self._entries and self._entries[name].config == entry.config:
+            if name in self._entries and self._entries[name].same(entry):
                 self._entries[name] = entry
             else:
                 there[name] = self._drop(entry)

@@ -12,7 +12,7 @@ from argosy.gateway.models import Models
 from argosy.gateway.replicas import Pool, Replica
 from argosy.gateway.routes import RouteConfig
 from argosy.gateway.upstream import Upstream
-from argosy.gateway.upstream_tls import client_context
+from argosy.gateway.upstream_tls import client_context, digest
 from argosy.policy import Hedging
 from argosy.protocol import parse_endpoint
 
@@ -20,7 +20,7 @@ from argosy.protocol import parse_endpoint
 class Entry:
     """One entry of a model's replicas: a server, or as many as its name has addresses.
 
-    Raises ValueError, saying what to change.
+    Raises ValueError or OSError, saying what to change.
     """
 
     def __init__(self, config: ReplicaConfig, model: str, connect_timeout_s: float) -> None:
@@ -30,6 +30,7 @@ class Entry:
         self._model = config.model or model
         self._headers = headers_of(config)
         self._tls = client_context(config.tls) if self.endpoint.tls else None
+        self._files = digest(config.tls)
         self._connect_timeout_s = connect_timeout_s
 
     def replica(self, address: str | None = None) -> Replica:
@@ -53,6 +54,10 @@ class Entry:
             kv_events=config.kv_events,
         )
 
+    def same(self, other: Entry) -> bool:
+        """Whether both make the same replicas."""
+        return self.config == other.config and self._files == other._files
+
     def same_names(self, other: Entry | None) -> bool:
         """Whether it is the same name that both look up."""
         return (
@@ -74,7 +79,7 @@ class Behind(NamedTuple):
 
 
 def read_models(config: GatewayConfig) -> list[Behind]:
-    """All models of the configuration. Raises ValueError, saying what to change."""
+    """All models of the configuration. Raises ValueError or OSError, saying what to change."""
     connect_s = config.timeouts.connect_s
     return [
         Behind(model, tuple(Entry(one, model.name, connect_s) for one in model.replicas))

@@ -50,7 +50,7 @@ class Reloading:
         """Settings that are wrong change nothing."""
         try:
             config, behind = await aside(self._read)
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             log.error("settings_not_taken", reason=str(error))  # noqa: TRY400 - no bug of ours
             return
         self._served.take(behind, config.routes)
@@ -62,6 +62,6 @@ class Reloading:
             log.warning("settings_need_a_restart", settings=later)
 
     def _read(self) -> tuple[GatewayConfig, list[Behind]]:
-        """Raises ValueError."""
+        """Raises ValueError or OSError."""
         config = self._reread()
         return config, read_models(msgspec.structs.replace(self._config, models=config.models))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import socket
 from collections.abc import AsyncIterator, Collection
 from dataclasses import dataclass, field
@@ -150,6 +151,44 @@ async def test_what_runs_on_one_that_goes_and_dies_is_asked_of_another() -> None
         assert behind.names == {"pods@127.0.0.2"}
 
 
+async def test_no_request_is_lost_however_often_they_come_and_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def slowly(asked: Asked) -> None:
+        asked.stream()
+        for number in range(5):
+            await asyncio.sleep(0.002)
+            asked.say(f" {number}", "stop" if number == 4 else None)
+        asked.end(tokens=5)
+
+    monkeypatch.setattr("argosy.policy.discovery.ABSENT_S", 0.0)
+    some = [{0}, {1}, {2}, {0, 1}, {1, 2}, {0, 1, 2}]
+    draw, names = random.Random(7), Names({address(0)})
+    async with pods(3) as servers, gateway(names.look_up, entry(servers[0].port)) as behind:
+        for one in servers:
+            one.script = slowly
+        changing = True
+
+        async def asks() -> int:
+            count = 0
+            while changing:
+                answer = await behind.client.post("/v1/completions", json=BODY | {"stream": True})
+                assert answer.status_code == 200, answer.text
+                assert answer.text.endswith("[DONE]\n\n"), answer.text
+                count += 1
+            return count
+
+        asking = [asyncio.create_task(asks()) for _ in range(8)]
+        for _ in range(60):
+            names.addresses = {address(number) for number in draw.choice(some)}
+            await names.again(2)
+        changing = False
+        assert all(await asyncio.gather(*asking))
+        names.addresses = {address(2)}
+        await until(lambda: behind.names == {"pods@127.0.0.3"})
+        await until(lambda: not (servers[0].connections or servers[1].connections))
+
+
 async def test_addresses_that_are_lacking_now_and_then_stay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -216,6 +255,17 @@ async def test_a_resolver_that_hangs_keeps_no_gateway_from_starting(
         names.answers.set()
         await until(lambda: behind.names)
         await behind.served(servers[0])
+
+
+async def test_addresses_may_be_of_ipv6() -> None:
+    async with (
+        rough_server(host="::1") as server,
+        gateway(Names({"::1"}).look_up, entry(server.port)) as behind,
+    ):
+        assert behind.names == {"pods@::1"}
+        await behind.served(server)
+        shown = await behind.client.get("/replicas/pods@::1/metrics")
+        assert "no such path" in shown.text  # says the replica
 
 
 async def test_the_system_is_asked_for_names() -> None:

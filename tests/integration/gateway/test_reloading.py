@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 from structlog.typing import EventDict
+from tests.integration.gateway.certificates import Authority
 from tests.integration.gateway.doubles.changing import (
     BODY,
     Running,
@@ -22,6 +23,9 @@ from tests.integration.gateway.doubles.changing import (
     pods,
     whole,
 )
+from tests.integration.gateway.doubles.families import Vllm
+from tests.integration.gateway.doubles.server import running
+from tests.integration.gateway.test_tls import server_context, terminated
 from tests.integration.rough_server import Rough, rough_server
 from tests.waiting import until
 
@@ -52,10 +56,10 @@ class File:
     def read(self) -> GatewayConfig:
         return load_config(self.path)
 
-    async def taken(self, running: Running, event: str = "settings_taken") -> list[EventDict]:
+    async def taken(self, behind: Running, event: str = "settings_taken") -> list[EventDict]:
         """Have the gateway read it, and wait until it has; what it logged."""
         with capture_logs() as logs:
-            running.server.renew()
+            behind.server.renew()
             await until(lambda: any(line["event"] == event for line in logs))
         return logs
 
@@ -79,19 +83,19 @@ async def test_replicas_that_are_added_serve_and_removed_ones_end_what_they_have
     steps = Steps()
     async with rough_server(steps) as old, rough_server(whole) as new:
         file.write(model(replica(old)))
-        async with gateway(file.read(), file.read) as running:
+        async with gateway(file.read(), file.read) as behind:
             streams = [
-                asyncio.create_task(running.client.post("/v1/completions", json=STREAM))
+                asyncio.create_task(behind.client.post("/v1/completions", json=STREAM))
                 for _ in range(3)
             ]
             await until(lambda: len(old.asked) == 3)
             file.write(model(replica(new)))
-            await file.taken(running)
-            assert running.names == {new.url}
+            await file.taken(behind)
+            assert behind.names == {new.url}
             for _ in range(5):
-                assert await running.ask() == 200  # also while the new one is asked how it is
+                assert await behind.ask() == 200  # also while the new one is asked how it is
             assert len(old.asked) == 3
-            assert old.url not in (await running.client.get("/metrics")).text
+            assert old.url not in (await behind.client.get("/metrics")).text
             steps.more.set()
             for stream in streams:
                 assert (await stream).text.endswith("[DONE]\n\n")
@@ -101,20 +105,20 @@ async def test_replicas_that_are_added_serve_and_removed_ones_end_what_they_have
 async def test_what_has_not_changed_stays_what_it_is(file: File) -> None:
     async with rough_server(whole) as first, rough_server(whole) as second:
         file.write(model(replica(first), replica(second), hedge_after_s=9))
-        async with gateway(file.read(), file.read) as running:
-            before = running.server.replicas
-            logs = await file.taken(running)
+        async with gateway(file.read(), file.read) as behind:
+            before = behind.server.replicas
+            logs = await file.taken(behind)
             assert [line["event"] for line in logs] == ["settings_taken"]
             changed = replica(second, max_requests=7)
             file.write(model(changed, replica(first), aliases=["other"], routing="hash"))
-            await file.taken(running)
-            after = {one.name: one for one in running.server.replicas}
+            await file.taken(behind)
+            after = {one.name: one for one in behind.server.replicas}
             assert after[first.url] is before[0]
             assert after[second.url] is not before[1]
             assert after[second.url].most == 7
-            await running.served(first, second)
+            await behind.served(first, second)
             asked = BODY | {"model": "other"}
-            assert (await running.client.post("/v1/completions", json=asked)).status_code == 200
+            assert (await behind.client.post("/v1/completions", json=asked)).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -134,29 +138,29 @@ async def test_a_file_that_is_wrong_changes_nothing(
 ) -> None:
     async with rough_server(whole) as server:
         file.write(model(replica(server)))
-        async with gateway(file.read(), file.read) as running:
-            before = running.server.replicas
+        async with gateway(file.read(), file.read) as behind:
+            before = behind.server.replicas
             good = model(replica(server), name="good")
             file.write(*([good, *models] if models else []))
-            (line,) = await file.taken(running, "settings_not_taken")
+            (line,) = await file.taken(behind, "settings_not_taken")
             assert line["log_level"] == "error"
             assert why in line["reason"]
-            assert running.server.replicas[0] is before[0]
-            assert await running.ask() == 200
+            assert behind.server.replicas[0] is before[0]
+            assert await behind.ask() == 200
             file.path.unlink()
-            await file.taken(running, "settings_not_taken")
-            assert await running.ask() == 200
+            await file.taken(behind, "settings_not_taken")
+            assert await behind.ask() == 200
             file.write(good)
-            await file.taken(running)
-            assert await running.ask() == 404
+            await file.taken(behind)
+            assert await behind.ask() == 404
 
 
 async def test_other_settings_are_said_to_need_a_restart(file: File) -> None:
     async with rough_server(whole) as server:
         file.write(model(replica(server)))
-        async with gateway(file.read(), file.read) as running:
+        async with gateway(file.read(), file.read) as behind:
             file.write(model(replica(server)), attempts=9, queue={"requests": 1})
-            logs = await file.taken(running, "settings_need_a_restart")
+            logs = await file.taken(behind, "settings_need_a_restart")
             (told,) = (line for line in logs if line["event"] == "settings_need_a_restart")
             assert told["settings"] == ["queue", "attempts"]
 
@@ -166,28 +170,28 @@ async def test_models_come_and_go_and_answer_what_they_have_been_asked(file: Fil
     steps = Steps()
     async with rough_server(steps) as old, rough_server(whole) as new:
         file.write(model(replica(old, max_requests=1)))
-        async with gateway(file.read(), file.read) as running:
+        async with gateway(file.read(), file.read) as behind:
             streams = [
-                asyncio.create_task(running.client.post("/v1/completions", json=STREAM))
+                asyncio.create_task(behind.client.post("/v1/completions", json=STREAM))
                 for _ in range(3)
             ]
-            await until(lambda: running.server.replicas[0].load.in_flight)
+            await until(lambda: behind.server.replicas[0].load.in_flight)
             shown = ""
             while 'queue_depth{model="big"} 2.0' not in shown:
-                shown = (await running.client.get("/metrics")).text
+                shown = (await behind.client.get("/metrics")).text
             file.write(model(replica(new), name="new"))
-            logs = await file.taken(running)
+            logs = await file.taken(behind)
             events = {line["event"] for line in logs}
             assert {"model_added", "model_removed"} <= events
-            assert await running.ask() == 404
-            listed = (await running.client.get("/v1/models")).json()["data"]
+            assert await behind.ask() == 404
+            listed = (await behind.client.get("/v1/models")).json()["data"]
             assert [one["id"] for one in listed] == ["new"]
-            shown = (await running.client.get("/metrics")).text
+            shown = (await behind.client.get("/metrics")).text
             assert 'replica_state{model="big"' not in shown
             assert 'queue_depth{model="big"' not in shown
             file.write(model(replica(new)))  # one of its name, while it is there still
-            await file.taken(running)
-            assert await running.ask() == 200
+            await file.taken(behind)
+            assert await behind.ask() == 200
             steps.more.set()
             for stream in streams:
                 assert (await stream).text.endswith("[DONE]\n\n")
@@ -197,24 +201,44 @@ async def test_models_come_and_go_and_answer_what_they_have_been_asked(file: Fil
 async def test_a_server_that_moves_has_those_wait_that_ask_meanwhile(file: File) -> None:
     async with rough_server(whole) as old, rough_server(whole) as new:
         file.write(model(replica(old, name="one", kind="auto")))
-        async with gateway(file.read(), file.read) as running:
+        async with gateway(file.read(), file.read) as behind:
             done = asyncio.Event()
 
             async def asks() -> set[int]:
                 told: set[int] = set()
                 while not done.is_set():
-                    told.add(await running.ask())
+                    told.add(await behind.ask())
                 return told
 
             asking = [asyncio.create_task(asks()) for _ in range(4)]
             for number in range(10):
                 server = new if number % 2 else old
                 file.write(model(replica(server, name="one", kind="auto", max_requests=number + 1)))
-                await file.taken(running)
-                await until(lambda: running.server.replicas[0].taking)
+                await file.taken(behind)
+                await until(lambda: behind.server.replicas[0].taking)
             done.set()
             for one in asking:
                 assert await one == {200}
+
+
+async def test_certificates_that_the_gateway_shows_are_taken_in_again(
+    file: File, tmp_path: Path
+) -> None:
+    authority, double = Authority(tmp_path), Vllm()
+    context = server_context(authority.pair("server", "127.0.0.1"), authority.ca)
+    pair = authority.pair("client")
+    tls = {"ca": authority.ca, "certificate": pair.certificate, "key": pair.key}
+    async with running(double), terminated(double, context) as port:
+        entry = {"url": f"https://127.0.0.1:{port}", "kind": "vllm", "model": "cat", "tls": tls}
+        file.write(model(entry))
+        async with gateway(file.read(), file.read) as behind:
+            before = behind.server.replicas[0]
+            await file.taken(behind)
+            assert behind.server.replicas[0] is before
+            authority.pair("client")
+            await file.taken(behind)
+            assert behind.server.replicas[0] is not before
+            assert await behind.ask() == 200
 
 
 async def test_names_keep_their_addresses_when_their_settings_change(
@@ -235,26 +259,26 @@ async def test_names_keep_their_addresses_when_their_settings_change(
         for server in servers:
             server.script = whole
         file.write(model(entry))
-        async with gateway(file.read(), file.read, look_up) as running:
+        async with gateway(file.read(), file.read, look_up) as behind:
             names = {f"pods@{address(0)}", f"pods@{address(1)}"}
-            assert running.names == names
+            assert behind.names == names
             answers.clear()
             await asyncio.sleep(0.05)
             file.write(model(entry | {"max_requests": 5}))
-            await file.taken(running)
-            assert running.names == names
-            assert {one.most for one in running.server.replicas} == {5}
-            await running.served(*servers)
+            await file.taken(behind)
+            assert behind.names == names
+            assert {one.most for one in behind.server.replicas} == {5}
+            await behind.served(*servers)
             file.write(model(replica(servers[0])))
-            await file.taken(running)
-            assert running.names == {servers[0].url}
+            await file.taken(behind)
+            assert behind.names == {servers[0].url}
             file.write(model(entry))
-            await file.taken(running)
-            asked = asyncio.create_task(running.ask())  # it waits for the name's addresses
+            await file.taken(behind)
+            asked = asyncio.create_task(behind.ask())  # it waits for the name's addresses
             await asyncio.sleep(0.05)
             answers.set()
             assert await asked == 200
-            assert running.names == names
+            assert behind.names == names
 
 
 async def test_routes_are_taken_in_with_the_models_that_they_lead_to(
@@ -269,21 +293,21 @@ async def test_routes_are_taken_in_with_the_models_that_they_lead_to(
     store.close()
     async with rough_server(whole) as old, rough_server(whole) as new:
         file.write(model(replica(old)), store={"url": url})
-        async with gateway(file.read(), file.read) as running:
-            running.client.headers["authorization"] = f"Bearer {key}"
-            assert await running.ask() == 200
+        async with gateway(file.read(), file.read) as behind:
+            behind.client.headers["authorization"] = f"Bearer {key}"
+            assert await behind.ask() == 200
             route = {"model": "big", "tenants": ["acme"], "to": "new"}
             models = model(replica(old)), model(replica(new), name="new")
             file.write(*models, routes=[route], store={"url": url})
-            await file.taken(running)
-            assert await running.ask() == 200
+            await file.taken(behind)
+            assert await behind.ask() == 200
             assert (len(old.asked), len(new.asked)) == (1, 1)
             file.write(models[0], routes=[route], store={"url": url})
-            (line,) = await file.taken(running, "settings_not_taken")
+            (line,) = await file.taken(behind, "settings_not_taken")
             assert "'new' is not served here" in line["reason"]
             file.write(models[0], store={"url": url})
-            await file.taken(running)
-            assert await running.ask() == 200
+            await file.taken(behind)
+            assert await behind.ask() == 200
             assert (len(old.asked), len(new.asked)) == (2, 1)
 
 
@@ -301,17 +325,17 @@ async def test_limits_and_prices_go_with_their_alias(file: File, tmp_path: Path)
     async with rough_server(whole) as server:
         small, large = (model(replica(server), name=name) for name in ("small", "large"))
         file.write(small | {"aliases": ["best"]}, large, store={"url": url})
-        async with gateway(file.read(), file.read) as running:
-            running.client.headers["authorization"] = f"Bearer {key}"
+        async with gateway(file.read(), file.read) as behind:
+            behind.client.headers["authorization"] = f"Bearer {key}"
 
             async def ask(name: str) -> int:
                 asked = BODY | {"model": name}
-                return (await running.client.post("/v1/completions", json=asked)).status_code
+                return (await behind.client.post("/v1/completions", json=asked)).status_code
 
             assert [await ask("small") for _ in range(3)] == [200, 200, 429]
             assert [await ask("large") for _ in range(3)] == [200, 200, 200]
             file.write(small, large | {"aliases": ["best"]}, store={"url": url})
-            await file.taken(running)
+            await file.taken(behind)
             assert await ask("small") == 200
             assert await ask("small") == 200
             assert await ask("small") == 200

@@ -48,3 +48,9 @@ def test_the_host_is_the_servers_own(url: str, host: str) -> None:
     address = KvPorts(5557, 5558).at(parse_endpoint(url))
     assert (address.endpoint, address.replay) == (f"tcp://{host}:5557", f"tcp://{host}:5558")
     assert KvPorts(5557).at(parse_endpoint(url)).replay is None
+
+
+@pytest.mark.parametrize(("address", "host"), [("10.0.0.7", "10.0.0.7"), ("fd00::7", "[fd00::7]")])
+def test_one_of_several_addresses_is_its_own(address: str, host: str) -> None:
+    server = msgspec.structs.replace(parse_endpoint("http://pods.test:8000"), address=address)
+    assert KvPorts(5557).at(server).endpoint == f"tcp://{host}:5557"
