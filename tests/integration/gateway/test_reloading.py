@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 from structlog.typing import EventDict
+from tests.integration.fake_engine import FakeEngine, Script
 from tests.integration.gateway.certificates import Authority
 from tests.integration.gateway.doubles.changing import (
     BODY,
@@ -27,8 +29,11 @@ from tests.integration.gateway.doubles.families import Vllm
 from tests.integration.gateway.doubles.server import running
 from tests.integration.gateway.test_tls import server_context, terminated
 from tests.integration.rough_server import Rough, rough_server
+from tests.integration.serving import MODEL, serve
 from tests.waiting import until
 
+from argosy.engine.serving.core.client import EngineFailedError
+from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.gateway import GatewayConfig, load_config
 from argosy.store import Price, open_store
 
@@ -77,6 +82,10 @@ def model(*replicas: Json, name: str = "big", **settings: object) -> Json:
     return {"name": name, "routing": "round-robin", "replicas": replicas} | settings
 
 
+def on(*replicas: Json) -> list[Json]:
+    return [model(*replicas)]
+
+
 async def test_replicas_that_are_added_serve_and_removed_ones_end_what_they_have(
     file: File,
 ) -> None:
@@ -98,8 +107,45 @@ async def test_replicas_that_are_added_serve_and_removed_ones_end_what_they_have
             assert old.url not in (await behind.client.get("/metrics")).text
             steps.more.set()
             for stream in streams:
-                assert (await stream).text.endswith("[DONE]\n\n")
+                answer = await stream
+                assert answer.text.endswith("[DONE]\n\n")
+                request = answer.headers["x-argosy-request"]
+                told = (await behind.client.get(f"/admin/requests/{request}")).json()
+                assert [one["replica"] for one in told["attempts"]] == [old.url]
             await until(lambda: not old.connections)
+
+
+@pytest.mark.parametrize("dies", [False, True])
+async def test_streams_of_ours_go_on_or_are_carried_on(
+    file: File, tokenizer: Tokenizer, *, dies: bool
+) -> None:
+    """Those on the fast path, too."""
+    tokens = list(range(100, 160))
+    first = Script(tokens, finish="length", pause_after=20)
+    if dies:
+        first = Script(tokens[:20], pause_after=20, crash=EngineFailedError("it is gone"))
+    old = FakeEngine(tokenizer, lambda _: first)
+    new = FakeEngine(tokenizer, lambda _: Script(tokens, finish="length"))
+    asked = {"prompt": "Hi", "max_tokens": 60, "return_token_ids": True}
+    async with serve(old) as one, serve(new) as other:
+        file.write(model({"url": one.url, "model": MODEL}))
+        async with gateway(file.read(), file.read) as behind:
+            stream = asyncio.create_task(behind.client.post("/v1/completions", json=STREAM | asked))
+            await old.paused.wait()
+            while "fast_path_streams 1.0" not in (await behind.client.get("/metrics")).text:
+                pass
+            file.write(model({"url": other.url, "model": MODEL}))
+            await file.taken(behind)
+            old.go_on.set()
+            *events, done = [
+                line.removeprefix("data: ")
+                for line in (await stream).text.splitlines()
+                if line.startswith("data: ")
+            ]
+            choices = [choice for event in events for choice in json.loads(event)["choices"]]
+            assert [one for choice in choices for one in choice.get("token_ids") or ()] == tokens
+            assert done == "[DONE]"
+            assert len(new.requests) == dies
 
 
 async def test_what_has_not_changed_stays_what_it_is(file: File) -> None:
@@ -127,10 +173,18 @@ async def test_what_has_not_changed_stays_what_it_is(file: File) -> None:
         ([], "models"),
         ([{"name": "big"}], "replicas"),
         ([{"name": "big", "replicas": [{"url": "http://a"}], "rooting": "hash"}], "rooting"),
-        ([{"name": "big", "replicas": [{"url": "a"}]}], "is no URL of a server"),
-        ([{"name": "big", "replicas": [{"url": "http://a", "api_key_env": "NO_SUCH"}]}], "NO_SUCH"),
-        ([{"name": "big", "replicas": [{"url": "https://a", "tls": {"ca": "/no/such"}}]}], "/no/"),
-        ([{"name": "big", "replicas": [{"url": "unix:/a", "discover": "dns"}]}], "discover"),
+        (on({"url": "a"}), "is no URL of a server"),
+        (on({"url": "http://a", "api_key_env": "NO_SUCH"}), "NO_SUCH"),
+        (on({"url": "https://a", "tls": {"ca": "/no/such"}}), "/no/such"),
+        (on({"url": "unix:/a", "discover": "dns"}), "discover looks up a host's name"),
+        (
+            on({"url": "http://a", "discover": "dns", "kv_events": {"endpoint": "tcp://a:1"}}),
+            "several",
+        ),
+        (
+            on({"url": "http://a", "discover": "dns"}, {"url": "http://b", "name": "http://a@::1"}),
+            "differently",
+        ),
     ],
 )
 async def test_a_file_that_is_wrong_changes_nothing(
