@@ -19,6 +19,7 @@ from tests.integration.gateway.doubles.changing import (
     Running,
     Steps,
     address,
+    left,
     pods,
     whole,
 )
@@ -132,7 +133,7 @@ async def test_one_that_goes_ends_what_it_has_and_gets_nothing_more() -> None:
             assert "first" in answer.text
             assert " last" in answer.text
             assert answer.text.endswith("[DONE]\n\n")
-        await until(lambda: not going.connections)
+        await left(going)
         await behind.served(staying)
 
 
@@ -186,7 +187,7 @@ async def test_no_request_is_lost_however_often_they_come_and_go(
         assert all(await asyncio.gather(*asking))
         names.addresses = {address(2)}
         await until(lambda: behind.names == {"pods@127.0.0.3"})
-        await until(lambda: not (servers[0].connections or servers[1].connections))
+        await left(*servers[:2])
 
 
 async def test_addresses_that_are_lacking_now_and_then_stay(

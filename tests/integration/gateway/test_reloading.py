@@ -22,6 +22,7 @@ from tests.integration.gateway.doubles.changing import (
     Steps,
     address,
     gateway,
+    left,
     pods,
     whole,
 )
@@ -112,7 +113,7 @@ async def test_replicas_that_are_added_serve_and_removed_ones_end_what_they_have
                 request = answer.headers["x-argosy-request"]
                 told = (await behind.client.get(f"/admin/requests/{request}")).json()
                 assert [one["replica"] for one in told["attempts"]] == [old.url]
-            await until(lambda: not old.connections)
+            await left(old)
 
 
 @pytest.mark.parametrize("dies", [False, True])
@@ -249,7 +250,7 @@ async def test_models_come_and_go_and_answer_what_they_have_been_asked(file: Fil
             steps.more.set()
             for stream in streams:
                 assert (await stream).text.endswith("[DONE]\n\n")
-            await until(lambda: not old.connections)
+            await left(old)
 
 
 async def test_a_server_that_moves_has_those_wait_that_ask_meanwhile(file: File) -> None:

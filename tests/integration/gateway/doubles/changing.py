@@ -74,6 +74,12 @@ def address(number: int) -> str:
     return f"127.0.0.{number + 1}"
 
 
+async def left(*servers: Rough) -> None:
+    """Wait until the gateway has closed all its connections to them: at once, not when they have been idle for long."""
+    async with asyncio.timeout(20):
+        await until(lambda: not any(server.connections for server in servers))
+
+
 class Steps:
     """A server's script: a stream that goes on when it is told to."""
 
