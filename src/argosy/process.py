@@ -93,7 +93,7 @@ def _has_terminal() -> bool:
 
 
 async def aside(call: Callable[..., T], *given: object) -> T:
-    """What a call returns, or raises, that may wait for long (a database, a resolver), in a thread that keeps no process here.
+    """What a call returns, or raises, that may wait for a database or resolver, in a thread that keeps no process here.
 
     If this is cancelled the call goes on by itself.
     """
