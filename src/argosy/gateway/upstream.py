@@ -14,6 +14,8 @@ IDLE_S = 60.0
 """An idle connection is closed after this long: sooner than servers close theirs."""
 MAX_IDLE = 256
 CONNECT_TIMEOUT_S = 2.0
+NEXT_ADDRESS_S = 0.25
+"""A name's next address is tried beside those that have not answered for so long (RFC 8305, section 8)."""
 
 
 class Upstream:
@@ -36,6 +38,8 @@ class Upstream:
         self._fixed = b"".join(name + b": " + value + b"\r\n" for name, value in fixed)
         self._path = endpoint.path.encode()
         self._idle: list[Connection] = []
+        self._deaf: set[str] = set()
+        """Addresses of its name that did not answer when they were tried last."""
         self._expiring = Deadlines(IDLE_S, Connection.close)
         self._closed = False
 
@@ -70,33 +74,59 @@ class Upstream:
             raise UpstreamError(message, untouched=True) from error
 
     async def _connect(self) -> Connection:
-        """To the first of its addresses that answers. Raises OSError."""
+        """To the first of its name's addresses that answers. Raises OSError."""
         loop, endpoint = asyncio.get_running_loop(), self.endpoint
         if endpoint.unix is not None:
             _, made = await loop.create_unix_connection(self._make, endpoint.unix)
             return made
         # uvloop logs a look-up of its own that fails after its connection was given up, each time.
-        port, kind = endpoint.port, socket.SOCK_STREAM
         if endpoint.address is not None:
-            addresses = [endpoint.address]
-        else:
-            found = await loop.getaddrinfo(endpoint.host, port, type=kind)
-            addresses = [str(address[0]) for *_, address in found]
+            return await self._reach(endpoint.address)
+        found = await loop.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
+        addresses = list(dict.fromkeys(str(address[0]) for *_, address in found))
+        self._deaf.intersection_update(addresses)
+        return await self._first(sorted(addresses, key=self._deaf.__contains__))
+
+    async def _first(self, addresses: list[str]) -> Connection:
+        """To the first of them that answers, each tried a little after the one before. Raises OSError."""
+        running: dict[asyncio.Task[Connection], str] = {}
         failed: OSError | None = None
-        for address in addresses:
-            try:
-                _, made = await loop.create_connection(
-                    self._make,
-                    address,
-                    port,
-                    ssl=self._tls,
-                    server_hostname=self._server_name,
+        try:
+            while addresses or running:
+                if addresses:
+                    address = addresses.pop(0)
+                    running[asyncio.create_task(self._reach(address))] = address
+                next_s = NEXT_ADDRESS_S if addresses else None
+                done, _ = await asyncio.wait(
+                    running, timeout=next_s, return_when=asyncio.FIRST_COMPLETED
                 )
-            except OSError as error:
-                failed = failed or error
-            else:
-                return made
+                for task in done:
+                    address = running.pop(task)
+                    try:
+                        made = task.result()
+                    except OSError as error:
+                        failed = failed or error
+                        self._deaf.add(address)
+                    else:
+                        self._deaf.discard(address)
+                        self._deaf.update(running.values())
+                        return made
+        finally:
+            for task in running:
+                task.add_done_callback(_let_go)
+                task.cancel()
         raise failed or OSError("its name has no address")
+
+    async def _reach(self, address: str) -> Connection:
+        """To this one. Raises OSError."""
+        _, made = await asyncio.get_running_loop().create_connection(
+            self._make,
+            address,
+            self.endpoint.port,
+            ssl=self._tls,
+            server_hostname=self._server_name,
+        )
+        return made
 
     def close(self) -> None:
         """Keep no connection any more: idle ones are closed now, the others when they have what they were asked."""
@@ -115,3 +145,9 @@ class Upstream:
             return
         self._expiring.add(connection)
         self._idle.append(connection)
+
+
+def _let_go(task: asyncio.Task[Connection]) -> None:
+    """Another address was sooner."""
+    if not task.cancelled() and task.exception() is None:
+        task.result().abort()

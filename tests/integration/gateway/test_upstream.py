@@ -8,6 +8,7 @@ import gc
 import itertools
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from tests.waiting import still
 
 from argosy.gateway import attempt as attempts
 from argosy.gateway.attempt import Attempt
-from argosy.gateway.upstream import Upstream
+from argosy.gateway.upstream import NEXT_ADDRESS_S, Upstream
 from argosy.gateway.upstream_connection import Connection, UpstreamError
 from argosy.protocol import parse_endpoint
 
@@ -161,6 +162,45 @@ async def test_every_address_of_a_name_is_tried(monkeypatch: pytest.MonkeyPatch)
             hosts.pop()
             with pytest.raises(UpstreamError, match="no connection"):
                 await named.connect()
+
+
+async def test_an_address_that_never_answers_costs_a_moment_and_no_more_than_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    async def find(_host: str, port: int, **_: object) -> list[object]:
+        return [(0, 0, 0, "", (host, port)) for host in ("127.0.0.9", "127.0.0.1")]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", find)
+    async with serving(handler) as upstream:
+        port = upstream.endpoint.port
+        with full_socket("127.0.0.9", port):
+            named = Upstream(parse_endpoint(f"http://a.test:{port}"), connect_timeout_s=10)
+            waits = []
+            for _ in range(3):
+                begun = time.monotonic()
+                (await named.connect()).abort()
+                waits.append(time.monotonic() - begun)
+    assert NEXT_ADDRESS_S <= waits[0] < 10
+    assert max(waits[1:]) < NEXT_ADDRESS_S
+
+
+@contextlib.contextmanager
+def full_socket(host: str, port: int) -> Iterator[None]:
+    """A place that answers nobody who connects: as many wait there as may."""
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.socket())
+        listener.bind((host, port))
+        listener.listen(0)
+        for _ in range(4):
+            client = stack.enter_context(socket.socket())
+            client.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                client.connect((host, port))
+        yield
 
 
 async def test_a_paused_sink_holds_the_server_back_and_memory_stays_bounded() -> None:
