@@ -38,8 +38,12 @@ class BreakerLimits:
     open_s: float = 2.0
     """How long it stays open the first time; each failed probe doubles that."""
     open_most_s: float = 10.0
+    well_s: float = 30.0
+    """One that opens again within so long of having closed was not well between: the doubling goes on."""
     cool_s: float = 0.5
-    """How long a full replica is left alone when it does not say (Retry-After)."""
+    """How long a full replica is left alone at least the first time; each time that it is still full doubles that."""
+    cool_full_s: float = 4.0
+    """How long at most, unless it says more itself (Retry-After)."""
     cool_most_s: float = 60.0
     """How long at most, whatever it says: it is asked again, were it full for a day."""
 
@@ -47,14 +51,27 @@ class BreakerLimits:
 class Breaker:
     """One replica's: closed, open, or half-open while one probe is out."""
 
-    __slots__ = ("_limits", "_opened", "_probing", "_recent", "_row", "cool_until", "open_until")
+    __slots__ = (
+        "_closed_at",
+        "_cooled",
+        "_limits",
+        "_opened",
+        "_probing",
+        "_recent",
+        "_row",
+        "cool_until",
+        "open_until",
+    )
 
     def __init__(self, limits: BreakerLimits | None = None) -> None:
         self._limits = limits or BreakerLimits()
         self._recent: deque[bool] = deque(maxlen=self._limits.sample)
         self._row = 0
         self._opened = 0
-        """Times in a row that it opened without closing between."""
+        """Times in a row that it opened without being well between."""
+        self._closed_at = float("-inf")
+        self._cooled = 0
+        """Times in a row that it was full, without an answer between."""
         self._probing = False
         self.open_until: float | None = None
         """None: closed."""
@@ -81,6 +98,8 @@ class Breaker:
         """Take in how an attempt went."""
         if outcome is Outcome.BACKPRESSURE:
             self._cool(now, retry_after_s)
+        elif outcome is Outcome.SUCCESS:
+            self._cooled = 0
         if not self.closed:
             return  # attempts that began before it opened say nothing new
         failed = outcome is Outcome.FAILURE
@@ -90,6 +109,8 @@ class Breaker:
         if self._row >= self._limits.consecutive or (
             failed and full and sum(self._recent) >= self._limits.share * self._limits.sample
         ):
+            if now - self._closed_at > self._limits.well_s:
+                self._opened = 0
             self._open(now)
 
     def probed(self, outcome: Outcome, now: float) -> None:
@@ -98,22 +119,27 @@ class Breaker:
         if outcome is Outcome.FAILURE:
             self._open(now)
             return
-        self._close()
+        self._close(now)
         if outcome is Outcome.BACKPRESSURE:
             self._cool(now, None)
 
     def _cool(self, now: float, retry_after_s: float | None) -> None:
-        wait = self._limits.cool_s if retry_after_s is None else retry_after_s
-        self.cool_until = max(self.cool_until, now + min(wait, self._limits.cool_most_s))
+        limits = self._limits
+        if not self.cooling(now):  # else it was asked before it said so
+            self._cooled += 1
+        wait = min(limits.cool_s * 2 ** min(self._cooled - 1, 30), limits.cool_full_s)
+        wait = min(max(wait, retry_after_s or 0.0), limits.cool_most_s)
+        self.cool_until = max(self.cool_until, now + wait)
 
     def _open(self, now: float) -> None:
         limits = self._limits
         self.open_until = now + min(limits.open_s * 2**self._opened, limits.open_most_s)
         self._opened = min(self._opened + 1, 30)
 
-    def _close(self) -> None:
+    def _close(self, now: float) -> None:
         self.open_until = None
-        self._opened = self._row = 0
+        self._closed_at = now
+        self._row = 0
         self._recent.clear()
 
 

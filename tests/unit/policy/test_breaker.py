@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -59,6 +60,34 @@ def test_one_probe_at_a_time_decides_and_each_failed_one_doubles_the_wait() -> N
     breaker.probed(Outcome.BACKPRESSURE, breaker.open_until)
     assert breaker.closed
     assert breaker.cooling(now)
+
+
+def test_one_that_is_never_well_for_long_is_left_alone_for_longer() -> None:
+    breaker, waits, now = Breaker(), [], 100.0
+    for well_s in (1.0, 1.0, 1.0, 1.0, 60.0, 1.0):
+        for _ in range(3):
+            breaker.record(Outcome.FAILURE, now)
+        assert breaker.open_until is not None
+        waits.append(breaker.open_until - now)
+        now = breaker.open_until
+        breaker.probe_sent()
+        breaker.probed(Outcome.SUCCESS, now)
+        assert breaker.closed
+        now += well_s
+    assert waits == [2.0, 4.0, 8.0, 10.0, 10.0, 2.0]
+
+
+@pytest.mark.parametrize("told", [None, 0.0, 0.1])
+def test_one_that_stays_full_is_asked_less_and_less(told: float | None) -> None:
+    breaker, waits, now = Breaker(), [], 0.0
+    for number in range(7):
+        for _ in range(5):  # all that were under way
+            breaker.record(Outcome.BACKPRESSURE, now, told)
+        waits.append(breaker.cool_until - now)
+        now = breaker.cool_until
+        if number == 5:
+            breaker.record(Outcome.SUCCESS, now)
+    assert waits == [0.5, 1.0, 2.0, 4.0, 4.0, 4.0, 0.5]
 
 
 def test_what_began_before_it_opened_neither_closes_nor_prolongs_it() -> None:
