@@ -11,6 +11,8 @@ from argosy.web import JSON
 
 _HARMLESS = frozenset({JSON, b"text/plain", b"text/event-stream", b"application/openmetrics-text"})
 """Content types that no browser takes for a page."""
+STALE_S = 1.0
+"""A connection that fails within so long of a request may have been closed before that came."""
 WHOLE_LIMIT_BYTES = 64 * 1024 * 1024
 """Most bytes of an answer that are kept until somebody takes them."""
 
@@ -49,7 +51,7 @@ class Attempt:
         try:
             await self.head
         except UpstreamError as error:
-            if not error.untouched:
+            if not error.untouched or self._clock() - self.last > STALE_S:
                 raise
             # A kept connection that the replica closed meanwhile: it never saw the request.
             self.head = asyncio.get_running_loop().create_future()

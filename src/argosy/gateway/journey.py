@@ -64,7 +64,7 @@ class Journey(msgspec.Struct, eq=False):
     refusals: int = 0
     """Failures that were answers: of a replica that lives."""
     losses: int = 0
-    """Replicas that were lost while they had it. It may be what they die of."""
+    """Replicas that were lost while they had it, but for what it won meanwhile. It may be what they die of."""
     failing_since: float | None = None
     delivered: Delivered = msgspec.field(default_factory=Delivered)
     headers: list[tuple[bytes, bytes]] = msgspec.field(default_factory=list)
@@ -103,13 +103,16 @@ class Journey(msgspec.Struct, eq=False):
         self.picked, self.current = picked, tried
         self.route = picked.replica.name
 
-    def got_on(self) -> None:
-        """A part of the answer came."""
+    def got_on(self, tokens: int) -> None:
+        """So many tokens of the answer came, at least one."""
         self.tried.clear()
-        self.failures = self.refusals = self.losses = 0
+        self.failures = self.refusals = 0
+        self.losses = max(0, self.losses - tokens // WON_PER_LOSS)
         self.failing_since = None
 
 
+WON_PER_LOSS = 4
+"""Tokens that make up for one replica that was lost: else a request could cost one for each token."""
 ANY = 2**62
 """More tokens than any stream has."""
 

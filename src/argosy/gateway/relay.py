@@ -20,7 +20,7 @@ from argosy.gateway.dialects import (
     resumed_tokens,
     whole_request,
 )
-from argosy.gateway.dispatch import RETRY_AFTER_S, Dispatcher
+from argosy.gateway.dispatch import RETRY_AFTER_S, Dispatcher, unavailable
 from argosy.gateway.headers import request_headers
 from argosy.gateway.journey import Journey
 from argosy.gateway.replicas import Picked, Replica
@@ -40,7 +40,7 @@ class Ways:
 
     timeouts: Timeouts
     attempts: int
-    """Failures that living replicas answer with, or replicas lost in a row, before a request is given up."""
+    """Failures that living replicas answer with, or replicas lost without getting on, before a request is given up."""
     clock: Callable[[], float]
     heads: Deadlines[Attempt]
     """Attempts whose answer is to begin."""
@@ -90,8 +90,9 @@ class Relay:
                 return True
             failure, outcome = error, error.outcome
             stream.let_go()
-            if journey.delivered.output_tokens > before:
-                journey.got_on()
+            won = journey.delivered.output_tokens - before
+            if won > 0:
+                journey.got_on(won)
         finally:
             race.turn.end(outcome, "" if failure is None else str(failure))
         if failure is not None:
@@ -216,8 +217,8 @@ class Relay:
         """Note that a replica failed the request. Raises ApiError when it was tried enough.
 
         What was carried on from a replica that died has to go somewhere: the time that recovery may take bounds it,
-        and how many may be lost with it in a row. A request that has nothing yet, and that a living replica refused,
-        draws on the retry budget.
+        and how many may be lost with it in a row. A request that has nothing yet draws on the retry budget where a
+        living replica refused it, or lost it that had failed before: that is what an overloaded pool does.
         """
         journey, now, replica = self._journey, self._ways.clock(), turn.replica
         journey.tried.add(replica.name)
@@ -225,15 +226,16 @@ class Relay:
         journey.failing_since = journey.failing_since or now
         model = journey.pool.model
         log.warning("attempt_failed", replica=replica.name, model=model, reason=str(failure))
+        may_have_died = False
         if isinstance(failure, UpstreamError):
             journey.losses += turn.attempt.sent
-            if journey.losses >= self._ways.attempts:
-                raise _upstream_failed(journey)
-            return
-        if failure.outcome is Outcome.FAILURE:
+            may_have_died = turn.trusted or not turn.attempt.sent
+        elif failure.outcome is Outcome.FAILURE:
             journey.refusals += 1
-        begun = journey.delivered.output_tokens > 0
-        if journey.refusals >= self._ways.attempts or not (begun or journey.pool.retries.take(now)):
+        free = may_have_died or journey.delivered.output_tokens > 0
+        if max(journey.losses, journey.refusals) >= self._ways.attempts or not (
+            free or journey.pool.retries.take(now)
+        ):
             raise _upstream_failed(journey)
 
     def _ended(self) -> bool:
@@ -281,5 +283,7 @@ def _upstream_failed(journey: Journey) -> ApiError:
     if tried is not None and tried.outcome == Outcome.BACKPRESSURE.value:
         message = f"The replicas for {model!r} are full. Try again shortly."
         return ApiError(429, "overloaded", message, retry_after_s=RETRY_AFTER_S)
+    if not (journey.refusals or journey.losses):
+        return unavailable(journey.pool)  # none was reached
     message = f"No replica could answer for {model!r}. Try again shortly."
     return ApiError(502, "upstream_failed", message, retry_after_s=RETRY_AFTER_S)

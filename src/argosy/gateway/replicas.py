@@ -309,8 +309,12 @@ class Pool:
     def pick(
         self, ask: Ask, domain: str, tier: int, tried: Collection[str], now: float
     ) -> Picked | None:
-        """The replica for a request, not one of `tried`. None: there is no room for it now."""
-        warm = [replica for replica in self.room(tier, now) if replica.name not in tried]
+        """The replica for a request, not one of `tried`. None: there is no room for it now.
+
+        One that fails and is in use for want of others gets it only where no other has room.
+        """
+        left = [replica for replica in self.room(tier, now) if replica.name not in tried]
+        warm = [replica for replica in left if replica.breaker.closed] or left
         if not warm:
             return None
         salt = _salt(domain, self.model, ask.fields)

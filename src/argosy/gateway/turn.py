@@ -44,6 +44,8 @@ class Turn(msgspec.Struct, frozen=True):
     tried: Try
     attempt: Attempt
     clock: Callable[[], float]
+    trusted: bool
+    """Its breaker was closed when it got the request."""
 
     @property
     def replica(self) -> Replica:
@@ -70,10 +72,10 @@ class Race:
         picked, tried = journey.picked, journey.current
         assert picked is not None  # noqa: S101 - it was placed
         assert tried is not None  # noqa: S101 - it was placed
-        self.turn = Turn(picked, tried, Attempt(clock), clock)
         self.hedged = False
         self._journey = journey
         self._clock = clock
+        self.turn = self._turn(picked, tried)
 
     async def run(
         self,
@@ -114,7 +116,11 @@ class Race:
     def _hedge(self, picked: Picked) -> Turn:
         self.hedged = True
         tried = self._journey.asks(picked, self._clock(), hedge=True)
-        return Turn(picked, tried, Attempt(self._clock), self._clock)
+        return self._turn(picked, tried)
+
+    def _turn(self, picked: Picked, tried: Try) -> Turn:
+        clock = self._clock
+        return Turn(picked, tried, Attempt(clock), clock, trusted=picked.replica.breaker.closed)
 
     def _goes_on_with(self, turn: Turn) -> None:
         self.turn = turn

@@ -32,12 +32,19 @@ from argosy.gateway.probing import Prober
 from argosy.gateway.recorder import Recorder
 from argosy.gateway.replicas import Replica
 from argosy.gateway.serving import Serving
+from argosy.policy import Outcome
 from argosy.protocol import ApiError
 from argosy.store import Directory
 from argosy.telemetry import GatewayMetrics, GatewayReading
 from argosy.web import Listener, bind, url_of
 
 QUICK = Timeouts(first_token_s=5.0, between_tokens_s=5.0, recovery_s=0.5)
+
+
+def opened(replica: Replica) -> None:
+    """It has just failed often, and is to be tried again now."""
+    while replica.breaker.closed:
+        replica.breaker.record(Outcome.FAILURE, 0.0)
 
 
 @dataclass

@@ -6,20 +6,12 @@ import asyncio
 
 import pytest
 from tests.integration.fake_engine import FakeEngine, Script
-from tests.integration.gateway.harness import front
+from tests.integration.gateway.harness import front, opened
 from tests.integration.rough_server import Answer, Asked, plain, rough_server
 from tests.integration.serving import MODEL, serve
 
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.gateway import ReplicaConfig, probing
-from argosy.gateway.replicas import Replica
-from argosy.policy import Outcome
-
-
-def opened(replica: Replica) -> None:
-    """It has just failed often, and is to be tried again now."""
-    while replica.breaker.closed:
-        replica.breaker.record(Outcome.FAILURE, 0.0)
 
 
 async def fails(asked: Asked) -> None:

@@ -282,6 +282,34 @@ async def test_what_was_abandoned_on_a_kept_connection_is_not_asked_again() -> N
     assert asked == 2
 
 
+@pytest.mark.parametrize(("after_s", "again"), [(0.5, True), (1.5, False)])
+async def test_a_kept_connection_that_was_cut_late_had_taken_the_request(
+    after_s: float, again: bool
+) -> None:
+    asked, now = 0, 0.0
+
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal asked, now
+        await read_request(reader)
+        writer.write(OK)
+        await read_request(reader)
+        asked += 1
+        now += after_s
+
+    async with serving(handler) as upstream:
+        request = upstream.request(b"POST", b"/v1/x", b"{}", [])
+        first, second = Attempt(lambda: now), Attempt(lambda: now)
+        await first.send(upstream, request)
+        assert await first.whole() == b"ok"
+        if again:
+            await second.send(upstream, request)
+            assert await second.whole() == b"ok"
+        else:
+            with pytest.raises(UpstreamError, match="closed"):
+                await second.send(upstream, request)
+    assert asked == 1
+
+
 async def test_aborting_tells_the_server_at_once() -> None:
     gone = asyncio.Event()
 

@@ -1,0 +1,136 @@
+"""Replicas that are half well: what they cost those who ask, and what those who ask may cost them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+from tests.integration.gateway.harness import QUICK, Running, front, opened
+from tests.integration.rough_server import Answer, Asked, Rough, plain, rough_server
+from tests.integration.serving import completion, events
+from tests.waiting import until
+
+from argosy.gateway import ReplicaConfig, Timeouts
+from argosy.gateway.dialects import Kind
+
+PATH = "/v1/completions"
+
+
+@contextlib.asynccontextmanager
+async def behind(
+    *answers: Answer,
+    kind: Kind = "openai",
+    timeouts: Timeouts = QUICK,
+    max_requests: int = 256,
+) -> AsyncIterator[tuple[Running, Sequence[Rough]]]:
+    """A gateway before servers that answer so."""
+    async with contextlib.AsyncExitStack() as stack:
+        servers = [await stack.enter_async_context(rough_server(answer)) for answer in answers]
+        configs = [
+            ReplicaConfig(url=one.url, kind=kind, model="rough", max_requests=max_requests)
+            for one in servers
+        ]
+        running = await stack.enter_async_context(front([], *configs, timeouts=timeouts))
+        yield running, servers
+
+
+async def ask(running: Running, tokens: int = 3) -> tuple[int, bytes]:
+    """Status and content of a streamed answer."""
+    body = completion("Once", model="big", max_tokens=tokens, stream=True)
+    answer = await running.client.post(PATH, json=body)
+    return answer.status_code, answer.content
+
+
+async def fails(asked: Asked) -> None:
+    asked.json(500, {"error": {"message": "out of order"}})
+
+
+async def resets(asked: Asked) -> None:
+    asked.writer.transport.abort()
+
+
+async def is_silent(asked: Asked) -> None:
+    del asked
+    await asyncio.Event().wait()
+
+
+async def test_one_that_works_gets_all_though_most_of_its_pool_fails() -> None:
+    async with behind(fails, fails, plain) as (running, servers):
+        for replica in running.replicas[:2]:
+            opened(replica)
+        for _ in range(12):
+            assert (await ask(running))[0] == 200
+        assert [len(server.asked) for server in servers] == [0, 0, 12]
+
+
+async def test_those_that_fail_are_used_where_there_is_no_other_room() -> None:
+    over = asyncio.Event()
+
+    async def slow(asked: Asked) -> None:
+        await over.wait()
+        await plain(asked)
+
+    async with behind(plain, plain, slow, max_requests=1) as (running, servers):
+        for replica in running.replicas[:2]:
+            opened(replica)
+        waiting = asyncio.create_task(ask(running))
+        await until(lambda: servers[2].asked)
+        assert (await ask(running))[0] == 200
+        over.set()
+        assert (await waiting)[0] == 200
+        assert len(servers[2].asked) == 1
+
+
+@pytest.mark.parametrize("answer", [resets, is_silent])
+async def test_what_failing_replicas_lose_is_asked_again_within_the_budget(answer: Answer) -> None:
+    count = 40
+    timeouts = Timeouts(first_token_s=0.1, recovery_s=5.0)
+    async with behind(answer, answer, timeouts=timeouts) as (running, servers):
+        for replica in running.replicas:
+            opened(replica)
+        told = await asyncio.gather(*(ask(running) for _ in range(count)))
+        assert {status for status, _ in told} == {502}
+        assert sum(len(server.asked) for server in servers) <= 1.1 * count + 6
+
+
+async def test_where_none_is_reached_nothing_serves_the_model() -> None:
+    with socket.socket() as deaf:  # its port is nobody else's, and it does not listen
+        deaf.bind(("127.0.0.1", 0))
+        nobody = ReplicaConfig(url=f"http://127.0.0.1:{deaf.getsockname()[1]}", kind="openai")
+        async with front([], nobody) as running:
+            status, content = await ask(running)
+    assert (status, json.loads(content)["error"]["code"]) == (503, "no_replica")
+
+
+@pytest.mark.parametrize(("each", "whole"), [(1, False), (5, True)])
+async def test_a_request_that_gets_on_survives_any_number_of_deaths_and_costs_none_for_each_token(
+    each: int, whole: bool
+) -> None:
+    """Each server gives so many tokens and dies."""
+
+    async def dies(asked: Asked) -> None:
+        asked.stream()
+        left = asked.body["max_tokens"]
+        assert isinstance(left, int)
+        for _ in range(min(each, left)):
+            asked.say(" more")
+        if left <= each:
+            asked.say("", "length")
+            asked.end()
+        await asked.writer.drain()
+        asked.writer.close()
+
+    async with behind(dies, dies, dies, kind="llama.cpp") as (running, servers):
+        status, content = await ask(running, tokens=60)
+        asked = sum(len(server.asked) for server in servers)
+        assert status == 200
+        if whole:
+            assert events(content)[-1] == b"[DONE]"
+            assert asked == 60 // each
+        else:
+            assert json.loads(events(content)[-1])["error"]["code"] == "upstream_failed"
+            assert asked == 4
