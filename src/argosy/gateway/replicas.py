@@ -167,10 +167,11 @@ class Replica:
         self.parts = parts if others else None
 
     def streamed(self, tokens: int, seconds: float) -> None:
-        """So many tokens of one sequence, after its first, came in so long."""
-        if tokens > 0 and seconds > 0 and not self.tells_speed:
+        """So many tokens of one sequence, after its first, came in so long; none, too."""
+        if seconds > 0 and not self.tells_speed:
             self._decode.add(tokens, seconds)
-            self.load.decode_s = 1.0 / self._decode.per_s
+            if self._decode.per_s > 0:
+                self.load.decode_s = 1.0 / self._decode.per_s
 
     def ended(
         self, outcome: Outcome | None, now: float, retry_after_s: float | None = None

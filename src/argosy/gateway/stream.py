@@ -13,6 +13,7 @@ from argosy.gateway.closing import closing
 from argosy.gateway.dialects import Carrier, Identity, usage_of
 from argosy.gateway.fast_path import News
 from argosy.gateway.journey import Journey, Visit
+from argosy.gateway.pace import Pace
 from argosy.gateway.reader import StreamReader
 from argosy.gateway.replicas import Replica
 from argosy.gateway.shortcut import Shortcut
@@ -72,6 +73,7 @@ class ClientStream:
         """Output tokens that the client had when the attempt began."""
         self._first_at: float | None = None
         """When the attempt's first token came."""
+        self._pace: Pace | None = None
         self._charged = 0.0
         self._full = False
         self._full_since: float | None = None
@@ -88,7 +90,7 @@ class ClientStream:
         self._attempt = attempt
         self._replica = replica
         self._before = self._told
-        self._first_at = None
+        self._first_at = self._pace = None
         self._moved_at = attempt.last
         self._reader = reader
         if self._full:
@@ -183,6 +185,9 @@ class ClientStream:
         if self._shortcut is not None:
             self._catch_up(self._shortcut.news(), self._shortcut.beside)
         self.settle()
+        if self._pace is not None:
+            self._pace.measure(self._told, now)
+            self._pace.held = self._full
         if self._full:
             return
         patience = limits.first_token_s if self._first_at is None else limits.between_tokens_s
@@ -270,6 +275,9 @@ class ClientStream:
         if attempt is None or replica is None or tried is None or picked is None:
             return
         self._first_at = tried.first = attempt.last
+        if self._journey.ask.choices == 1:
+            self._pace = Pace(replica, told.output_tokens, attempt.last)
+            self._pace.held = self._full
         replica.computed(picked.uncached, tried.at)
         if tried.sent is None or self._before:
             return
@@ -282,11 +290,9 @@ class ClientStream:
         replica.first_token(attempt.last - tried.sent, uncached, attempt.last)
 
     def _measure(self) -> None:
-        """The attempt is over: so many tokens came in so long."""
-        attempt, replica, first = self._attempt, self._replica, self._first_at
-        if attempt is None or replica is None or first is None or self._journey.ask.choices > 1:
-            return
-        replica.streamed(self._told - self._before - 1, attempt.last - first)
+        """The attempt is over."""
+        if self._attempt is not None and self._pace is not None:
+            self._pace.measure(self._told, self._attempt.last)
 
     def _stop(self, reason: str) -> None:
         """End the answer here, unless its replica just has."""
@@ -318,6 +324,8 @@ class ClientStream:
     def on_full(self) -> None:
         """The client is behind: the replica waits."""
         self._full = True
+        if self._pace is not None:
+            self._pace.held = True
         if self._attempt is not None:
             self._attempt.pause()
 

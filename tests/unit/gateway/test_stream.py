@@ -216,3 +216,49 @@ async def test_a_replica_whose_tokens_have_no_text_yet_gets_on() -> None:
         stream.tend(now, LIMITS)
     assert not attempt.end.done()
     assert journey.delivered.output_tokens == 8
+
+
+async def test_a_replica_that_crawls_after_a_quick_start_is_known_by_it_at_once() -> None:
+    now = 0.0
+    _, journey, stream, attempt = feeding(Told(), lambda: now)
+    (load,) = journey.pool.loads()
+    for token in range(50):
+        attempt.on_body(b": argosy 0 %d\n\n" % token)
+        now += 0.01
+    now = 1.0
+    stream.tend(now, LIMITS)
+    quick_s = load.decode_s
+    for second in range(2, 22):
+        now = float(second)
+        if second % 5 == 0:
+            attempt.on_body(b": argosy 0 %d\n\n" % second)
+        stream.tend(now, LIMITS)
+    assert quick_s < 0.1
+    assert load.decode_s > 0.3
+
+
+async def test_a_client_that_takes_its_time_does_not_make_its_replica_slow() -> None:
+    now = 0.0
+    _, journey, stream, attempt = feeding(Told(), lambda: now)
+    (load,) = journey.pool.loads()
+
+    def flows() -> None:
+        nonlocal now
+        for token in range(50):
+            attempt.on_body(b": argosy 0 %d\n\n" % token)
+            now += 0.01
+
+    flows()
+    stream.tend(now, LIMITS)
+    quick_s = load.decode_s
+    for _ in range(3):
+        stream.on_full()
+        for _ in range(20):
+            now += 1.0
+            stream.tend(now, LIMITS)
+        stream.on_room()
+        stream.tend(now, LIMITS)
+        flows()
+        stream.tend(now, LIMITS)
+    stream.let_go()
+    assert load.decode_s == pytest.approx(quick_s, rel=0.2)
