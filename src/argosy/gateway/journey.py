@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from collections.abc import Sequence
@@ -87,6 +88,13 @@ class Journey(msgspec.Struct, eq=False):
     replays: str = ""
     """The request that got its answer first, where it got one that was kept."""
 
+    @property
+    def digest(self) -> bytes:
+        """The same for the same prompt of the same tenant: of a long one its length and its end count."""
+        prompt = self.ask.prompt
+        whose = f"{self.caller.tenant}\0{self.api.prompt_field} {len(prompt)}\0".encode()
+        return hashlib.blake2b(whose + prompt[-DIGESTED_BYTES:], digest_size=16).digest()
+
     def goes_to(self, picked: Picked, now: float) -> Replica:
         """Note that it goes to this replica now."""
         self.answered_by(picked, self.asks(picked, now))
@@ -111,6 +119,7 @@ class Journey(msgspec.Struct, eq=False):
         self.failing_since = None
 
 
+DIGESTED_BYTES = 64 * 1024
 WON_PER_LOSS = 4
 """Tokens that make up for one replica that was lost: else a request could cost one for each token."""
 ANY = 2**62

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -69,8 +70,15 @@ class Relay:
 
     async def run(self) -> None:
         """Answer it, but for the end of what `out` has. Raises ApiError when that cannot be."""
+        journey, suspects = self._journey, self._journey.pool.suspects
+        if len(suspects):
+            wait_s = suspects.wait_s(journey.digest, self._ways.clock())
+            if wait_s > 0:
+                raise _suspected(journey, wait_s)
         while not await self._go_on():
             pass
+        if len(suspects):
+            suspects.cleared(journey.digest)
 
     async def _go_on(self) -> bool:
         """Let one replica give what it can; whether the answer is whole."""
@@ -232,10 +240,12 @@ class Relay:
             may_have_died = turn.trusted or not turn.attempt.sent
         elif failure.outcome is Outcome.FAILURE:
             journey.refusals += 1
+        suspects, digest = journey.pool.suspects, journey.digest
+        if journey.losses >= (1 if suspects.knows(digest, now) else self._ways.attempts):
+            suspects.given_up(digest, now)
+            raise _suspected(journey, suspects.wait_s(digest, now))
         free = may_have_died or journey.delivered.output_tokens > 0
-        if max(journey.losses, journey.refusals) >= self._ways.attempts or not (
-            free or journey.pool.retries.take(now)
-        ):
+        if journey.refusals >= self._ways.attempts or not (free or journey.pool.retries.take(now)):
             raise _upstream_failed(journey)
 
     def _ended(self) -> bool:
@@ -275,6 +285,14 @@ def _has_begun(journey: Journey) -> bool:
 def _cut_off() -> ApiError:
     message = "The replica failed in the middle of the answer, and it cannot be carried on."
     return ApiError(502, "upstream_failed", message)
+
+
+def _suspected(journey: Journey, wait_s: float) -> ApiError:
+    message = (
+        f"Replicas for {journey.pool.model!r} were lost with this request. "
+        f"Change it, or try again in {math.ceil(wait_s)} s."
+    )
+    return ApiError(502, "upstream_failed", message, retry_after_s=wait_s)
 
 
 def _upstream_failed(journey: Journey) -> ApiError:

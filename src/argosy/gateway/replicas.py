@@ -34,6 +34,7 @@ from argosy.policy import (
     RetryBudget,
     RouteRequest,
     Rule,
+    Suspects,
     chain,
     cost,
     part,
@@ -230,6 +231,7 @@ class Pool:
         self.rule = rule
         self.replicas = {replica.name: replica for replica in replicas}
         self.retries = RetryBudget()
+        self.suspects = Suspects()
         self.hedging = hedging
         """None: it does not."""
         self.requests = 0

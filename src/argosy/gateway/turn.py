@@ -106,6 +106,8 @@ class Race:
                         raise begun
                     turn.end(begun.outcome, str(begun))
                     self._journey.tried.add(turn.replica.name)
+                    if isinstance(begun, UpstreamError):
+                        self._journey.losses += turn.attempt.sent
                     self._goes_on_with(*running.values())
         finally:
             for task, turn in running.items():

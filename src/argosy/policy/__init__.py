@@ -54,6 +54,7 @@ from argosy.policy.sharing import Ask, Grant, Shared
 from argosy.policy.shedding import admits, fits, saturation
 from argosy.policy.slot_lease import SlotLease
 from argosy.policy.supervision import Action, Custody, CustodyLimits, Life
+from argosy.policy.suspects import Suspects
 from argosy.policy.windows import Concurrency, Counter, Period, Window, period
 
 __all__ = [
@@ -118,6 +119,7 @@ __all__ = [
     "Rule",
     "Shared",
     "SlotLease",
+    "Suspects",
     "TenantShares",
     "Texts",
     "Use",

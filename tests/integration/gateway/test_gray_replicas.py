@@ -9,13 +9,15 @@ import socket
 from collections.abc import AsyncIterator, Sequence
 
 import pytest
-from tests.integration.gateway.harness import QUICK, Running, front, opened
+from tests.integration.gateway.harness import QUICK, Running, Watching, front, opened
 from tests.integration.rough_server import Answer, Asked, Rough, plain, rough_server
 from tests.integration.serving import completion, events
 from tests.waiting import until
 
 from argosy.gateway import ReplicaConfig, Timeouts
 from argosy.gateway.dialects import Kind
+from argosy.gateway.journey import Stage
+from argosy.policy import suspects
 
 PATH = "/v1/completions"
 
@@ -26,6 +28,7 @@ async def behind(
     kind: Kind = "openai",
     timeouts: Timeouts = QUICK,
     max_requests: int = 256,
+    stages: Sequence[Stage] = (),
 ) -> AsyncIterator[tuple[Running, Sequence[Rough]]]:
     """A gateway before servers that answer so."""
     async with contextlib.AsyncExitStack() as stack:
@@ -34,13 +37,13 @@ async def behind(
             ReplicaConfig(url=one.url, kind=kind, model="rough", max_requests=max_requests)
             for one in servers
         ]
-        running = await stack.enter_async_context(front([], *configs, timeouts=timeouts))
+        running = await stack.enter_async_context(front(stages, *configs, timeouts=timeouts))
         yield running, servers
 
 
-async def ask(running: Running, tokens: int = 3) -> tuple[int, bytes]:
+async def ask(running: Running, tokens: int = 3, prompt: str = "Once") -> tuple[int, bytes]:
     """Status and content of a streamed answer."""
-    body = completion("Once", model="big", max_tokens=tokens, stream=True)
+    body = completion(prompt, model="big", max_tokens=tokens, stream=True)
     answer = await running.client.post(PATH, json=body)
     return answer.status_code, answer.content
 
@@ -134,3 +137,32 @@ async def test_a_request_that_gets_on_survives_any_number_of_deaths_and_costs_no
         else:
             assert json.loads(events(content)[-1])["error"]["code"] == "upstream_failed"
             assert asked == 4
+
+
+async def test_a_request_that_replicas_died_of_costs_fewer_when_it_is_sent_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(suspects, "WAIT_S", 0.3)
+    well = asyncio.Event()
+
+    async def dies(asked: Asked) -> None:
+        await (plain if well.is_set() or asked.body["prompt"] != "Once" else resets)(asked)
+
+    watching = Watching()
+
+    def tries() -> int:
+        return sum(len(journey.trace.tries) for journey in watching.entered)
+
+    async with behind(*[dies] * 6, stages=[watching]) as (running, _):
+        for _ in range(2):
+            status, content = await ask(running)
+            assert (status, tries()) == (502, 4)
+            assert "Change it, or try again in" in json.loads(content)["error"]["message"]
+        assert (await ask(running, prompt="Twice"))[0] == 200
+        while tries() == 5:
+            assert (await ask(running))[0] == 502
+        assert tries() == 6
+        well.set()
+        while (await ask(running))[0] == 502:
+            assert tries() == 6
+        assert (await ask(running))[0] == 200
