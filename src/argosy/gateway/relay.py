@@ -169,8 +169,11 @@ class Relay:
             content = await attempt.whole()
         finally:
             deadlines.remove(attempt)
-        if classify(status) is not Outcome.SUCCESS or _has_begun(journey):
-            raise RefusedError(status)
+        outcome = classify(status)
+        if outcome is not Outcome.SUCCESS or _has_begun(journey):
+            raise RefusedError(outcome, f"status {status}")
+        if status == 200 and not content.lstrip().startswith(b"{"):
+            raise RefusedError(Outcome.FAILURE, "what came is no answer")
         if not dialect.journal and is_broken_off(content):
             raise UpstreamError("it broke the answer off")
         return Whole(status, content, attempt.kind)

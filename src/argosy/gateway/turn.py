@@ -13,7 +13,7 @@ from argosy.gateway.explain import Try
 from argosy.gateway.journey import Journey
 from argosy.gateway.replicas import Picked, Replica
 from argosy.gateway.upstream_connection import UpstreamError
-from argosy.policy import Outcome, classify
+from argosy.policy import Outcome
 
 
 class Whole(msgspec.Struct, frozen=True):
@@ -28,9 +28,9 @@ class Whole(msgspec.Struct, frozen=True):
 class RefusedError(Exception):
     """A replica answered, with what is no answer to the request."""
 
-    def __init__(self, status: int) -> None:
-        super().__init__(f"status {status}")
-        self.outcome = classify(status)
+    def __init__(self, outcome: Outcome, reason: str) -> None:
+        super().__init__(reason)
+        self.outcome = outcome
 
 
 Begun = Whole | Leg

@@ -166,3 +166,19 @@ async def test_a_request_that_replicas_died_of_costs_fewer_when_it_is_sent_again
         while (await ask(running))[0] == 502:
             assert tries() == 6
         assert (await ask(running))[0] == 200
+
+
+@pytest.mark.parametrize("page", ["<h1>Back in a minute</h1>", ""])
+async def test_a_page_is_no_answer_whatever_its_status(page: str) -> None:
+    async def is_away(asked: Asked) -> None:
+        head = f"HTTP/1.1 200 OK\r\ncontent-type: text/html\r\ncontent-length: {len(page)}\r\n\r\n"
+        asked.writer.write((head + page).encode())
+
+    async def well(asked: Asked) -> None:
+        asked.json(200, {"choices": [{"index": 0, "text": "yes", "finish_reason": "stop"}]})
+
+    async with behind(is_away, well) as (running, servers):
+        for _ in range(4):
+            answer = await running.client.post(PATH, json=completion(model="big", max_tokens=3))
+            assert answer.json()["choices"][0]["text"] == "yes"
+        assert servers[0].asked
