@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import gc
 import itertools
 import socket
+import struct
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +21,7 @@ from tests.integration.gateway.wire import CHUNKED, OK, Kept, ask, read_request,
 from tests.waiting import still
 
 from argosy.gateway import attempt as attempts
+from argosy.gateway import upstream_connection
 from argosy.gateway.attempt import Attempt
 from argosy.gateway.upstream import NEXT_ADDRESS_S, Upstream
 from argosy.gateway.upstream_connection import Connection, UpstreamError
@@ -340,6 +344,44 @@ async def test_small_writes_are_not_held_back() -> None:
         peer = connection.transport.get_extra_info("socket")
         assert peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
         connection.abort()
+
+
+def falls_silent(peer: socket.socket) -> None:
+    """From now on its machine drops whatever comes for it, as if it had lost its power."""
+    drop_all = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # BPF: return 0
+    program = struct.pack("HL", 1, ctypes.addressof(drop_all))
+    peer.setsockopt(socket.SOL_SOCKET, 26, program)  # SO_ATTACH_FILTER
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="others have no such timeouts")
+@pytest.mark.parametrize("begun", [False, True])
+async def test_a_machine_that_vanishes_is_missed(
+    monkeypatch: pytest.MonkeyPatch, begun: bool
+) -> None:
+    """Before it has taken a request, and in the middle of its answer."""
+    monkeypatch.setattr(upstream_connection, "VANISHED_S", 1)
+    gone = asyncio.Event()
+
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if begun:
+            await read_request(reader)
+            writer.write(CHUNKED + b"3\r\nabc\r\n")
+            await gone.wait()
+        falls_silent(writer.get_extra_info("socket"))
+        gone.set()
+        await reader.read()
+
+    async with serving(handler) as upstream:
+        connection, sink = await upstream.connect(), Kept()
+        if not begun:
+            await gone.wait()
+        connection.ask(upstream.request(b"POST", b"/v1/x", b"{}", []), sink)
+        if begun:
+            await sink.begun.wait()
+            gone.set()
+        await sink.ended.wait()
+    assert sink.error is not None
+    assert "timed out" in str(sink.error).lower()
 
 
 async def test_unix_sockets(tmp_path: Path) -> None:
