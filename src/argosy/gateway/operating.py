@@ -67,4 +67,4 @@ def _state(replica: Replica, now: float) -> ReplicaState:
         return "open"
     if not replica.taking:
         return "away"
-    return "cooling" if replica.breaker.cooling(now) else "ready"
+    return "cooling" if replica.backpressure.cooling(now) else "ready"

@@ -99,7 +99,10 @@ class Prober:
         finally:
             self.asked.set()
             if probing:
-                breaker.probed(outcome, time.monotonic())
+                now = time.monotonic()
+                breaker.probed(outcome, now)
+                if outcome is Outcome.BACKPRESSURE:
+                    replica.backpressure.refused(replica.load.in_flight, now)
                 replica.on_change()
             elif outcome is Outcome.FAILURE:
                 breaker.record(outcome, time.monotonic())

@@ -228,8 +228,9 @@ class Relay:
         """Note that a replica failed the request. Raises ApiError when it was tried enough.
 
         What was carried on from a replica that died has to go somewhere: the time that recovery may take bounds it,
-        and how many may be lost with it in a row. A request that has nothing yet draws on the retry budget where a
-        living replica refused it, or lost it that had failed before: that is what an overloaded pool does.
+        and how many may be lost with it without getting on. What a full one refused waits as long for room. Of what
+        has nothing yet the rest draws on the retry budget: a living replica failed, or one that had failed before lost
+        it; that is what overloaded pools do.
         """
         journey, now, replica = self._journey, self._ways.clock(), turn.replica
         journey.tried.add(replica.name)
@@ -237,17 +238,16 @@ class Relay:
         journey.failing_since = journey.failing_since or now
         model = journey.pool.model
         log.warning("attempt_failed", replica=replica.name, model=model, reason=str(failure))
-        may_have_died = False
+        free = failure.outcome is Outcome.BACKPRESSURE or journey.delivered.output_tokens > 0
         if isinstance(failure, UpstreamError):
             journey.losses += turn.attempt.sent
-            may_have_died = turn.trusted or not turn.attempt.sent
+            free = free or turn.trusted or not turn.attempt.sent
         elif failure.outcome is Outcome.FAILURE:
             journey.refusals += 1
         suspects, digest = journey.pool.suspects, journey.digest
         if journey.losses >= (1 if suspects.knows(digest, now) else self._ways.attempts):
             suspects.given_up(digest, now)
             raise _suspected(journey, suspects.wait_s(digest, now))
-        free = may_have_died or journey.delivered.output_tokens > 0
         if journey.refusals >= self._ways.attempts or not (free or journey.pool.retries.take(now)):
             raise _upstream_failed(journey)
 

@@ -20,6 +20,7 @@ from argosy.policy import (
     BLOCK_BYTES,
     CHOOSERS,
     Answered,
+    Backpressure,
     Breaker,
     Candidate,
     Cost,
@@ -89,6 +90,7 @@ class Replica:
     """What it calls the model."""
     upstream: Upstream
     breaker: Breaker = field(default_factory=Breaker)
+    backpressure: Backpressure = field(default_factory=Backpressure)
     load: ReplicaLoad = field(init=False)
     most: int | None = None
     """Requests at a time, however many it runs."""
@@ -122,13 +124,14 @@ class Replica:
         told = self.load.capacity
         return told or DEFAULT_MOST if self.most is None else min(self.most, told or self.most)
 
-    def part(self, tier: int) -> int:
-        """Those of them that are this gateway's when its next request is of this tier."""
-        return self.seats if self.parts is None else self.parts[tier]
+    def part(self, tier: int, now: float) -> int:
+        """Those of them that are this gateway's when its next request is of this tier, as far as it takes so many."""
+        ours = self.seats if self.parts is None else self.parts[tier]
+        return int(min(ours, self.backpressure.most(now)))
 
-    def has_room(self, tier: int) -> bool:
-        """Whether one more request of this tier would not have to wait there (or hardly)."""
-        return self.load.in_flight < self.part(tier)
+    def has_room(self, tier: int, now: float) -> bool:
+        """Whether one more request of this tier may go there, and would not have to wait there (or hardly)."""
+        return self.load.in_flight < self.part(tier, now) and not self.backpressure.cooling(now)
 
     @property
     def dialect(self) -> Dialect:
@@ -181,8 +184,12 @@ class Replica:
         self.load.in_flight -= 1
         if not self.load.in_flight:
             self.load.sent_tokens = 0
+        if outcome is Outcome.BACKPRESSURE:
+            self.backpressure.refused(self.load.in_flight, now, retry_after_s)
+        elif outcome is Outcome.SUCCESS:
+            self.backpressure.answered()
         if outcome is not None:
-            self.breaker.record(outcome, now, retry_after_s)
+            self.breaker.record(outcome, now)
             if not self.breaker.closed:
                 self.prefixes.clear()  # if it was started anew, its cache is gone
         self.on_change()
@@ -284,7 +291,7 @@ class Pool:
 
     def room(self, tier: int, now: float) -> list[Replica]:
         """Those that may be used now: they have room, and have not just said that they are full."""
-        return [r for r in self.alive() if r.has_room(tier) and now >= r.breaker.cool_until]
+        return [replica for replica in self.alive() if replica.has_room(tier, now)]
 
     def seats(self, now: float) -> tuple[list[int], int]:
         """How many seats are free for each tier on those that may be used now, full or not, and how many all have.
@@ -293,10 +300,10 @@ class Pool:
         """
         free, all_seats = [0 for _ in RANKS], 0
         for replica in self.alive():
-            if now >= replica.breaker.cool_until:
-                all_seats += replica.part(RANKS[-1])
+            if not replica.backpressure.cooling(now):
+                all_seats += replica.part(RANKS[-1], now)
                 for tier in RANKS:
-                    free[tier] += max(0, replica.part(tier) - replica.load.in_flight)
+                    free[tier] += max(0, replica.part(tier, now) - replica.load.in_flight)
         return free, all_seats
 
     def went(self, now: float) -> None:

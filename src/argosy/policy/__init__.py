@@ -9,6 +9,7 @@ from argosy.policy.affinity import (
     Read,
     chain,
 )
+from argosy.policy.backpressure import Backpressure
 from argosy.policy.breaker import Breaker, BreakerLimits, Outcome, classify, usable
 from argosy.policy.discovery import Addresses
 from argosy.policy.estimates import OutputEstimates
@@ -73,6 +74,7 @@ __all__ = [
     "Addresses",
     "Answered",
     "Ask",
+    "Backpressure",
     "BoundedHash",
     "Breaker",
     "BreakerLimits",

@@ -14,7 +14,7 @@ class Outcome(enum.Enum):
     SUCCESS = "success"
     """It answered: also with a refusal that is the request's own fault (4xx)."""
     BACKPRESSURE = "backpressure"
-    """It is alive and full (429, 503): give it time, do not hold it against it."""
+    """It is alive and full (429, 503): see `backpressure`; nothing is held against it."""
     FAILURE = "failure"
     """No connection, a stall, a cut stream, any other 5xx; 401 too: our own key for it is wrong."""
 
@@ -40,12 +40,6 @@ class BreakerLimits:
     open_most_s: float = 10.0
     well_s: float = 30.0
     """One that opens again within so long of having closed was not well between: the doubling goes on."""
-    cool_s: float = 0.5
-    """How long a full replica is left alone at least the first time; each time that it is still full doubles that."""
-    cool_full_s: float = 4.0
-    """How long at most, unless it says more itself (Retry-After)."""
-    cool_most_s: float = 60.0
-    """How long at most, whatever it says: it is asked again, were it full for a day."""
 
 
 class Breaker:
@@ -53,13 +47,11 @@ class Breaker:
 
     __slots__ = (
         "_closed_at",
-        "_cooled",
         "_limits",
         "_opened",
         "_probing",
         "_recent",
         "_row",
-        "cool_until",
         "open_until",
     )
 
@@ -70,21 +62,14 @@ class Breaker:
         self._opened = 0
         """Times in a row that it opened without being well between."""
         self._closed_at = float("-inf")
-        self._cooled = 0
-        """Times in a row that it was full, without an answer between."""
         self._probing = False
         self.open_until: float | None = None
         """None: closed."""
-        self.cool_until = float("-inf")
 
     @property
     def closed(self) -> bool:
         """Whether requests may go there as far as failures are concerned."""
         return self.open_until is None
-
-    def cooling(self, now: float) -> bool:
-        """Whether it said that it is full a moment ago."""
-        return now < self.cool_until
 
     def wants_probe(self, now: float) -> bool:
         """Whether it is time to try it; the caller that sends the probe says `probe_sent`."""
@@ -94,12 +79,8 @@ class Breaker:
         """A probe is out: no second one until it has come back."""
         self._probing = True
 
-    def record(self, outcome: Outcome, now: float, retry_after_s: float | None = None) -> None:
+    def record(self, outcome: Outcome, now: float) -> None:
         """Take in how an attempt went."""
-        if outcome is Outcome.BACKPRESSURE:
-            self._cool(now, retry_after_s)
-        elif outcome is Outcome.SUCCESS:
-            self._cooled = 0
         if not self.closed:
             return  # attempts that began before it opened say nothing new
         failed = outcome is Outcome.FAILURE
@@ -120,16 +101,6 @@ class Breaker:
             self._open(now)
             return
         self._close(now)
-        if outcome is Outcome.BACKPRESSURE:
-            self._cool(now, None)
-
-    def _cool(self, now: float, retry_after_s: float | None) -> None:
-        limits = self._limits
-        if not self.cooling(now):  # else it was asked before it said so
-            self._cooled += 1
-        wait = min(limits.cool_s * 2 ** min(self._cooled - 1, 30), limits.cool_full_s)
-        wait = min(max(wait, retry_after_s or 0.0), limits.cool_most_s)
-        self.cool_until = max(self.cool_until, now + wait)
 
     def _open(self, now: float) -> None:
         limits = self._limits

@@ -100,6 +100,28 @@ async def test_what_failing_replicas_lose_is_asked_again_within_the_budget(answe
         assert sum(len(server.asked) for server in servers) <= 1.1 * count + 6
 
 
+async def test_requests_wait_for_replicas_that_take_fewer_than_anybody_knew() -> None:
+    taken, count = 0, 24
+
+    async def takes_three(asked: Asked) -> None:
+        nonlocal taken
+        if taken == 3:
+            asked.json(429, {"error": {"message": "later"}})
+            return
+        taken += 1
+        await asyncio.sleep(0.05)
+        taken -= 1
+        await plain(asked)
+
+    timeouts = Timeouts(first_token_s=5.0, recovery_s=20.0)
+    async with behind(takes_three, timeouts=timeouts) as (running, servers):
+        first = await asyncio.gather(*(ask(running) for _ in range(count)))
+        before = len(servers[0].asked)
+        then = await asyncio.gather(*(ask(running) for _ in range(count)))
+        assert {status for status, _ in first + then} == {200}
+        assert len(servers[0].asked) - before < 1.5 * count
+
+
 async def test_where_none_is_reached_nothing_serves_the_model() -> None:
     with socket.socket() as deaf:  # its port is nobody else's, and it does not listen
         deaf.bind(("127.0.0.1", 0))

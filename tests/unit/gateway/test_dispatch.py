@@ -66,7 +66,7 @@ class World:
         replicas = self.pool.replicas.values()
         assert all(0 <= replica.load.in_flight <= 2 for replica in replicas)
         assert sum(replica.load.in_flight for replica in replicas) == len(self.running)
-        free = {replica.name for replica in replicas if replica.has_room(0)}
+        free = {replica.name for replica in replicas if replica.has_room(0, 0.0)}
         assert all(free <= journey.tried for journey, _ in self.waiting)
 
 

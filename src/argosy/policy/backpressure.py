@@ -1,0 +1,57 @@
+"""What a replica gets that has said that it is full (429, 503): no more than it has, and a little more each second.
+
+How many requests a server takes it seldom says, and others may send it some too. So that number is found as TCP finds
+a rate, by going a little too far now and then; and the refusal tells it. What was refused waits for room like all that
+is new: it costs the replica nothing until there is some, so it needs no budget.
+"""
+
+from __future__ import annotations
+
+import math
+
+GROWTH = 0.05
+"""Of the number, each second; at least one request."""
+COOL_S = 0.5
+"""How long it is left alone where nothing of ours runs there whose end makes room; each time in a row twice that,"""
+COOL_FULL_S = 4.0
+"""and at most so long, unless it says more itself (Retry-After)."""
+COOL_MOST_S = 60.0
+"""How long at most, whatever it says: it is asked again, were it full for a day."""
+
+
+class Backpressure:
+    """One replica's. Pure: the time is an argument."""
+
+    __slots__ = ("_at", "_cooled", "_most", "cool_until")
+
+    def __init__(self) -> None:
+        self.cool_until = -math.inf
+        self._cooled = 0
+        """Times in a row that it was left alone, without an answer between."""
+        self._most = math.inf
+        self._at = 0.0
+
+    def cooling(self, now: float) -> bool:
+        """Whether it is left alone."""
+        return now < self.cool_until
+
+    def most(self, now: float) -> float:
+        """Requests that it gets at a time, as far as it has refused any."""
+        if self._most == math.inf:
+            return math.inf
+        return self._most + max(0.0, now - self._at) * max(1.0, GROWTH * self._most)
+
+    def refused(self, running: int, now: float, retry_after_s: float | None = None) -> None:
+        """It did not take a request beside `running` others of ours; it may have said when to come back."""
+        if retry_after_s is not None or not running:
+            if not self.cooling(now):  # else it was asked before it said so
+                self._cooled += 1
+            wait = min(COOL_S * 2 ** min(self._cooled - 1, 30), COOL_FULL_S)
+            wait = min(max(wait, retry_after_s or 0.0), COOL_MOST_S)
+            self.cool_until = max(self.cool_until, now + wait)
+        self._most = max(1.0, running)
+        self._at = max(now, self.cool_until)
+
+    def answered(self) -> None:
+        """It took one."""
+        self._cooled = 0

@@ -1,0 +1,53 @@
+"""What a replica gets that is full: what it has, and a little more each second; a pause where it has nothing."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from argosy.policy import Backpressure
+from argosy.policy.backpressure import COOL_MOST_S
+
+
+def test_one_that_never_refused_gets_whatever_there_is() -> None:
+    assert Backpressure().most(0.0) == math.inf
+    assert not Backpressure().cooling(0.0)
+
+
+def test_a_refusal_tells_how_many_it_takes_and_time_that_it_may_be_more_now() -> None:
+    full = Backpressure()
+    for running in (9, 8, 7, 4):  # all that were sent at once come back
+        full.refused(running, 10.0)
+    assert not full.cooling(10.0)
+    assert [full.most(now) for now in (10.0, 11.0, 14.0)] == [4.0, 5.0, 8.0]
+    full.refused(100, 20.0)
+    assert full.most(21.0) == 105.0
+
+
+@pytest.mark.parametrize("told", [None, 0.0, 0.1])
+def test_one_that_takes_nothing_at_all_is_asked_less_and_less(told: float | None) -> None:
+    full, waits, now = Backpressure(), [], 0.0
+    for number in range(7):
+        for _ in range(5):  # all that were under way
+            full.refused(0, now, told)
+        waits.append(full.cool_until - now)
+        now = full.cool_until
+        assert full.most(now) == 1.0
+        if number == 5:
+            full.answered()
+    assert waits == [0.5, 1.0, 2.0, 4.0, 4.0, 4.0, 0.5]
+
+
+@given(running=st.integers(0, 300), told=st.floats(0.0, 1e300), now=st.floats(0.0, 1e6))
+def test_it_is_left_alone_for_as_long_as_it_says_within_reason(
+    running: int, told: float, now: float
+) -> None:
+    full = Backpressure()
+    full.refused(running, now, told)
+    assert full.cool_until >= now + min(told, COOL_MOST_S) - 1e-6
+    assert full.cool_until <= now + COOL_MOST_S + 1e-6
+    assert full.most(full.cool_until) == max(1, running)
+    assert full.most(full.cool_until + 1.0) >= max(1, running) + 1
