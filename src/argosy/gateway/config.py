@@ -122,8 +122,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """The answers that are kept under the keys that clients give (`Idempotency-Key`)."""
     explain: ExplainConfig = ExplainConfig()
     attempts: Annotated[int, Meta(ge=1, le=10)] = 4
-    """So many answers of living replicas that are failures (5xx), or replicas that die of it in a row, and a request is
-    given up."""
+    """So many failures that living replicas answer with (5xx), or replicas that are lost with it while it hardly gets
+    on, and a request is given up."""
     body_limit_bytes: Annotated[int, Meta(ge=1)] = 32 * 1024 * 1024
     body_timeout_s: Positive = 60.0
     slow_reader_timeout_s: Positive = 30.0

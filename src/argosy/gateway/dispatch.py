@@ -168,6 +168,8 @@ class Dispatcher:
     def _place_moving(self) -> None:
         now = self._clock()
         for ticket in tuple(self._moving):
+            if not any(self._pool.seats(now)[0]):
+                return  # thousands may wait for it
             journey = ticket.journey
             left_out = journey.tried | journey.unfit
             if all(replica.name in left_out for replica in self._pool.room(journey.tier, now)):
