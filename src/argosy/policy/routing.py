@@ -209,15 +209,18 @@ class BoundedHash:
         place = _place(request.key) if request.key else int(draw * 2**64)
         start = bisect_left(self._ring, (place, ""))
         for step in range(len(self._ring)):
-            one = named[self._ring[(start + step) % len(self._ring)][1]]
-            if one.load.in_flight + 1 <= most:
+            one = named.get(self._ring[(start + step) % len(self._ring)][1])
+            if one is not None and one.load.in_flight + 1 <= most:
                 return one
         return min(candidates, key=_in_flight)
 
     def _build(self, names: frozenset[str]) -> None:
-        if names != self._names:
-            self._names = names
-            self._ring = sorted((_place(f"{n} {i}"), n) for n in names for i in range(self.POINTS))
+        """Who is full or away for a moment keeps its places: a thousand hashes for each request would be too many."""
+        if not names <= self._names:
+            self._names |= names
+            self._ring = sorted(
+                (_place(f"{n} {i}"), n) for n in self._names for i in range(self.POINTS)
+            )
 
 
 def _in_flight(candidate: Candidate) -> int:

@@ -153,6 +153,17 @@ def test_few_keys_move_when_a_replica_is_added() -> None:
     assert {new for old, new in zip(before, after, strict=True) if old != new} == {"e"}
 
 
+@given(st.lists(st.sets(st.sampled_from("abcdef"), min_size=1), max_size=8), st.text(max_size=8))
+def test_keys_go_where_they_would_if_those_away_had_never_been_there(
+    pools: list[set[str]], key: str
+) -> None:
+    rule, ask = BoundedHash(), RouteRequest(1, 1, key=key)
+    for there in pools:
+        candidates = [load(name) for name in sorted(there)]
+        fresh = choose(BoundedHash(), ask, candidates, 0.4, 0.0)
+        assert choose(rule, ask, candidates, 0.4, 0.0) is fresh
+
+
 # --- the prefix index ----------------------------------------------------------------------------
 
 
