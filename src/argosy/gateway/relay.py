@@ -238,17 +238,20 @@ class Relay:
         journey.failing_since = journey.failing_since or now
         model = journey.pool.model
         log.warning("attempt_failed", replica=replica.name, model=model, reason=str(failure))
-        free = failure.outcome is Outcome.BACKPRESSURE or journey.delivered.output_tokens > 0
+        begun = journey.delivered.output_tokens > 0
+        free = begun or failure.outcome is Outcome.BACKPRESSURE
         if isinstance(failure, UpstreamError):
             journey.losses += turn.attempt.sent
             free = free or turn.trusted or not turn.attempt.sent
         elif failure.outcome is Outcome.FAILURE:
             journey.refusals += 1
         suspects, digest = journey.pool.suspects, journey.digest
-        if journey.losses >= (1 if suspects.knows(digest, now) else self._ways.attempts):
+        suspected = suspects.knows(digest, now) and not begun
+        if journey.losses >= (1 if suspected else max(2, self._ways.attempts)):
             suspects.given_up(digest, now)
             raise _suspected(journey, suspects.wait_s(digest, now))
-        if journey.refusals >= self._ways.attempts or not (free or journey.pool.retries.take(now)):
+        tried_enough = max(journey.losses, journey.refusals) >= self._ways.attempts
+        if tried_enough or not (free or journey.pool.retries.take(now)):
             raise _upstream_failed(journey)
 
     def _ended(self) -> bool:
