@@ -109,8 +109,8 @@ def test_what_was_set_is_no_less_for_what_other_gateways_have() -> None:
     (replica,) = build_models(read_models(config)).pools[0].replicas.values()
     replica.load.capacity = 8
     replica.shared_with([{1: 4}])
-    assert [replica.part(tier) for tier in range(3)] == [4, 4, 4]
+    assert [replica.part(tier, 0.0) for tier in range(3)] == [4, 4, 4]
     replica.shared_with([{1: 6}])
-    assert [replica.part(tier) for tier in range(3)] == [4, 4, 2]
+    assert [replica.part(tier, 0.0) for tier in range(3)] == [4, 4, 2]
     replica.shared_with([])
-    assert replica.part(1) == 4
+    assert replica.part(1, 0.0) == 4
