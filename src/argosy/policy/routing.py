@@ -191,6 +191,8 @@ class BoundedHash:
 
     POINTS = 64
     """Places of each replica on the ring."""
+    REMEMBERED = 1000
+    """Replicas, about: their names may change for ever."""
 
     def __init__(self, bound: float = 1.25) -> None:
         self._bound = bound
@@ -217,7 +219,7 @@ class BoundedHash:
     def _build(self, names: frozenset[str]) -> None:
         """Who is full or away for a moment keeps its places: a thousand hashes for each request would be too many."""
         if not names <= self._names:
-            self._names |= names
+            self._names = names if len(self._names) >= self.REMEMBERED else self._names | names
             self._ring = sorted(
                 (_place(f"{n} {i}"), n) for n in self._names for i in range(self.POINTS)
             )
