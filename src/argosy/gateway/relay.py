@@ -172,8 +172,8 @@ class Relay:
         outcome = classify(status)
         if outcome is not Outcome.SUCCESS or _has_begun(journey):
             raise RefusedError(outcome, f"status {status}")
-        if status == 200 and not content.lstrip().startswith(b"{"):
-            raise RefusedError(Outcome.FAILURE, "what came is no answer")
+        if status == 200 and attempt.headers.get(b"content-type", b"").startswith(b"text/html"):
+            raise RefusedError(Outcome.FAILURE, "a page came, and no answer")
         if not dialect.journal and is_broken_off(content):
             raise UpstreamError("it broke the answer off")
         return Whole(status, content, attempt.kind)
