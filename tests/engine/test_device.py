@@ -149,14 +149,3 @@ def test_a_build_is_used_again(tmp_path: Path) -> None:
     shutil.copy2(kernels.path, copy)
     assert load_kernels(None, tmp_path).path == copy
     assert copy.stat().st_mtime_ns == kernels.path.stat().st_mtime_ns
-
-
-def test_a_damaged_build_is_named(tmp_path: Path) -> None:
-    kernels = native_kernels()
-    if kernels is None:
-        pytest.skip("no compiler")
-    copy = tmp_path / kernels.path.parent.name / kernels.path.name
-    copy.parent.mkdir()
-    copy.write_bytes(b"not a library")
-    with pytest.raises(NativeUnavailable, match="delete it"):
-        load_kernels(None, tmp_path)
