@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import random
 from collections.abc import Callable
@@ -67,6 +68,8 @@ class Relay:
         self._carrier = carrier
         self._stream = stream
         self._out = out
+        self._owes = False
+        """Its next try has to wait until the retry budget allows it."""
 
     async def run(self) -> None:
         """Answer it, but for the end of what `out` has. Raises ApiError when that cannot be."""
@@ -200,13 +203,20 @@ class Relay:
             await self._dispatcher.place(journey)
             return
         until = journey.failing_since + self._ways.timeouts.recovery_s
-        while not await self._dispatcher.move(
-            journey,
-            backoff_s(journey.failures, random.random()),  # noqa: S311 - jitter
-        ):
+        while not await self._moved():
             if self._ways.clock() > until:
                 raise _upstream_failed(journey)
             journey.tried.clear()
+
+    async def _moved(self) -> bool:
+        """Whether it got another replica within some moments."""
+        journey = self._journey
+        within_s = backoff_s(journey.failures, random.random())  # noqa: S311 - jitter
+        if self._owes and not journey.pool.retries.take(self._ways.clock()):
+            await asyncio.sleep(within_s)
+            return False
+        self._owes = False
+        return await self._dispatcher.move(journey, within_s)
 
     def _passed_over(self, replica: Replica) -> bool:
         """It cannot go on: perhaps another can. Raises ApiError 502 when none is left."""
@@ -229,8 +239,8 @@ class Relay:
 
         What was carried on from a replica that died has to go somewhere: the time that recovery may take bounds it,
         and how many may be lost with it without getting on. What a full one refused waits as long for room. Of what
-        has nothing yet the rest draws on the retry budget: a living replica failed, or one that had failed before lost
-        it; that is what overloaded pools do.
+        has nothing yet the rest draws on the retry budget, since that is what overloaded pools do: what a living
+        replica failed needs it at once, what one lost that had failed before waits for it.
         """
         journey, now, replica = self._journey, self._ways.clock(), turn.replica
         journey.tried.add(replica.name)
@@ -242,7 +252,8 @@ class Relay:
         free = begun or failure.outcome is Outcome.BACKPRESSURE
         if isinstance(failure, UpstreamError):
             journey.losses += turn.attempt.sent
-            free = free or turn.trusted or not turn.attempt.sent
+            self._owes = not (free or turn.trusted) and turn.attempt.sent
+            free = True
         elif failure.outcome is Outcome.FAILURE:
             journey.refusals += 1
         suspects, digest = journey.pool.suspects, journey.digest

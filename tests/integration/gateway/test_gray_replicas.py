@@ -17,7 +17,7 @@ from tests.waiting import until
 from argosy.gateway import ReplicaConfig, Timeouts
 from argosy.gateway.dialects import Kind
 from argosy.gateway.journey import Stage
-from argosy.policy import suspects
+from argosy.policy import RetryBudget, suspects
 
 PATH = "/v1/completions"
 
@@ -88,10 +88,34 @@ async def test_those_that_fail_are_used_where_there_is_no_other_room() -> None:
         assert len(servers[2].asked) == 1
 
 
+class SpentBudget(RetryBudget):
+    """Nothing is left of it the first times."""
+
+    refusals = 3
+
+    def take(self, now: float) -> bool:
+        self.refusals -= 1
+        return self.refusals < 0 and super().take(now)
+
+
+async def test_what_a_failing_replica_loses_waits_for_the_budget_and_is_answered() -> None:
+    answers = iter((resets, resets, plain))  # the first on a connection that was kept
+
+    async def first_resets(asked: Asked) -> None:
+        await (next(answers) if asked.path == PATH else plain)(asked)
+
+    async with behind(first_resets, timeouts=Timeouts(recovery_s=30.0)) as (running, _):
+        (replica,) = running.replicas
+        opened(replica)
+        (pool,) = running.models.pools
+        pool.retries = SpentBudget()
+        assert (await ask(running))[0] == 200
+
+
 @pytest.mark.parametrize("answer", [resets, is_silent])
 async def test_what_failing_replicas_lose_is_asked_again_within_the_budget(answer: Answer) -> None:
     count = 40
-    timeouts = Timeouts(first_token_s=0.1, recovery_s=5.0)
+    timeouts = Timeouts(first_token_s=0.1, recovery_s=1.0)
     async with behind(answer, answer, timeouts=timeouts) as (running, servers):
         for replica in running.replicas:
             opened(replica)
