@@ -1,7 +1,7 @@
 """Durable state (SQLite or PostgreSQL) and fast state that gateways share (memory or Redis)."""
 
 from argosy.store.accounts import Accounts
-from argosy.store.answers import Answer, Answers, Claim, IdempotencyConfig, open_answers
+from argosy.store.answers import Answer, Answers, Claim, IdempotencyConfig
 from argosy.store.audit import Audit, AuditEntry, Verdict
 from argosy.store.clock import Clock, steady
 from argosy.store.counters import Wants
@@ -33,7 +33,7 @@ from argosy.store.records import (
     Window,
 )
 from argosy.store.rules import working
-from argosy.store.shared import MemoryState, SharedState, open_shared
+from argosy.store.shared import MemoryState, SharedState, open_answers, open_shared
 from argosy.store.slots import Slot
 from argosy.store.spool import Spool, SpoolError, SpoolFullError
 from argosy.store.spreadsheet import csv_lines

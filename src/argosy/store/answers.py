@@ -10,8 +10,6 @@ from typing import Annotated, NamedTuple, Protocol
 import msgspec
 from msgspec import Meta
 
-from argosy.store.shared import NO_CLIENT
-
 BESIDE = 512
 """Bytes that an answer takes beside its body, about."""
 
@@ -143,18 +141,3 @@ class MemoryAnswers:
 
 def _size(answer: Answer) -> int:
     return len(answer.body) + BESIDE
-
-
-def open_answers(config: IdempotencyConfig, url: str | None, password: str | None) -> Answers:
-    """Those that gateways share at a URL of Redis, as `open_shared` takes it; None: this gateway's own.
-
-    Raises ValueError when it is no such URL, or redis-py is not installed.
-    """
-    own = MemoryAnswers(config)
-    if url is None:
-        return own
-    try:
-        from argosy.store.redis_answers import RedisAnswers
-    except ModuleNotFoundError as error:
-        raise ValueError(NO_CLIENT) from error
-    return RedisAnswers(url, password, config, own)

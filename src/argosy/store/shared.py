@@ -1,10 +1,11 @@
-"""What gateways share at once: how much of each limit is in use. One alone counts in memory; many ask Redis."""
+"""What gateways share at once: how much of each limit is in use, and kept answers. One alone needs no Redis."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
 from argosy.policy import Counter
+from argosy.store.answers import Answers, IdempotencyConfig, MemoryAnswers
 from argosy.store.counters import Wants, own_counter
 from argosy.store.records import Limit
 
@@ -80,3 +81,18 @@ def open_shared(url: str | None, password: str | None = None) -> SharedState:
     except ModuleNotFoundError as error:
         raise ValueError(NO_CLIENT) from error
     return RedisState(url, password)
+
+
+def open_answers(config: IdempotencyConfig, url: str | None, password: str | None) -> Answers:
+    """Those that gateways share at a URL of Redis, as `open_shared` takes it; None: this gateway's own.
+
+    Raises ValueError when it is no such URL, or redis-py is not installed.
+    """
+    own = MemoryAnswers(config)
+    if url is None:
+        return own
+    try:
+        from argosy.store.redis_answers import RedisAnswers
+    except ModuleNotFoundError as error:
+        raise ValueError(NO_CLIENT) from error
+    return RedisAnswers(url, password, config, own)
