@@ -285,6 +285,9 @@ def test_usage_is_summed_by_name_and_exported(url: str, tmp_path: Path) -> None:
         project=key["project"],
         key=key["id"],
         model="big",
+        asked="default",
+        route="beta",
+        replica="r1",
         started_at=time.time(),
         ended_at=time.time(),
         status="completed",
@@ -301,6 +304,11 @@ def test_usage_is_summed_by_name_and_exported(url: str, tmp_path: Path) -> None:
     (total,) = told("usage", "--by", "", "--project", "default", "--organisation", "default")
     assert total["output_tokens"] == 234
     assert "Nothing was used." in run("usage", "--until", "30d")
+    ways = run("usage", "--by", "asked,route,replica").split()
+    assert {"Asked", "Route", "Replica", "default", "beta", "r1"} <= set(ways)
+    for option, name in (("--asked", "default"), ("--route", "beta"), ("--replica", "r1")):
+        assert told("usage", "--by", "", option, name) == [total]
+        assert told("usage", "--by", "model", option, "big") == []
     assert run("usage", "--csv", "-").splitlines()[1].startswith("r1,")
     run("usage", "--csv", str(tmp_path / "rows.csv"))
     assert (tmp_path / "rows.csv").read_text() == run("usage", "--csv", "-")

@@ -48,7 +48,9 @@ def usage(
     *,
     by: Annotated[
         str,
-        typer.Option(help="Of day, organisation, project, key, user, model, route; with commas."),
+        typer.Option(
+            help="Of day, organisation, project, key, user, model, asked, route, replica; with commas."
+        ),
     ] = "project,model",
     since: Since = None,
     until: Until = None,
@@ -56,7 +58,12 @@ def usage(
     project: ProjectName = None,
     key: Annotated[str | None, typer.Option(help="Id, name or beginning.")] = None,
     user: Annotated[str | None, typer.Option(help="Id or email.")] = None,
-    model: Annotated[str | None, typer.Option(help="Public name.")] = None,
+    model: Annotated[str | None, typer.Option(help="Public name of the one that answered.")] = None,
+    asked: Annotated[str | None, typer.Option(help="What clients called it.")] = None,
+    route: Annotated[
+        str | None, typer.Option(help="Name of the route that decided; '' for none.")
+    ] = None,
+    replica: Annotated[str | None, typer.Option(help="The one that answered.")] = None,
     csv: Annotated[
         Path | None, typer.Option(help="Write every row of the ledger here; - is the terminal.")
     ] = None,
@@ -75,6 +82,9 @@ def usage(
             key=None if key is None else find_key(opened_store, key).id,
             user=None if user is None else find_user(opened_store, user).id,
             model=model,
+            asked=asked,
+            route=route,
+            replica=replica,
         )
         if csv is not None:
             _write(opened_store.usage.csv(where), csv)

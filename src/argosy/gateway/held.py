@@ -95,7 +95,7 @@ class Held(msgspec.Struct, eq=False):
         told, journey, now = self.journey.delivered, self.journey, self.clock()
         if self.refusal is not None and journey.status == "stopped":
             journey.trace.limits += kept_out([self.refusal])
-        if not told.output_tokens and (journey.status == "failed" or not journey.route):
+        if not told.output_tokens and (journey.status == "failed" or not journey.replica):
             self.reservation.settle(Use(), now)
             return
         prompt = told.prompt_tokens

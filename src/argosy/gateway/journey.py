@@ -55,6 +55,8 @@ class Journey(msgspec.Struct, eq=False):
     caller: Caller
     tier: int
     """The rank that it waits in."""
+    route: str = ""
+    """Name of the one that decided which pool answers; empty: none did."""
     deadline: float = math.inf
     """When its answer ends with what there is, on the monotonic clock."""
     tried: set[str] = msgspec.field(default_factory=set)
@@ -72,8 +74,8 @@ class Journey(msgspec.Struct, eq=False):
     """Headers of the answer, whatever it will be, refusals included."""
     trace: Trace = msgspec.field(default_factory=Trace)
     """What `argosy explain` shows."""
-    route: str = ""
-    """The replica that it was at last."""
+    replica: str = ""
+    """The one that it was at last."""
     picked: Picked | None = None
     """Why it went there."""
     current: Try | None = None
@@ -109,7 +111,7 @@ class Journey(msgspec.Struct, eq=False):
     def answered_by(self, picked: Picked, tried: Try) -> None:
         """Note whose answer it gets, as far as is known."""
         self.picked, self.current = picked, tried
-        self.route = picked.replica.name
+        self.replica = picked.replica.name
 
     def got_on(self, tokens: int) -> None:
         """So many tokens of the answer came, at least one."""

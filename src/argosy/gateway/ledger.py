@@ -53,6 +53,8 @@ class Ledger:
             key=caller.key,
             user=caller.user,
             model=model,
+            asked=journey.ask.model,
+            route=journey.route,
             started_at=journey.started_at,
             ended_at=journey.started_at,
             status="interrupted",
@@ -90,7 +92,7 @@ class Entry(msgspec.Struct, eq=False):
         journey, slot, rates, told = self.journey, self.slot, self.rates, self.journey.delivered
         counts = told.prompt_tokens, told.cached_tokens, told.output_tokens
         slot.count(*counts)
-        slot.end(journey.status, journey.route, self.clock())
+        slot.end(journey.status, journey.replica, self.clock())
         journey.nano_dollars = rates.cost(*counts)
         journey.trace.ledger = LedgerLine(*counts, journey.nano_dollars, rates)
 

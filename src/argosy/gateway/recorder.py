@@ -35,6 +35,8 @@ class Recorder:
         trace.id = journey.id
         trace.request = journey.exchange.request_id
         trace.model = journey.pool.model
+        trace.asked = journey.ask.model
+        trace.route = journey.route
         trace.path = journey.exchange.path
         trace.stream = journey.ask.stream
         trace.caller = journey.caller

@@ -231,7 +231,7 @@ class Relay:
         journey = self._journey
         replicas = journey.pool.replicas.values()
         whole = {replica.name for replica in replicas if not _flows(journey.ask, replica.dialect)}
-        others = {journey.route} | journey.tried | whole
+        others = {journey.replica} | journey.tried | whole
         return self._dispatcher.hedge(journey, others)
 
     def _failed(self, turn: Turn, failure: UpstreamError | RefusedError) -> None:

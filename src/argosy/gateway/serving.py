@@ -154,9 +154,10 @@ class Serving:
             f"{api.id_prefix}-{random.getrandbits(128):032x}",
             caller,
             tier=min(caller.tier + ask.priority, len(TIERS) - 1),  # it may ask for a lower one
+            route=route,
             deadline=exchange.arrived + min(ask.timeout_s, self._longest_s),
             headers=exchange.extra,
-            trace=Trace(arrived=exchange.arrived, read=now, asked=ask.model, route=route),
+            trace=Trace(arrived=exchange.arrived, read=now),
             started_at=time.time() - (now - exchange.arrived),
         )
 

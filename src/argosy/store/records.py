@@ -167,9 +167,13 @@ class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
     key: str = ""
     user: str = ""
     model: str = ""
-    """Public name."""
+    """Public name of the one that answered."""
+    asked: str = ""
+    """What the client called it; empty: it began before this was kept."""
     route: str = ""
-    """The replica that ended it."""
+    """Name of the one that decided which model answers; empty: none did."""
+    replica: str = ""
+    """The one that ended it."""
     started_at: float
     ended_at: float
     status: Ending

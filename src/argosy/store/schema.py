@@ -183,8 +183,9 @@ usage = Table(
     Column("request", Text, primary_key=True),
     *(
         Column(name, Text, nullable=False)
-        for name in ("organisation", "project", "key", "user", "model", "route")
+        for name in ("organisation", "project", "key", "user", "model", "replica")
     ),
+    *(Column(name, Text, nullable=False, server_default="") for name in ("asked", "route")),
     Column("started_at", Double, nullable=False),
     Column("ended_at", Double, nullable=False),
     Column("status", Text, nullable=False),
@@ -199,7 +200,11 @@ usage = Table(
         for owner in ("organisation", "project", "key", "user")
     ),
 )
-"""`day` is that of `ended_at`: days since the epoch, in UTC."""
+"""`day` is that of `ended_at`: days since the epoch, in UTC.
+
+A gateway that knows no `replica` writes its name as `route`. In PostgreSQL a trigger puts it where it belongs; in
+SQLite such rows are refused, and wait on the disk for the next version.
+"""
 
 usage_days = Table(
     "usage_days",
@@ -207,8 +212,9 @@ usage_days = Table(
     Column("day", Integer, primary_key=True, autoincrement=False),
     *(
         Column(name, Text, primary_key=True)
-        for name in ("organisation", "project", "key", "user", "model", "route")
+        for name in ("organisation", "project", "key", "user", "model", "replica")
     ),
+    *(Column(name, Text, primary_key=True, server_default="") for name in ("asked", "route")),
     Column("requests", BigInteger, nullable=False),
     Column("input_tokens", BigInteger, nullable=False),
     Column("cached_tokens", BigInteger, nullable=False),

@@ -30,14 +30,14 @@ LATEST = 2.0**40
 SLOT_BYTES = 1024
 SLOT_WORDS = SLOT_BYTES // 8
 
-# The words of a slot. Behind them are texts: whose request it is and, when it has ended, the replica.
+# The words of a slot. Behind them are texts: whose request it is and for what and, when it has ended, the replica.
 STATE, INPUT, CACHED, OUTPUT = 0, 1, 2, 3
 RATE_INPUT, RATE_CACHED, RATE_OUTPUT = 4, 5, 6
 STARTED_AT, ENDED_AT = 7, 8
-CHECK, TEXT_SIZE, ROUTE_SIZE = 9, 10, 11
-TEXT, ROUTE = 96, 896
+CHECK, TEXT_SIZE, REPLICA_SIZE = 9, 10, 11
+TEXT, REPLICA = 96, 896
 """Where they are in the slot, in bytes."""
-LONGEST_REQUEST, LONGEST_TEXT = 160, 124
+LONGEST_REQUEST, LONGEST_TEXT = 160, 90
 """Bytes that are kept of the request's id and of each other text, where all of them would not fit."""
 
 
@@ -83,12 +83,12 @@ class Slot:
         """Address of the word that counts output tokens."""
         return self.table.address + (self._at + OUTPUT) * 8
 
-    def end(self, status: Ending, route: str, ended_at: float) -> None:
+    def end(self, status: Ending, replica: str, ended_at: float) -> None:
         """The request is over, and the slot no longer its own: the row waits for the store."""
         words, at = self._words, self._at
-        text = route.encode("utf-8", "replace")[: SLOT_BYTES - ROUTE]
-        self._write(ROUTE, text)
-        words[at + ROUTE_SIZE] = len(text)
+        text = replica.encode("utf-8", "replace")[: SLOT_BYTES - REPLICA]
+        self._write(REPLICA, text)
+        words[at + REPLICA_SIZE] = len(text)
         self.table.times[at + ENDED_AT] = ended_at
         words[at + STATE] = ENDED + ENDINGS.index(status)
         self._ended.append(self)
@@ -116,7 +116,8 @@ class Slot:
         """The row, of a request that has ended."""
         words, times, at = self._words, self.table.times, self._at
         texts = self._read(TEXT, TEXT_SIZE).decode("utf-8", "replace").split("\0")
-        request, organisation, project, key, user, model = texts
+        request, organisation, project, key, user, model, *way = texts
+        asked, route = way or ("", "")  # the version before kept neither
         counts = words[at + INPUT], words[at + CACHED], words[at + OUTPUT]
         rates = Rates(words[at + RATE_INPUT], words[at + RATE_CACHED], words[at + RATE_OUTPUT])
         return UsageRow(
@@ -126,7 +127,9 @@ class Slot:
             key=key,
             user=user,
             model=model,
-            route=self._read(ROUTE, ROUTE_SIZE).decode("utf-8", "replace"),
+            asked=asked,
+            route=route,
+            replica=self._read(REPLICA, REPLICA_SIZE).decode("utf-8", "replace"),
             started_at=times[at + STARTED_AT],
             ended_at=times[at + ENDED_AT],
             status=ENDINGS[words[at + STATE] - ENDED],
@@ -195,13 +198,14 @@ class Table:
 
 
 def _text(row: UsageRow) -> bytes:
-    """Whose request it is, in as many bytes as a slot has for it."""
-    texts = (row.request, row.organisation, row.project, row.key, row.user, row.model)
+    """Whose request it is and for what, in as many bytes as a slot has for it."""
+    whose = (row.request, row.organisation, row.project, row.key, row.user)
+    texts = (*whose, row.model, row.asked, row.route)
     whole = "\0".join(texts)
-    if whole.isascii() and len(whole) <= ROUTE - TEXT and whole.count("\0") == len(texts) - 1:
+    if whole.isascii() and len(whole) <= REPLICA - TEXT and whole.count("\0") == len(texts) - 1:
         return whole.encode()
     parts = [text.replace("\0", "").encode("utf-8", "replace") for text in texts]
-    if sum(map(len, parts)) + len(parts) - 1 > ROUTE - TEXT:
+    if sum(map(len, parts)) + len(parts) - 1 > REPLICA - TEXT:
         first, *others = parts
         parts = [first[:LONGEST_REQUEST], *(other[:LONGEST_TEXT] for other in others)]
     return b"\0".join(parts)

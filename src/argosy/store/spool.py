@@ -47,7 +47,9 @@ SPARE = 1024
 MEMORY_TABLES = 16
 BATCH = 500
 """Rows that the store is given at a time."""
-MAGIC = int.from_bytes(b"argosy\x00\x01")
+MAGIC = int.from_bytes(b"argosy\x00\x02")
+BEFORE = int.from_bytes(b"argosy\x00\x01")
+"""Of a file whose texts may be fewer: see `Slot.row`."""
 
 
 class SpoolError(ValueError):
@@ -194,6 +196,7 @@ class Spool:
 
     def _adopt(self, table: Table) -> list[UsageRow]:
         """Finish what a dead owner left; the rows that were running."""
+        table.words[0] = MAGIC  # what begins in it from now on is for no older version
         interrupted = []
         died_at = table.alive_at if is_time(table.alive_at) else self._clock()
         for number in range(table.size, 0, -1):
@@ -273,7 +276,7 @@ def _take_over(path: Path) -> Table | None:
         return None
     magic = int.from_bytes(os.pread(file, 8, 0), sys.byteorder)
     size = os.fstat(file).st_size
-    if magic == MAGIC and size > SLOT_BYTES and size % SLOT_BYTES == 0:
+    if magic in {MAGIC, BEFORE} and size > SLOT_BYTES and size % SLOT_BYTES == 0:
         return Table(mmap.mmap(file, size), path, file)
     os.close(file)
     if magic:

@@ -33,7 +33,9 @@ from argosy.store.database import Database
 from argosy.store.records import OwnerKind, UsageRow
 from argosy.store.spreadsheet import csv_lines
 
-Group = Literal["day", "organisation", "project", "key", "user", "model", "route"]
+Group = Literal[
+    "day", "organisation", "project", "key", "user", "model", "asked", "route", "replica"
+]
 """What a report may be by."""
 
 DAY_S = 86_400
@@ -54,7 +56,7 @@ _COLUMNS = (*UsageRow.__struct_fields__, "day")
 _DONE = func.count().filter(
     or_(
         schema.usage.c.output_tokens > 0,
-        and_(schema.usage.c.status != "failed", schema.usage.c.route != ""),
+        and_(schema.usage.c.status != "failed", schema.usage.c.replica != ""),
     )
 )
 """Requests that count against limits: not those that got nothing because of us, or never went to a replica."""
@@ -80,7 +82,9 @@ class UsageFilter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     key: str | None = None
     user: str | None = None
     model: str | None = None
+    asked: str | None = None
     route: str | None = None
+    replica: str | None = None
 
 
 class UsageSum(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,7 +108,9 @@ class ReportRow(UsageSum, frozen=True, kw_only=True):
     key: str | None = None
     user: str | None = None
     model: str | None = None
+    asked: str | None = None
     route: str | None = None
+    replica: str | None = None
 
 
 ALL = UsageFilter()

@@ -100,10 +100,10 @@ def deliver(limits: Gate, journey: Journey, output: int, prompt: int = 10) -> st
 
 
 def leave(
-    limits: Gate, journey: Journey, status: Status = "completed", route: str = "replica"
+    limits: Gate, journey: Journey, status: Status = "completed", replica: str = "replica"
 ) -> None:
     """It has ended, after it was sent there."""
-    journey.status, journey.route = status, route
+    journey.status, journey.replica = status, replica
     visit = limits.visits.pop(id(journey))
     if visit is not None:
         visit.leave()

@@ -129,7 +129,7 @@ async def test_the_second_replica_answers_for_one_that_is_silent(
     assert journey.status == "completed"
     assert two.watching.counts == sorted(set(two.watching.counts))
     assert journey.delivered.output_tokens == 12
-    assert journey.route == two.second
+    assert journey.replica == two.second
     assert attempts(two.running, journey) == [(False, "ended"), (True, "success")]
     assert hedges(two.running) == {"true": 1}
     assert all(replica.breaker.closed for replica in journey.pool.replicas.values())
@@ -149,7 +149,7 @@ async def test_the_first_replica_may_be_first_after_all(tokenizer: Tokenizer, st
         assert second.aborted
         assert not first.aborted
     (journey,) = two.watching.left
-    assert journey.route == two.first
+    assert journey.replica == two.first
     assert journey.delivered.output_tokens == 12
     assert attempts(two.running, journey) == [(False, "success"), (True, "ended")]
     assert hedges(two.running) == {"false": 1}

@@ -35,7 +35,7 @@ PRICES = (
 
 
 def journey(tier: int = 1, number: int = 1, *, stream: bool = True) -> Journey:
-    body = {"model": "m", "messages": [], "stream": stream}
+    body = {"model": "next", "messages": [], "stream": stream}
     ask = read(json.dumps(body).encode(), "messages")
     caller = Caller(organisation="acme", project="web", key="k", user="ann", tier=tier)
     pool = Pool("m", [])
@@ -63,6 +63,7 @@ async def test_a_request_becomes_one_row_at_the_price_of_its_tier_when_it_began(
     spool: Spool, tier: int, status: Status, cost: int
 ) -> None:
     ledger, one = Ledger(spool, lambda: NOW), journey(tier)
+    one.route = "canary"
     ledger.update(Directory(prices=PRICES))
     entry = await ledger.enter(one)
     ledger.update(Directory())
@@ -70,7 +71,7 @@ async def test_a_request_becomes_one_row_at_the_price_of_its_tier_when_it_began(
     for count in range(1, 8):
         one.delivered.output_tokens = count
         entry.counted((0.0,))
-    one.status, one.route = status, "there"
+    one.status, one.replica = status, "there"
     entry.leave()
     (row,) = drained(spool)
     assert row == UsageRow(
@@ -80,7 +81,9 @@ async def test_a_request_becomes_one_row_at_the_price_of_its_tier_when_it_began(
         key="k",
         user="ann",
         model="m",
-        route="there",
+        asked="next",
+        route="canary",
+        replica="there",
         started_at=one.started_at,
         ended_at=NOW,
         status=status,

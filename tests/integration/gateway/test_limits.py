@@ -239,10 +239,10 @@ async def test_a_prompt_that_is_longer_than_estimated_holds_no_more_of_the_answe
 
 async def test_a_request_that_got_nothing_because_of_us_costs_nothing(clock: Clock) -> None:
     limits = in_force(clock, limit("requests", 1), limit("concurrency", 1), limit("tokens", 100))
-    for route in ("", "replica", ""):
+    for replica in ("", "replica", ""):
         journey = request()
         await limits.enter(journey)
-        leave(limits, journey, "failed" if route else "cancelled", route)
+        leave(limits, journey, "failed" if replica else "cancelled", replica)
     journey = request()
     await limits.enter(journey)
     leave(limits, journey, "cancelled")

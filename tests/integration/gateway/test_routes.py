@@ -191,6 +191,40 @@ async def test_limits_prices_rows_and_metrics_are_those_of_the_model_that_answer
             assert counted == completed
 
 
+async def test_the_ledger_tells_what_was_asked_for_which_route_decided_and_which_replica_answered(
+    tmp_path: Path,
+) -> None:
+    async with world(tmp_path, BY_HEADER) as here, here.client("admin") as client:
+        for asked, headers in (("default", BETA), ("qwen", BETA), ("default", {}), ("latest", {})):
+            body = ASKED | {"model": asked}
+            answer = await client.post("/v1/completions", json=body, headers=headers)
+            assert answer.status_code == 200
+        await here.rows(4)
+        query = {"group_by": "asked,route,model,replica"}
+        report = (await client.get("/admin/usage", params=query)).json()["data"]
+        one, two = here.qwen.url, here.next.url
+        assert [
+            (row["asked"], row["route"], row["model"], row["replica"], row["requests"])
+            for row in report
+        ] == [
+            ("default", "", "qwen", one, 1),
+            ("default", "beta", "qwen-next", two, 1),
+            ("latest", "", "qwen-next", two, 1),
+            ("qwen", "beta", "qwen-next", two, 1),
+        ]
+        for which, requests in (
+            ({"asked": "default"}, 2),
+            ({"route": "beta"}, 2),
+            ({"route": ""}, 2),
+            ({"replica": two}, 3),
+            ({"replica": two, "asked": "latest", "route": "beta"}, 0),
+        ):
+            (total,) = (await client.get("/admin/usage", params=which)).json()["data"]
+            assert total["requests"] == requests, which
+            exported = await client.get("/admin/usage.csv", params=which)
+            assert len(exported.text.splitlines()) == 1 + requests
+
+
 async def test_an_explanation_tells_what_was_asked_for_and_which_route_decided(
     tmp_path: Path,
 ) -> None:

@@ -73,7 +73,7 @@ async def test_all_that_is_delivered_is_counted(
     assert watching.counts[-1] == journey.delivered.output_tokens == 12
     assert journey.delivered.prompt_tokens > 0
     assert journey.delivered.cached_tokens == min(3, journey.delivered.prompt_tokens)
-    assert journey.route.startswith("http://127.0.0.1:")
+    assert journey.replica.startswith("http://127.0.0.1:")
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -9,7 +9,7 @@ import pytest
 from tests.integration.store.conftest import Clock
 from tests.integration.store.rows import usage_row
 
-from argosy.store import ConflictError, Directory, Price, Store, open_store
+from argosy.store import ConflictError, Directory, Group, Price, Store, open_store
 
 ME = "test"
 
@@ -33,18 +33,20 @@ def test_a_copy_keeps_everything_and_goes_on(store: Store, clock: Clock, other_u
     store.terms.set_limit("key", rotated.id, "tokens", 2**62, window="minute", actor=ME)
     price = Price(model="m", tier=None, input=3, cached_input=1, output=9, since=7.5)
     store.terms.set_price(price, actor=ME)
-    rows = [usage_row(f"r{number}") for number in range(2500)]
-    store.usage.add(rows)
-    store.usage.forget(rows[0].ended_at - 2 * 86_400)
+    rows = [usage_row(f"r{number}", asked="next", route="canary") for number in range(2500)]
+    long_ago = usage_row("old", asked="next", ended_at=rows[0].ended_at - 3 * 86_400)
+    store.usage.add([*rows, long_ago])
+    assert store.usage.forget(rows[0].ended_at - 2 * 86_400) == 1
     other = open_store(other_url, clock=clock)
     other.migrate()
     assert store.copy_to(other) > len(rows)
     assert other.is_current(store.directory())
     assert accounts(other) == accounts(store)
-    assert other.usage.report(("key", "day")) == store.usage.report(("key", "day"))
-    assert other.usage.report()[0].requests == len(rows)
+    groups: tuple[Group, ...] = ("key", "day", "model", "asked", "route", "replica")
+    assert other.usage.report(groups) == store.usage.report(groups)
+    assert other.usage.report()[0].requests == len(rows) + 1
     other.usage.add(rows)
-    assert other.usage.report()[0].requests == len(rows)
+    assert other.usage.report()[0].requests == len(rows) + 1
     before = other.audit.verify()
     assert before == store.audit.verify()
     assert before.broken is None

@@ -17,6 +17,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from tests.integration.store.conftest import at_once
+from tests.integration.store.rows import usage_row
 from tests.services import PostgresServer, running_standby
 
 from argosy.store import (
@@ -221,10 +222,7 @@ def test_roles_that_were_given_before_there_were_scopes_hold_for_the_whole_gatew
 ) -> None:
     database = Database(empty_url)
     with database.write() as connection:
-        config = Config()
-        config.set_main_option("script_location", str(Path(migrations.__file__).parent))
-        config.attributes["connection"] = connection
-        command.upgrade(config, "0001")
+        upgrade(connection, "0001")
         for statement in BEFORE_SCOPES:
             connection.execute(sa.text(statement))
         entry = {
@@ -259,6 +257,20 @@ def test_roles_that_were_given_before_there_were_scopes_hold_for_the_whole_gatew
     store.close()
 
 
+def upgrade(connection: sa.Connection, revision: str) -> None:
+    """Bring the tables to where an older version had them."""
+    config = Config()
+    config.set_main_option("script_location", str(Path(migrations.__file__).parent))
+    config.attributes["connection"] = connection
+    command.upgrade(config, revision)
+
+
+OLDER_ROW = """
+    INSERT INTO usage (request, organisation, project, key, "user", model, route, started_at, ended_at,
+        status, input_tokens, cached_tokens, output_tokens, nano_dollars, day)
+    VALUES (:request, 'o', 'p', 'k', 'u', 'm', 'r1', 1, 2, 'completed', 9, 0, 5, 7, 0) ON CONFLICT DO NOTHING
+"""
+
 BEFORE_SCOPES = (
     "INSERT INTO organisations (id, name, created_at) VALUES ('org_o', 'o', 1)",
     "INSERT INTO projects VALUES ('proj_p', 'org_o', 'p', 'free', 1, false, 'open', '[]', 1, NULL)",
@@ -267,6 +279,46 @@ BEFORE_SCOPES = (
     ('key_a', 'proj_p', 'a', 'a', 'a', 'admin', '[]', '[]', 1),
     ('key_c', 'proj_p', 'c', 'c', 'c', 'caller', '[]', '[]', 1)""",
 )
+
+
+def test_the_ledger_is_kept_when_a_route_becomes_a_replica_and_older_gateways_go_on(
+    empty_url: str, kind: str
+) -> None:
+    """Those that still run write rows as they always did: `OLDER_ROW`, in which a route is a replica."""
+    database = Database(empty_url)
+    with database.write() as connection:
+        upgrade(connection, "0003")
+        connection.execute(sa.text(OLDER_ROW), {"request": "before"})
+        connection.execute(
+            sa.text(
+                "INSERT INTO usage_days VALUES (3, 'o', 'p', 'k', 'u', 'm', 'r1', 2, 9, 0, 5, 7)"
+            )
+        )
+    store = open_store(empty_url)
+    store.migrate()
+    waits = pytest.raises(StoreError, match=r"NOT NULL constraint failed: usage\.replica")
+    with (
+        contextlib.nullcontext() if kind == "postgresql" else waits,
+        database.write() as connection,
+    ):
+        connection.execute(sa.text(OLDER_ROW), {"request": "meanwhile"})
+    database.close()
+    store.usage.add([usage_row("after", asked="next", route="canary", replica="r2")])
+    (rows,) = store.usage.rows()
+    told = {row.request: (row.model, row.asked, row.route, row.replica) for row in rows}
+    meanwhile = {"meanwhile": ("m", "", "", "r1")} if kind == "postgresql" else {}
+    assert told == meanwhile | {
+        "before": ("m", "", "", "r1"),
+        "after": ("m", "next", "canary", "r2"),
+    }
+    for _ in range(2):
+        report = store.usage.report(("asked", "route", "replica"))
+        assert [(row.asked, row.route, row.replica, row.requests) for row in report] == [
+            ("", "", "r1", 3 + len(meanwhile)),
+            ("next", "canary", "r2", 1),
+        ]
+        store.usage.forget(time.time())
+    store.close()
 
 
 def test_processes_migrate_at_the_same_time(empty_url: str) -> None:

@@ -21,25 +21,27 @@ from argosy.store.usage import PAGE
 
 DAY = 86_400.0
 MIDNIGHT = START // DAY * DAY
-GROUPS: tuple[Group, ...] = ("day", "organisation", "project", "key", "user", "model", "route")
+WAYS = ("model", "asked", "route", "replica")
+OWNERS = ("organisation", "project", "key", "user")
+GROUPS: tuple[Group, ...] = ("day", *OWNERS, *WAYS)  # type: ignore[assignment]
 COUNTED = ("input_tokens", "cached_tokens", "output_tokens", "nano_dollars")
 
 names = st.sampled_from(["", "a", "b"])
 counts = st.integers(0, 2**40)
 facts = st.fixed_dictionaries(
     {
-        **dict.fromkeys(("project", "key", "user", "model", "route"), names),
+        **dict.fromkeys(("project", "key", "user", *WAYS), names),
         **dict.fromkeys(COUNTED, counts),
         "ended_at": st.floats(MIDNIGHT - DAY, MIDNIGHT + 2 * DAY).map(lambda at: round(at, 3)),
     }
 )
 filters = st.builds(
-    UsageFilter,
+    lambda way, **others: UsageFilter(**way, **others),
+    way=st.dictionaries(st.sampled_from(WAYS), names, max_size=2),
     since=st.none() | st.sampled_from([MIDNIGHT - 1, MIDNIGHT, MIDNIGHT + 9000.5]),
     until=st.none() | st.sampled_from([MIDNIGHT, MIDNIGHT + DAY, MIDNIGHT + DAY + 0.5]),
     project=st.none() | names,
     user=st.none() | names,
-    model=st.none() | names,
 )
 groupings = st.lists(st.sampled_from(GROUPS), max_size=4, unique=True)
 fresh = itertools.count()
@@ -82,10 +84,7 @@ def day_of(row: UsageRow) -> str:
 
 
 def passes(row: UsageRow, where: UsageFilter) -> bool:
-    owned = all(
-        getattr(where, name) in {None, getattr(row, name)}
-        for name in ("organisation", "project", "key", "user", "model", "route")
-    )
+    owned = all(getattr(where, name) in {None, getattr(row, name)} for name in (*OWNERS, *WAYS))
     return (
         owned
         and (where.since is None or row.ended_at >= where.since)
@@ -186,10 +185,10 @@ def test_what_got_nothing_because_of_us_is_not_spent(store: Store) -> None:
     store.usage.add(
         [
             usage_row("refused", status="failed", **nothing),
-            usage_row("left the queue", status="cancelled", route="", **nothing),
+            usage_row("left the queue", status="cancelled", replica="", **nothing),
             usage_row("left its replica", status="cancelled", **nothing),
             usage_row("broke", **nothing | {"status": "failed", "output_tokens": 1}),
-            usage_row("died with us", status="interrupted", route="", key="k"),
+            usage_row("died with us", status="interrupted", replica="", key="k"),
         ]
     )
     assert store.usage.spent("key", "k", 0).requests == 3
@@ -256,8 +255,8 @@ def test_csv_has_every_row_and_field(store: Store) -> None:
 
 @pytest.mark.parametrize("text", ["a\0b", "\ud800", "é" * 3000, "x" * 9000, "' --", "\u202e"])
 def test_no_text_keeps_its_batch_out(store: Store, text: str) -> None:
-    owners = dict.fromkeys(("organisation", "project", "key", "user", "model", "route"), text)
-    assert store.usage.add([usage_row("bad", **owners), usage_row("good")]) == 2
+    names = dict.fromkeys((*OWNERS, *WAYS), text)
+    assert store.usage.add([usage_row("bad", **names), usage_row("good")]) == 2
     assert store.usage.forget(START + 2 * DAY) == 2
     assert store.usage.report()[0].requests == 2
 

@@ -49,12 +49,12 @@ class World:
             queue.ended(journey)
         elif what == "end" and self.running:
             journey = self.running.pop(number % len(self.running))
-            self.pool.replicas[journey.route].ended(Outcome.SUCCESS, 0.0)
+            self.pool.replicas[journey.replica].ended(Outcome.SUCCESS, 0.0)
             queue.ended(journey)
         elif what == "fail" and self.running:
             journey = self.running.pop(number % len(self.running))
-            journey.tried = {journey.route}
-            self.pool.replicas[journey.route].ended(None, 0.0)
+            journey.tried = {journey.replica}
+            self.pool.replicas[journey.replica].ended(None, 0.0)
             self.waiting.append((journey, asyncio.create_task(queue.move(journey, 1000.0))))
         for _ in range(4):
             await asyncio.sleep(0)

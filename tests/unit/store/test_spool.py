@@ -7,11 +7,14 @@ import shutil
 import struct
 import sys
 import tempfile
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
+from typing import Any
 from unittest import mock
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,19 +35,14 @@ Fate = tuple[str, Counts] | None
 """How a row ends and what it counted; None: there is none."""
 
 
-def row(
-    request: str, *, organisation: str = "", project: str = "", key: str = "", user: str = ""
-) -> UsageRow:
+def row(request: str, **texts: Any) -> UsageRow:  # noqa: ANN401 - those that a row has
     return UsageRow(
         request=request,
-        organisation=organisation,
-        project=project,
-        key=key,
-        user=user,
         model="m",
         started_at=NOW,
         ended_at=NOW,
         status="interrupted",
+        **texts,
     )
 
 
@@ -236,7 +234,8 @@ def spool(tmp_path: Path) -> Iterator[Spool]:
 
 
 def test_a_row_says_all_that_its_request_was_and_used(spool: Spool) -> None:
-    begun = row("r", organisation="acme", project="web", key="k", user="ann")
+    whose = {"organisation": "acme", "project": "web", "key": "k", "user": "ann"}
+    begun = row("r", asked="next", route="canary", **whose)
     slot = spool.begin(begun, RATES)
     slot.count(100, 40, 7)
     slot.end("stopped", "unix:/a.sock", NOW + 2)
@@ -250,7 +249,9 @@ def test_a_row_says_all_that_its_request_was_and_used(spool: Spool) -> None:
             key="k",
             user="ann",
             model="m",
-            route="unix:/a.sock",
+            asked="next",
+            route="canary",
+            replica="unix:/a.sock",
             started_at=NOW,
             ended_at=NOW + 2,
             status="stopped",
@@ -263,21 +264,28 @@ def test_a_row_says_all_that_its_request_was_and_used(spool: Spool) -> None:
     assert spool.drain(rows.extend) == 0
 
 
-@given(request=st.text(max_size=160), user=st.text(max_size=2000), route=st.text(max_size=500))
+@given(
+    request=st.text(max_size=160),
+    user=st.text(max_size=2000),
+    asked=st.text(max_size=500),
+    replica=st.text(max_size=500),
+)
 @settings(deadline=None, max_examples=20)
 def test_whatever_texts_come_the_row_can_be_read_and_the_request_is_known(
-    request: str, user: str, route: str
+    request: str, user: str, asked: str, replica: str
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
         spool = Spool(Path(folder))
-        spool.begin(row(request, user=user, organisation="o" * 200)).end("failed", route, NOW)
+        begun = row(request, user=user, organisation="o" * 200, asked=asked)
+        spool.begin(begun).end("failed", replica, NOW)
         rows: list[UsageRow] = []
         spool.drain(rows.extend)
         spool.close()
     plain = request.replace("\0", "").encode("utf-8", "replace").decode()
     if len(plain.encode()) <= 160:
         assert rows[0].request == plain
-    assert user.replace("\0", "").encode("utf-8", "replace").startswith(rows[0].user.encode()[:120])
+    for whole, kept in ((user, rows[0].user), (asked, rows[0].asked)):
+        assert whole.replace("\0", "").encode("utf-8", "replace").startswith(kept.encode()[:85])
 
 
 def test_more_requests_than_a_table_has_slots_get_more_tables_and_give_them_back(
@@ -310,6 +318,48 @@ def test_gateways_share_a_folder_and_one_takes_over_what_another_left(tmp_path: 
     }
     second.close()
     assert not list(tmp_path.glob("*.usage"))
+
+
+def test_what_the_version_before_left_is_read_and_its_file_used(tmp_path: Path) -> None:
+    """Its slots have no names of what was asked for and of routes; those that are free have rows of both."""
+    path = tmp_path / "before.usage"
+    path.write_bytes(
+        struct.pack("=Qd", int.from_bytes(b"argosy\0\1"), NOW + 60).ljust(SLOT_BYTES, b"\0")
+        + old_slot(2, "ended", b"unix:/a.sock", NOW + 2)
+        + old_slot(1, "running", b"", 0.0)
+        + old_slot(0, "free", b"unix:/b.sock", NOW + 1)
+    )
+    spool = Spool(tmp_path, clock=lambda: NOW)
+    whose = {"organisation": "acme", "project": "web", "key": "k", "user": "ann"}
+    used = {"input_tokens": 100, "cached_tokens": 40, "output_tokens": 7}
+    used["nano_dollars"] = RATES.cost(100, 40, 7)
+    ended = row("ended", **whose, **used, replica="unix:/a.sock")
+    ended = msgspec.structs.replace(ended, status="completed", ended_at=NOW + 2)
+    running = msgspec.structs.replace(row("running", **whose, **used), ended_at=NOW + 60)
+    assert spool.recover() == [running]
+    begun = spool.begin(row("new", asked="next", route="canary"))  # in a slot of the same file
+    assert b"next\0canary" in path.read_bytes()
+    assert path.read_bytes().startswith(struct.pack("=Q", int.from_bytes(b"argosy\0\2")))
+    begun.end("completed", "", NOW)
+    rows: list[UsageRow] = []
+    spool.drain(rows.extend)
+    assert {(one.request, one.asked, one.route) for one in rows} == {
+        ("ended", "", ""),
+        ("running", "", ""),
+        ("new", "next", "canary"),
+    }
+    assert ended in rows
+    assert running in rows
+    spool.close()
+
+
+def old_slot(state: int, request: str, replica: bytes, ended_at: float) -> bytes:
+    """A slot as it was before rows had `asked` and `route`."""
+    text = f"{request}\0acme\0web\0k\0ann\0m".encode()
+    counts = struct.pack("=7q", state, 100, 40, 7, 3, 1, 5)
+    times = struct.pack("=2d", NOW, ended_at)
+    sizes = struct.pack("=3q", zlib.crc32(text), len(text), len(replica))
+    return ((counts + times + sizes + text).ljust(896, b"\0") + replica).ljust(SLOT_BYTES, b"\0")
 
 
 def test_an_interrupted_row_ends_when_its_owner_was_last_seen(tmp_path: Path) -> None:

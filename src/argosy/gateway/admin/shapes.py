@@ -192,7 +192,7 @@ class ReportQuery(UsageFilter, frozen=True, kw_only=True, forbid_unknown_fields=
     until: Moment | None = None
     """Ended before."""
     group_by: str = ""
-    """Of day, organisation, project, key, user, model and route, with commas between."""
+    """Of day, organisation, project, key, user, model, asked, route and replica, with commas between."""
 
 
 class AuditQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
