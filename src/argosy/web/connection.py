@@ -19,9 +19,11 @@ from uvicorn.server import ServerState
 
 from argosy.web.deadlines import Deadlines
 from argosy.web.exchange import WIRE, App, Scope
-from argosy.web.head import LIMIT_BYTES, Head
+from argosy.web.head import LIMIT_BYTES, Head, Same, same_as
 from argosy.web.wire import RequestWire
 
+MOST_DIFFER = 8
+"""Of a client whose heads differ so often in a row no more are compared."""
 MOST_UNREAD_BYTES = 1 << 30
 """Of all connections together; bodies that go on coming beyond that are refused."""
 
@@ -69,6 +71,13 @@ class Connection(asyncio.Protocol):
         self.on_url, self.on_header = self._head.add_url, self._head.add_header
         self._begun = False
         """A head has begun and is not whole."""
+        self._between = False
+        """A request was whole, and nothing of another has come."""
+        self._read: bytes | None = None
+        """What is being parsed, where it begins with a head that others may be the same as."""
+        self._same: Same | None = None
+        self._differ = 0
+        """Heads since one was the same as the one before."""
         self._parser = httptools.HttpRequestParser(self)
         self.full = False
         self._held = False
@@ -121,6 +130,15 @@ class Connection(asyncio.Protocol):
         """Bytes of requests."""
         if self._deaf:
             return
+        if self._between and self._current is None:
+            known = None if self._same is None else self._same.read(data)
+            if known is not None:
+                self._differ = 0
+                self._go_on(*known)
+                return
+            if self._differ < MOST_DIFFER:
+                self._differ += 1
+                self._read = data
         self._overhead += len(data)
         while data:
             try:
@@ -162,7 +180,7 @@ class Connection(asyncio.Protocol):
         """A request begins."""
         if self._deaf:
             return
-        self._begun = True
+        self._begun, self._between = True, False
         self._idle.remove(self)
         self._head.begin()
 
@@ -175,12 +193,11 @@ class Connection(asyncio.Protocol):
         head, parser = self._head, self._parser
         scope, expects = head.scope(parser, self._place), head.expects
         head.begin()  # what may come behind the body is not of it, and nobody is told
-        version = scope["http_version"]
-        leaves = self._server.retired or self._loop.time() >= self._kept_until
-        keep_alive = version != "1.0" and parser.should_keep_alive() and not leaves
-        wire = RequestWire(self, scope, keep_alive=keep_alive, expects_continue=expects)
-        scope["state"] = {WIRE: wire}
-        self._incoming = wire
+        keep_alive = scope["http_version"] != "1.0" and parser.should_keep_alive()
+        read, self._read = self._read, None
+        if read is not None and keep_alive:
+            self._same = same_as(read, scope)
+        wire = self._incoming = self._wire(scope, keep_alive=keep_alive, expects_continue=expects)
         if self._current is None:
             self._start(wire, scope)
         else:
@@ -196,10 +213,10 @@ class Connection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         """The request is whole."""
         self._overhead = 0
+        self._between = True
         wire, self._incoming = self._incoming, None
         if wire is not None:
-            wire.all_came()
-            self._deaf = self._deaf or not wire.keep_alive
+            self._all_came(wire)
 
     # --- uvicorn's server's ----------------------------------------------------------------------
 
@@ -304,6 +321,26 @@ class Connection(asyncio.Protocol):
             head, self._parser = self._head.plain(self._parser), httptools.HttpRequestParser(self)
             return head + data[error.args[0] :]
         return b""
+
+    def _go_on(self, scope: Scope, body: bytes) -> None:
+        """A request came as a whole, whose head need not be parsed."""
+        self._idle.remove(self)
+        wire = self._wire(scope, keep_alive=True, expects_continue=False)
+        self._start(wire, scope)
+        wire.came(body)
+        self._all_came(wire)
+
+    def _wire(self, scope: Scope, *, keep_alive: bool, expects_continue: bool) -> RequestWire:
+        leaves = self._server.retired or self._loop.time() >= self._kept_until
+        wire = RequestWire(
+            self, scope, keep_alive=keep_alive and not leaves, expects_continue=expects_continue
+        )
+        scope["state"] = {WIRE: wire}
+        return wire
+
+    def _all_came(self, wire: RequestWire) -> None:
+        wire.all_came()
+        self._deaf = self._deaf or not wire.keep_alive
 
     def _start(self, wire: RequestWire, scope: Scope) -> None:
         self._current = wire

@@ -1,7 +1,8 @@
-"""The head of a request as it comes: request line and headers, bounded, and the scope that they become."""
+"""The head of a request: bounded as it comes, the scope that it becomes, and the next one that is the same."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote
@@ -12,6 +13,12 @@ from argosy.web.exchange import Scope
 
 LIMIT_BYTES = 64 * 1024
 """Most bytes of request line and headers together."""
+MOST_DIGITS = 9
+"""Of a body's length that comes with its head, in one piece."""
+_END = b"\r\n\r\n"
+_LENGTH = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: ?([0-9]{1,9})\r\n")
+_MORE = frozenset({b"expect", b"transfer-encoding", b"upgrade"})
+"""Headers that say more of how a request goes on than its length does."""
 
 
 class Head:
@@ -77,6 +84,51 @@ class Head:
             raise httptools.HttpParserError("there are no tunnels here")
         kept = (b": ".join(header) for header in self._headers if header[0] != b"upgrade")
         return b"\r\n".join((b"%b %b HTTP/%b" % (method, self._url, version), *kept, b"", b""))
+
+
+class Same:
+    """A head that came: a client's next is mostly the same, but for the length of its body, and need not be parsed."""
+
+    __slots__ = ("_after", "_before", "_headers", "_place", "_scope")
+
+    def __init__(self, before: bytes, after: bytes, scope: Scope, place: int) -> None:
+        """It is what is before and after the length, which is the header at `place`; it became `scope`."""
+        self._before, self._after = before, after
+        self._scope, self._headers, self._place = dict(scope), scope["headers"], place
+
+    def read(self, data: bytes) -> tuple[Scope, bytes] | None:
+        """Scope and body of a request that is all of `data`, if its head is the same."""
+        if not data.startswith(self._before):
+            return None
+        start, after = len(self._before), self._after
+        stop = data.find(b"\r", start, start + MOST_DIGITS + 1)
+        length = data[start:stop]
+        body = stop + len(after)
+        if not (length.isdigit() and data.startswith(after, stop)):
+            return None
+        if int(length) != len(data) - body:
+            return None
+        headers = self._headers.copy()
+        headers[self._place] = (b"content-length", length)
+        return {**self._scope, "headers": headers}, data[body:]
+
+
+def same_as(data: bytes, scope: Scope) -> Same | None:
+    """For heads like the one that `data` begins with, which became `scope`. None: others cannot be told by it.
+
+    To be asked of a request that leaves its connection open.
+    """
+    headers: list[tuple[bytes, bytes]] = scope["headers"]
+    names = [name for name, _ in headers]
+    head = data[: data.find(_END) + len(_END)]
+    length = _LENGTH.search(head)
+    lines = head.count(b"\n") - 2  # without the request line and the empty one
+    if length is None or lines != len(names) or names.count(b"content-length") != 1:
+        return None
+    if not _MORE.isdisjoint(names):
+        return None
+    place = names.index(b"content-length")
+    return Same(head[: length.start(1)], head[length.end(1) :], scope, place)
 
 
 def _too_large() -> ValueError:
