@@ -83,24 +83,30 @@ class Front:
         self._replica_route = Route(REPLICAS + "{name}" + METRICS, "GET", passing.metrics)
         self._card_route = Route(MODELS + "{model}", "GET", self._card)
         self.in_flight = 0
-        self.idle = asyncio.Event()
-        """Set while no request is being answered."""
-        self.idle.set()
+        """Requests that are being answered."""
+        self._ended: asyncio.Event | None = None
+        """Somebody waits until none is."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one HTTP request."""
         exchange = Exchange(scope, receive, send, self._config)
         route = self._find(exchange.path)
         self.in_flight += 1
-        self.idle.clear()
         name_request(exchange.request_id, exchange.header(b"traceparent"))
         try:
             await answered(exchange, self._handle(exchange, route))
         finally:
             self.in_flight -= 1
-            if not self.in_flight:
-                self.idle.set()
+            if self._ended is not None:
+                self._ended.set()
             self._note(exchange, "other" if route is None else route.name)
+
+    async def idle(self) -> None:
+        """Wait until no request is being answered."""
+        self._ended = self._ended or asyncio.Event()
+        while self.in_flight:
+            self._ended.clear()
+            await self._ended.wait()
 
     def _find(self, path: str) -> Route | None:
         found = self._routes.get(path)

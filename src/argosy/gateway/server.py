@@ -234,7 +234,7 @@ class GatewayServer:
         """Let what runs end, for as long as it may."""
         log.info("draining", in_flight=front.in_flight)
         listener.retire()
-        idle = asyncio.create_task(front.idle.wait())
+        idle = asyncio.create_task(front.idle())
         at_once = asyncio.create_task(self._at_once.wait())
         await asyncio.wait(
             {idle, at_once},
@@ -243,7 +243,7 @@ class GatewayServer:
         )
         idle.cancel()
         at_once.cancel()
-        listener.force_exit = not front.idle.is_set()
+        listener.force_exit = front.in_flight > 0
 
     def _bind(self, books: Books | None) -> AbstractContextManager[socket.socket]:
         """Raises ValueError when anybody could come in who should not."""

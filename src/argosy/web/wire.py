@@ -13,6 +13,8 @@ from argosy.web.exchange import App, DisconnectedError, Scope, Watcher
 
 UNREAD_BYTES = 64 * 1024
 """Most of a body that is taken in before somebody reads it."""
+HELD_BYTES = 16 * 1024
+"""Of what is sent in one turn of the loop, what waits for its end."""
 
 _LINES = {int(s): f"HTTP/1.1 {s} {s.phrase}\r\n".encode() for s in http.HTTPStatus}
 _BODILESS = frozenset({204, 304})
@@ -59,6 +61,8 @@ class RequestWire:
         "_crowded",
         "_expects",
         "_handed",
+        "_held",
+        "_loop",
         "_most",
         "_silent",
         "_size",
@@ -97,6 +101,9 @@ class RequestWire:
         """The end of the body was given to an ASGI application."""
         self._watcher: Watcher | None = None
         self._changed: asyncio.Event | None = None
+        self._loop = asyncio.get_running_loop()
+        self._held = b""
+        """What is sent in this turn of the loop."""
 
     # --- for `Exchange` --------------------------------------------------------------------------
 
@@ -124,7 +131,7 @@ class RequestWire:
 
     def answer(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
         """See `Wire`."""
-        self._write(self._head(status, headers) + (b"" if self._silent else body))
+        self._held += self._head(status, headers) + (b"" if self._silent else body)
         self._end()
 
     def begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
@@ -136,15 +143,13 @@ class RequestWire:
 
     def push(self, data: bytes) -> None:
         """See `Wire`."""
-        transport = self._transport
-        if self._silent or not data or transport.is_closing():
-            return
-        transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+        if data and not self._silent:
+            self._write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
 
     def lend(self) -> int | None:
         """See `Wire`."""
         transport = self._transport
-        if self._silent or not self._chunked or transport.is_closing():
+        if self._silent or self._held or not self._chunked or transport.is_closing():
             return None
         if transport.get_write_buffer_size() or transport.get_extra_info("ssl_object") is not None:
             return None
@@ -157,7 +162,7 @@ class RequestWire:
     def end(self) -> None:
         """See `Wire`."""
         if self._chunked and not self._silent:
-            self._write(b"0\r\n\r\n")
+            self._held += b"0\r\n\r\n"
         self._end()
 
     def cut(self) -> None:
@@ -281,10 +286,20 @@ class RequestWire:
         return (_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status) + lines + b"\r\n\r\n"
 
     def _write(self, data: bytes) -> None:
-        if not self._transport.is_closing():
-            self._transport.write(data)
+        """Send it with what else is sent in this turn: each write is a system call, and wakes the client."""
+        if not self._held:
+            self._loop.call_soon(self._flush)
+        self._held += data
+        if len(self._held) > HELD_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        held, self._held = self._held, b""
+        if held and not self._transport.is_closing():
+            self._transport.write(held)
 
     def _end(self) -> None:
+        self._flush()
         self.ended = True
         self._wake()
         self._connection.answered(self)

@@ -171,7 +171,7 @@ async def front(
     try:
         async with httpx2.AsyncClient(base_url=url_of(bound), timeout=30) as client:
             yield Running(client, traces, metrics, serving, probers, models)
-        await app.idle.wait()
+        await app.idle()
         assert all(replica.load.in_flight == 0 for replica in replicas)
     finally:
         listener.should_exit = True

@@ -1,0 +1,88 @@
+"""What is sent of an answer goes out with what else is sent at that moment, and never waits for more."""
+
+from __future__ import annotations
+
+import asyncio
+
+from argosy.web.wire import HELD_BYTES, RequestWire
+
+SCOPE = {"method": "POST", "http_version": "1.1"}
+EVENTS = [(b"content-type", b"text/event-stream")]
+
+
+class Kernel(asyncio.Transport):
+    """Notes each write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes: list[bytes] = []
+
+    def is_closing(self) -> bool:
+        return False
+
+    def write(self, data: bytes) -> None:  # type: ignore[override] # as it is called
+        self.writes.append(data)
+
+
+class Client:
+    """An `Owner`."""
+
+    fixed_headers = ()
+    full = False
+
+    def __init__(self) -> None:
+        self.kernel = Kernel()
+        self.transport: asyncio.Transport = self.kernel
+
+    def keep(self, count: int) -> bool:
+        del count
+        return True
+
+    def hold(self) -> None: ...
+
+    def read_on(self) -> None: ...
+
+    def answered(self, wire: RequestWire) -> None:
+        assert wire.ended
+
+    def drop(self) -> None: ...
+
+
+def begun() -> tuple[RequestWire, list[bytes]]:
+    client = Client()
+    wire = RequestWire(client, SCOPE, keep_alive=True, expects_continue=False)
+    wire.begin(200, EVENTS)
+    return wire, client.kernel.writes
+
+
+async def test_a_stream_begins_with_its_first_piece() -> None:
+    wire, writes = begun()
+    wire.push(b"first")
+    await asyncio.sleep(0)
+    assert len(writes) == 1
+    assert writes[0].endswith(b"\r\n\r\n5\r\nfirst\r\n")
+
+
+async def test_a_head_does_not_wait_for_a_piece() -> None:
+    _, writes = begun()
+    await asyncio.sleep(0)
+    assert len(writes) == 1
+    assert writes[0].endswith(b"chunked\r\n\r\n")
+
+
+async def test_the_last_piece_brings_the_end() -> None:
+    wire, writes = begun()
+    await asyncio.sleep(0)
+    wire.push(b"last")
+    wire.end()
+    assert writes[1:] == [b"4\r\nlast\r\n0\r\n\r\n"]
+    await asyncio.sleep(0)
+    assert len(writes) == 2
+
+
+async def test_much_at_once_does_not_pile_up() -> None:
+    wire, writes = begun()
+    for _ in range(100):
+        wire.push(bytes(HELD_BYTES))
+    assert sum(map(len, writes)) > 100 * HELD_BYTES
+    assert max(map(len, writes)) < 2 * HELD_BYTES
