@@ -12,6 +12,7 @@ from typing import Any
 import jwt
 import pytest
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+from structlog.testing import capture_logs
 from tests.integration.gateway.issuer import (
     EC_KEY,
     ED_KEY,
@@ -393,6 +394,24 @@ def test_an_issuer_that_is_down_is_asked_again_and_nobody_is_refused_for_it(
     issuing.broken = False
     clock.ahead = 6.0
     assert identify(who, bearer(token)).project == "proj_chat"
+
+
+def test_what_the_system_refuses_is_a_failure_like_others(
+    issuing: Issuer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No descriptor is left, or the authorities cannot be read: else every request would begin another fetch."""
+    monkeypatch.setenv("SSL_CERT_FILE", "/nonexistent.pem")
+    deadline = time.monotonic() + DEADLINE_S
+    with capture_logs() as logs:
+        who = trusting(issuing, jwks="https://localhost:1/keys")
+        asked = 0
+        while asked < 20 or (not logs and time.monotonic() < deadline):
+            asked += 1
+            with pytest.raises(ApiError) as caught:
+                who.identify(bearer(issuing.token()))
+            assert caught.value.status == 503
+            time.sleep(0.01)
+    assert [line["event"] for line in logs] == ["signing_keys_unavailable"]
 
 
 def test_keys_can_come_from_a_file_or_a_url_of_their_own(issuing: Issuer, tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ class SigningKeys:
     def _fetch(self) -> None:
         try:
             self._keep(_read(self._config))
-        except (ValueError, httpx2.HTTPError, httpx2.InvalidURL) as error:
+        except (OSError, ValueError, httpx2.HTTPError, httpx2.InvalidURL) as error:
             self._stale_at = self._next = self._clock() + RETRY_S
             self._failed = True
             log.warning("signing_keys_unavailable", reason=str(error))
@@ -140,7 +140,7 @@ class SigningKeys:
 
 
 def _read(config: JwtConfig) -> dict[str, dict[str, Any]]:
-    """Public keys for signatures, by id. Raises ValueError, httpx2.HTTPError or InvalidURL."""
+    """Public keys for signatures, by id. Raises OSError, ValueError, httpx2.HTTPError or InvalidURL."""
     where = config.jwks
     if where is None:
         where = _discover(config.issuer or "")
