@@ -23,11 +23,12 @@ from schemathesis.specs.openapi.checks import (
     response_schema_conformance,
     status_code_conformance,
 )
+from tests.waiting import still
 
 from argosy.gateway.admin import build_admin
 from argosy.gateway.admin.app import OPERATIONS
 from argosy.gateway.identity import AuthConfig, Identity
-from argosy.store import Directory, Role, Store, UsageRow, open_store
+from argosy.store import Directory, Role, Store, UsageFilter, UsageLog, UsageRow, open_store
 from argosy.web import (
     Exchange,
     Listener,
@@ -417,6 +418,24 @@ async def test_usage_is_summed_and_exported(store: Store, keys: Keys) -> None:
 
         (mine,) = (await done(await client.get("/admin/me/usage", headers=keys["caller"])))["data"]
         assert mine["requests"] == 3
+
+
+async def test_an_export_ends_when_its_client_leaves(
+    store: Store, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = 0
+
+    def rows(_log: UsageLog, _where: UsageFilter) -> Iterator[list[UsageRow]]:
+        nonlocal told
+        while told < 20_000:
+            told += 1
+            yield [used("r0", "key_other", "proj_other")] * 10
+
+    monkeypatch.setattr(UsageLog, "rows", rows)
+    async with admin(store) as client:
+        async with client.stream("GET", "/admin/usage.csv", headers=keys["viewer"]) as answer:
+            assert answer.status_code == 200
+        assert await still(lambda: told) < 20_000
 
 
 async def test_nobody_sees_the_usage_or_requests_of_others(store: Store, keys: Keys) -> None:

@@ -75,6 +75,10 @@ class Wire(Protocol):
     def full(self) -> bool:
         """Whether the client is behind with what was sent to it."""
 
+    @property
+    def gone(self) -> bool:
+        """Whether the client has gone."""
+
     async def body(self, limit: int) -> bytes:
         """The whole body, or more than `limit` bytes of it. Raises DisconnectedError, or ApiError 503."""
 
@@ -160,6 +164,11 @@ class Exchange:
         if client is not None:
             return str(client[0])
         return "unix" if server is not None and server[1] is None else ""
+
+    @property
+    def gone(self) -> bool:
+        """Whether the client has gone: nobody gets what is sent."""
+        return self._wire.gone
 
     def _find_request_id(self) -> str:
         if b"x-request-id" in self.headers:

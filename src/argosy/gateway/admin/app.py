@@ -19,7 +19,16 @@ from argosy.gateway.identity import Identity, check_role
 from argosy.process import aside
 from argosy.protocol import ApiError, invalid, parse, parse_query
 from argosy.store import ConflictError, NotFoundError, Store, StoreError
-from argosy.web import EXCHANGE, App, Exchange, Receive, Scope, Send, check_method
+from argosy.web import (
+    EXCHANGE,
+    App,
+    DisconnectedError,
+    Exchange,
+    Receive,
+    Scope,
+    Send,
+    check_method,
+)
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
@@ -111,10 +120,13 @@ class _Endpoint:
         """Send pieces as they are made, in a worker thread, no faster than the client takes them.
 
         Raises ApiError when there are no more of them to be had: the answer, which has begun, can only be cut off then.
+        DisconnectedError when nobody waits for more.
         """
         await exchange.start_stream(content_type=media_type.encode())
         with _refusals():
             while (piece := await self._turns.aside(organisation, next, pieces, None)) is not None:
+                if exchange.gone:
+                    raise DisconnectedError
                 await exchange.write(piece.encode())
         await exchange.end_stream()
 
