@@ -24,8 +24,9 @@ local now = time[1] * 1000 + math.floor(time[2] / 1000)
 if redis.call('EXISTS', all) == 0 then
   redis.call('DEL', bytes)
 end
-redis.call('ZADD', all, now, #put .. ' ' .. name)
-local sum = redis.call('INCRBY', bytes, #put)
+-- One of the same name and size that has expired may be there still: then it is counted already.
+local added = redis.call('ZADD', all, now, #put .. ' ' .. name)
+local sum = redis.call('INCRBY', bytes, added * #put)
 while true do
   local oldest = redis.call('ZRANGE', all, 0, 0, 'WITHSCORES')
   if not oldest[1] then
