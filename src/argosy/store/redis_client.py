@@ -5,22 +5,28 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from redis.asyncio import Redis
+from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 CONNECT_S = 0.5
+MOST_CONNECTIONS = 8
 TELL_AGAIN_S = 0.05
 PREFIX = "{argosy}:"
 """Of all keys; the braces keep them on one node of a cluster."""
 
 
 def redis_client(url: str, password: str | None, wait_s: float) -> Redis:
-    """A client that waits so long for each answer. Raises ValueError when it is no URL of a Redis."""
+    """A client that waits so long for each answer, and for a connection to be free: there are few.
+
+    Raises ValueError when it is no URL of a Redis.
+    """
     try:
-        return Redis.from_url(
+        pool = BlockingConnectionPool.from_url(
             url,
             password=password,
+            max_connections=MOST_CONNECTIONS,
+            timeout=wait_s,
             socket_timeout=wait_s,
             socket_connect_timeout=CONNECT_S,
             retry=Retry(NoBackoff(), 0),
@@ -29,6 +35,7 @@ def redis_client(url: str, password: str | None, wait_s: float) -> Redis:
         scheme = url.partition(":")[0]
         message = f"The URL of the shared state begins with {scheme!r}. Use redis://, rediss:// or unix://."
         raise ValueError(message) from error
+    return Redis.from_pool(pool)
 
 
 async def end(task: asyncio.Task[Any]) -> None:

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx2
+import msgspec
 import pytest
 from tests.integration.gateway.keyed import REPLAYED, Caller, before_replica
 from tests.services import RedisServer, running_redis
@@ -175,6 +176,31 @@ async def test_an_answer_that_has_expired_takes_nobodys_claim_along(redis: Redis
         one.settle("next", FIRST, ANSWER)
         await one.claim("next", SECOND)  # which waits until Redis has it
         assert await other.claim("again", FREE) == SECOND
+
+
+async def keep(one: RedisAnswers, name: str, answer: Answer) -> None:
+    """Have it answered, once the name is free, and return when Redis has that."""
+    await until_claimed(one, name, FIRST)
+    one.settle(name, FIRST, answer)
+    assert await one.claim(name, SECOND) == answer
+
+
+async def test_an_answer_in_the_place_of_an_expired_one_counts_once(redis: RedisServer) -> None:
+    brief = IdempotencyConfig(seconds=2.0, bytes=2000)
+    async with answers(redis, brief) as one, answers(redis, brief) as other:
+        await keep(one, "daily", ANSWER)
+        await asyncio.sleep(1.0)  # half of its time
+        await keep(one, "between", msgspec.structs.replace(ANSWER, body=b""))
+        await keep(one, "daily", ANSWER)
+        assert isinstance(await other.claim("between", SECOND), Answer)
+
+
+async def test_of_many_claims_at_a_time_all_are_known_elsewhere(redis: RedisServer) -> None:
+    async with answers(redis) as one, answers(redis) as other:
+        names = [f"crowd{number}" for number in range(500)]
+        assert not any(await asyncio.gather(*(one.claim(name, FIRST) for name in names)))
+        assert one.up
+        assert [await other.claim(name, SECOND) for name in names] == [FIRST] * len(names)
 
 
 async def test_who_leaves_while_redis_is_asked_holds_nothing() -> None:
