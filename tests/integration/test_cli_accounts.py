@@ -210,6 +210,10 @@ def test_the_default_project_is_there_when_it_is_meant_whatever_was_made_before(
         (("tenants", "limits", "set", "tokens", "many", "-p", "default"), "'many' is no whole"),
         (("tenants", "limits", "set", "dollars", "x", "-p", "default"), "12.50"),
         (("tenants", "limits", "set", "tokens", "5"), "give one of --organisation"),
+        (
+            ("tenants", "limits", "set", "concurrency", "4", "--per", "day", "-p", "default"),
+            "only concurrency has none",
+        ),
         (("tenants", "prices", "set", "x", "--input", "0.0001", "--output", "1"), "too fine"),
         (("tenants", "prices", "set", "x", "--input", "1e999999", "--output", "1"), "no amount"),
         (("tenants", "prices", "set", "x", "--input", "1e9", "--output", "1"), "1000000000"),

@@ -92,7 +92,7 @@ def set_limit(
             owner,
             "nano_dollars" if what == "dollars" else what,
             parse_dollars(amount) if what == "dollars" else _count(amount),
-            window=None if what == "concurrency" else per or "minute",
+            window=per or (None if what == "concurrency" else "minute"),
             model=model,
             actor=actor(),
         )

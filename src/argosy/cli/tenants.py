@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from typing import Annotated, Literal
 
 import typer
@@ -55,7 +56,9 @@ def list_(*, store: StoreUrl = None, json: AsJson = False) -> None:
     with opened(store) as opened_store:
         projects = opened_store.accounts.list_projects()
         owners = {item.id: item.name for item in opened_store.accounts.list_organisations()}
-        keys = [key for key in opened_store.accounts.list_keys() if key.revoked_at is None]
+        keys = Counter(
+            key.project for key in opened_store.accounts.list_keys() if key.revoked_at is None
+        )
     if json:
         show_json(projects)
         return
@@ -67,7 +70,7 @@ def list_(*, store: StoreUrl = None, json: AsJson = False) -> None:
                 project.name,
                 project.tier,
                 f"{project.weight:g}",
-                sum(key.project == project.id for key in keys),
+                keys[project.id],
                 show_moment(project.created_at),
                 show_moment(project.archived_at),
                 project.id,
