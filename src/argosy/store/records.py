@@ -19,7 +19,8 @@ Tier = Literal["premium", "standard", "free"]
 """The first is served first."""
 
 Ending = Literal["completed", "cancelled", "failed", "stopped", "interrupted"]
-"""How a request ended: as it should; the client left; it could not be answered; a limit ended it; the gateway died.
+"""How a request ended: as it should; the client left; it could not be answered; a limit or its deadline ended it; the
+gateway died.
 
 `slots.py` keeps their places: only ever add at the end.
 """

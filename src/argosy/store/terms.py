@@ -28,7 +28,7 @@ _OWNERS: dict[OwnerKind, type[Organisation | Project | User | Key]] = {
 
 
 class Terms(Records):
-    """Reads and changes limits and prices. `actor` says who makes a change. Lists are oldest first."""
+    """Reads and changes limits and prices. `actor` says who makes a change. Prices are listed by when they begin."""
 
     def set_limit(
         self,

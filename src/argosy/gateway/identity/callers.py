@@ -84,17 +84,13 @@ class Identity:
             entry = book.by_digest(digest(credential)) or self._by_token(book, credential, asking)
             if entry is not None:
                 return self._let_in(entry, asking)
-        if self._open(book):
+        if _needs_no_key(self._settings, keyed=book.keyed):
             return _by_place(asking)
         if credential:
             message = "This API key is not known here; it may have been revoked. Check it, or get another."
             raise self._failed(ApiError(401, "invalid_api_key", message), asking)
         message = "Who asks? Send an API key as 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
         raise ApiError(401, "missing_api_key", message)
-
-    def _open(self, book: Book) -> bool:
-        """Whether those on this machine need no key, since none was ever made."""
-        return self._settings.mode == "auto" and not book.keyed and self._tokens is None
 
     def _by_token(self, book: Book, credential: str, asking: Asking) -> Entry | None:
         """The entry of a token's bearer; None when it is no token or nobody's are taken."""
@@ -121,13 +117,12 @@ class Identity:
         return entry.caller
 
     def _failed(self, error: ApiError, asking: Asking) -> ApiError:
-        """Count a failure; what to answer. The first of an address and the last are logged."""
+        """Count a failure; what to answer. The first of an address is logged."""
         if error.status != 401:
             return error
         self._check_failures(asking)
         address = self._address(asking)
-        count = self._failures.note(address, self._clock())
-        if count == 1:
+        if self._failures.note(address, self._clock()) == 1:
             log.warning("auth_failed", address=str(address), error=error.code)
         return error
 
@@ -143,8 +138,7 @@ class Identity:
 
 def check_exposure(host: str, settings: AuthConfig, directory: Directory) -> None:
     """Raise ValueError when listening at `host` would be open to others while nobody has a key."""
-    needs_none = settings.mode == "auto" and not directory.keyed and settings.jwt is None
-    if needs_none and not is_loopback(host):
+    if _needs_no_key(settings, keyed=directory.keyed) and not is_loopback(host):
         raise ValueError(
             f"there are no API keys yet, so listening on {host or 'all addresses'} is refused: make one "
             "(argosy keys create; a gateway's file needs `store: {}` to know it), listen on 127.0.0.1, or set "
@@ -156,6 +150,11 @@ def _tokens(config: JwtConfig, clock: Callable[[], float]) -> Tokens:
     from argosy.gateway.identity.tokens import Tokens  # its libraries take long to import
 
     return Tokens(config, clock)
+
+
+def _needs_no_key(settings: AuthConfig, *, keyed: bool) -> bool:
+    """Whether those on this machine need no key, since none was ever made."""
+    return settings.mode == "auto" and not keyed and settings.jwt is None
 
 
 def is_loopback(host: str) -> bool:

@@ -25,7 +25,7 @@ class Failures:
         if until <= now:
             self._counts.pop(source, None)
             count, until = 0, now + WINDOW_S
-            while len(self._counts) >= ADDRESSES:
+            if len(self._counts) >= ADDRESSES:
                 del self._counts[next(iter(self._counts))]
         self._counts[source] = (count + 1, until)
         return count + 1
