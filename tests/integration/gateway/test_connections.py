@@ -33,6 +33,8 @@ from argosy.web import (
 from argosy.web import connection as connections
 from argosy.web.exchange import WIRE
 
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
 
 async def echo(request: Request) -> PlainTextResponse:
     return PlainTextResponse(await request.body())
@@ -100,14 +102,34 @@ async def listening(app: App, age_s: float = math.inf) -> AsyncIterator[int]:
         await running
 
 
-async def talk(port: int, sent: bytes) -> bytes:
-    """All that comes back for `sent` until the server closes."""
+@contextlib.asynccontextmanager
+async def connected(port: int) -> AsyncIterator[Connection]:
+    """A connection to there."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(sent)
     try:
-        return await reader.read()
+        yield reader, writer
     finally:
         writer.close()
+
+
+@contextlib.asynccontextmanager
+async def talking(app: App = APP) -> AsyncIterator[Connection]:
+    """A connection to `app`."""
+    async with listening(app) as port, connected(port) as connection:
+        yield connection
+
+
+async def talk(port: int, sent: bytes) -> bytes:
+    """All that comes back for `sent` until the server closes."""
+    async with connected(port) as (reader, writer):
+        writer.write(sent)
+        return await reader.read()
+
+
+async def answer_to(sent: bytes, age_s: float = math.inf) -> bytes:
+    """The same, of `APP`."""
+    async with listening(APP, age_s) as port:
+        return await talk(port, sent)
 
 
 def post(path: str, body: bytes, *headers: str) -> bytes:
@@ -115,13 +137,13 @@ def post(path: str, body: bytes, *headers: str) -> bytes:
     return "\r\n".join(lines).encode() + body
 
 
+COUNT = b"GET /counting HTTP/1.1\r\nhost: x\r\n\r\n"
 LAST = b"GET /closing HTTP/1.1\r\nhost: x\r\n\r\n"
 
 
 async def test_pipelined_requests_are_answered_in_order() -> None:
-    async with listening(APP) as port:
-        asked = b"".join(post("/echo", b"<%d>" % number) for number in range(20))
-        answer = await talk(port, asked + LAST)
+    asked = b"".join(post("/echo", b"<%d>" % number) for number in range(20))
+    answer = await answer_to(asked + LAST)
     found = [answer.index(b"<%d>" % number) for number in range(20)]
     assert found == sorted(found)
     assert answer.count(b"HTTP/1.1 200 OK") == 21
@@ -129,17 +151,15 @@ async def test_pipelined_requests_are_answered_in_order() -> None:
 
 
 async def test_an_old_connection_ends_with_a_whole_answer() -> None:
-    async with listening(APP, age_s=0.0) as port:
-        stream = await talk(port, b"GET /counting HTTP/1.1\r\nhost: x\r\n\r\n")
-        piece = await talk(port, post("/echo", b"asked"))
+    stream = await answer_to(COUNT, age_s=0.0)
+    piece = await answer_to(post("/echo", b"asked"), age_s=0.0)
     for answer, end in ((stream, b"2;\r\n0\r\n\r\n"), (piece, b"asked")):
         assert b"connection: close\r\n" in answer
         assert answer.endswith(end)
 
 
 async def test_a_young_connection_is_kept() -> None:
-    async with listening(APP, age_s=3600) as port:
-        answer = await talk(port, post("/echo", b"one") + post("/echo", b"two") + LAST)
+    answer = await answer_to(post("/echo", b"one") + post("/echo", b"two") + LAST, age_s=3600)
     assert answer.index(b"one") < answer.index(b"two") < answer.index(b"bye")
     assert answer.index(b"connection: close") > answer.index(b"two")
 
@@ -155,15 +175,13 @@ async def test_a_young_connection_is_kept() -> None:
     ],
 )
 async def test_a_request_says_once_whom_it_is_for(head: bytes, status: bytes) -> None:
-    async with listening(APP) as port:
-        answer = await talk(port, head + b"\r\n")
+    answer = await answer_to(head + b"\r\n")
     assert answer.startswith(b"HTTP/1.1 " + status)
 
 
 async def test_a_stream_without_a_length_is_chunked_and_http_1_0_ends_with_the_connection() -> None:
-    async with listening(APP) as port:
-        chunked = await talk(port, b"GET /counting HTTP/1.1\r\nhost: x\r\n\r\n" + LAST)
-        plain = await talk(port, b"GET /counting HTTP/1.0\r\n\r\n")
+    chunked = await answer_to(COUNT + LAST)
+    plain = await answer_to(b"GET /counting HTTP/1.0\r\n\r\n")
     assert b"transfer-encoding: chunked" in chunked
     assert b"2\r\n0;\r\n2\r\n1;\r\n2\r\n2;\r\n0\r\n\r\nHTTP/1.1 200 OK" in chunked
     assert b"transfer-encoding" not in plain
@@ -171,8 +189,7 @@ async def test_a_stream_without_a_length_is_chunked_and_http_1_0_ends_with_the_c
 
 
 async def test_head_has_the_length_and_no_body() -> None:
-    async with listening(APP) as port:
-        answer = await talk(port, b"HEAD /closing HTTP/1.1\r\nhost: x\r\n\r\n")
+    answer = await answer_to(b"HEAD /closing HTTP/1.1\r\nhost: x\r\n\r\n")
     assert b"content-length: 3" in answer
     assert answer.endswith(b"\r\n\r\n")
 
@@ -193,8 +210,7 @@ CHUNKED = b"POST /echo HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n
     ids=["nothing", "path", "value", "name", "chunk extension", "trailer"],
 )
 async def test_what_is_no_body_does_not_go_on_for_ever(begun: bytes, more: bytes) -> None:
-    async with listening(APP) as port:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    async with talking() as (reader, writer):
         sent = 0
         with contextlib.suppress(ConnectionError):
             writer.write(begun)
@@ -202,15 +218,13 @@ async def test_what_is_no_body_does_not_go_on_for_ever(begun: bytes, more: bytes
                 writer.write(more * (65536 // len(more)))
                 sent += 65536
                 await writer.drain()
-        writer.close()
     assert sent < 32 << 20, "sockets hold some of that"
 
 
 async def test_a_body_in_tiny_chunks_takes_no_more_than_it_has() -> None:
     """A chunk of two bytes that is kept as it came takes 20 times as much."""
     tiny = b"2\r\nxx\r\n" * 200_000
-    async with listening(APP) as port:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    async with talking() as (reader, writer):
         writer.write(b"POST /hold/ HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
         tracemalloc.start()
         try:
@@ -219,7 +233,6 @@ async def test_a_body_in_tiny_chunks_takes_no_more_than_it_has() -> None:
             _, most = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
-        writer.close()
     assert b"\r\n\r\n400000HTTP/1.1" in answer
     assert most < 3 * len(tiny)
 
@@ -245,19 +258,16 @@ async def test_bodies_that_are_never_whole_take_so_much_together_and_no_more(
 
 
 async def test_continue_is_sent_when_the_body_is_wanted() -> None:
-    async with listening(APP) as port:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    async with talking() as (reader, writer):
         asked = post("/echo", b"hello", "expect: 100-continue", "connection: close")
         writer.write(asked[:-5])
         assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
         writer.write(b"hello")
         assert (await reader.read()).endswith(b"hello")
-        writer.close()
 
 
 async def test_an_older_client_is_not_told_to_continue() -> None:
-    async with listening(APP) as port:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    async with talking() as (reader, writer):
         asked = post("/echo", b"hello", "expect: 100-continue").replace(b"HTTP/1.1", b"HTTP/1.0")
         writer.write(asked[:-5])
         await writer.drain()
@@ -266,14 +276,12 @@ async def test_an_older_client_is_not_told_to_continue() -> None:
                 await reader.read(1)
         writer.write(b"hello")
         assert (await reader.read()).startswith(b"HTTP/1.1 200 OK")
-        writer.close()
 
 
 async def test_a_body_that_was_never_called_for_is_not_waited_for() -> None:
     """Its client may send the next request instead."""
-    async with listening(APP) as port:
-        asked = post("/early", b"x" * 100, "expect: 100-continue")
-        answer = await talk(port, asked[:-100] + LAST)
+    asked = post("/early", b"x" * 100, "expect: 100-continue")
+    answer = await answer_to(asked[:-100] + LAST)
     assert answer.startswith(b"HTTP/1.1 413 ")
     assert b"connection: close" in answer
     assert answer.count(b"HTTP/1.1 ") == 1
@@ -296,8 +304,7 @@ async def test_who_sends_a_large_body_and_wants_the_connection_closed_gets_the_a
 
 
 async def test_what_was_answered_early_is_read_over() -> None:
-    async with listening(APP) as port:
-        answer = await talk(port, post("/early", b"x" * 3_000_000) + post("/echo", b"next") + LAST)
+    answer = await answer_to(post("/early", b"x" * 3_000_000) + post("/echo", b"next") + LAST)
     assert answer.startswith(b"HTTP/1.1 413 ")
     assert b"next" in answer
     assert answer.endswith(b"bye")
@@ -305,22 +312,18 @@ async def test_what_was_answered_early_is_read_over() -> None:
 
 async def test_a_large_body_comes_whole() -> None:
     body = bytes(range(256)) * 20_000
-    async with listening(APP) as port:
-        answer = await talk(port, post("/echo", body, "connection: close"))
+    answer = await answer_to(post("/echo", body, "connection: close"))
     assert answer.endswith(body)
 
 
 async def test_chunked_bodies_come_whole() -> None:
-    head = b"POST /echo HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
-    async with listening(APP) as port:
-        answer = await talk(port, head + b"3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n" + LAST)
+    answer = await answer_to(CHUNKED + b"3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n" + LAST)
     assert b"\r\n\r\nabcde" in answer
 
 
 async def test_what_comes_behind_a_body_is_no_header() -> None:
     head = b"POST /names HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
-    async with listening(APP) as port:
-        answer = await talk(port, head + b"1\r\na\r\n0\r\nauthorization: Bearer x\r\n\r\n" + LAST)
+    answer = await answer_to(head + b"1\r\na\r\n0\r\nauthorization: Bearer x\r\n\r\n" + LAST)
     assert b"\r\n\r\nhost,transfer-encoding" in answer
     assert b"authorization" not in answer
 
@@ -335,8 +338,7 @@ async def test_an_upgrade_is_not_taken_up(cut: int | None) -> None:
     asked = post("/echo", b"<body>", *H2C)
     chunked = asked.replace(b"content-length: 6", b"transfer-encoding: chunked")
     chunked = chunked.replace(b"<body>", b"3\r\n<ch\r\n5\r\nunks>\r\n0\r\n\r\n")
-    async with listening(APP) as port:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    async with talking() as (reader, writer):
         writer.write((asked + chunked)[:cut])
         if cut is not None:
             await writer.drain()
@@ -344,7 +346,6 @@ async def test_an_upgrade_is_not_taken_up(cut: int | None) -> None:
             writer.write((asked + chunked)[cut:])
         writer.write(post("/names", b"", *H2C) + LAST)
         answer = await reader.read()
-        writer.close()
     assert answer.count(b"HTTP/1.1 200 OK") == 4
     assert b"\r\n\r\n<body>HTTP/1.1" in answer
     assert b"\r\n\r\n<chunks>HTTP/1.1" in answer
@@ -353,15 +354,13 @@ async def test_an_upgrade_is_not_taken_up(cut: int | None) -> None:
 
 
 async def test_a_tunnel_is_refused() -> None:
-    async with listening(APP) as port:
-        answer = await talk(port, b"CONNECT x:443 HTTP/1.1\r\nhost: x\r\n\r\n" + LAST)
+    answer = await answer_to(b"CONNECT x:443 HTTP/1.1\r\nhost: x\r\n\r\n" + LAST)
     assert answer.startswith(b"HTTP/1.1 400 ")
     assert answer.count(b"HTTP/1.1 ") == 1
 
 
 async def test_nonsense_after_a_request_is_refused_after_its_answer() -> None:
-    async with listening(APP) as port:
-        answer = await talk(port, post("/echo", b"good") + b"\x00 no HTTP at all\r\n\r\n")
+    answer = await answer_to(post("/echo", b"good") + b"\x00 no HTTP at all\r\n\r\n")
     first, second = answer.split(b"HTTP/1.1 400 Bad Request")
     assert first.startswith(b"HTTP/1.1 200 OK")
     assert first.endswith(b"good")
@@ -369,8 +368,7 @@ async def test_nonsense_after_a_request_is_refused_after_its_answer() -> None:
 
 
 async def test_nothing_is_read_after_a_request_that_closes() -> None:
-    async with listening(APP) as port:
-        answer = await talk(port, post("/echo", b"one", "connection: close") + LAST)
+    answer = await answer_to(post("/echo", b"one", "connection: close") + LAST)
     assert answer.count(b"HTTP/1.1 ") == 1
     assert answer.endswith(b"one")
 
@@ -388,15 +386,13 @@ async def test_nothing_is_read_after_a_request_that_closes() -> None:
     ids=["both lengths", "two lengths", "chunked not last", "chunk size", "folded", "space"],
 )
 async def test_what_two_servers_could_read_in_two_ways_is_refused(head: bytes) -> None:
-    async with listening(APP) as port:
-        answer = await talk(port, head + b"abc" + LAST)
+    answer = await answer_to(head + b"abc" + LAST)
     assert answer.startswith(b"HTTP/1.1 400 ")
     assert answer.count(b"HTTP/1.1 ") == 1
 
 
 async def test_a_fault_of_ours_is_500_and_the_connection_lives() -> None:
-    async with listening(APP) as port:
-        answer = await talk(port, b"GET /broken HTTP/1.1\r\nhost: x\r\n\r\n" + LAST)
+    answer = await answer_to(b"GET /broken HTTP/1.1\r\nhost: x\r\n\r\n" + LAST)
     assert answer.startswith(b"HTTP/1.1 500 ")
     assert answer.endswith(b"bye")
 
@@ -423,13 +419,10 @@ async def test_a_client_that_leaves_in_the_middle_of_its_body_ends_the_request()
 
 async def say_all(port: int, sent: bytes) -> bytes:
     """As `talk`, with the sending direction closed."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(sent)
-    writer.write_eof()
-    try:
+    async with connected(port) as (reader, writer):
+        writer.write(sent)
+        writer.write_eof()
         return await reader.read()
-    finally:
-        writer.close()
 
 
 class Slow:
@@ -467,11 +460,7 @@ class Slow:
 
 async def test_who_has_said_all_gets_all_answers() -> None:
     async with listening(APP) as port:
-        asked = (
-            post("/echo", b"one")
-            + post("/echo", b"two")
-            + b"GET /counting HTTP/1.1\r\nhost: x\r\n\r\n"
-        )
+        asked = post("/echo", b"one") + post("/echo", b"two") + COUNT
         answer = await say_all(port, asked)
     assert answer.count(b"HTTP/1.1 200 OK") == 3
     assert answer.index(b"connection: close") > answer.index(b"two")
@@ -495,15 +484,13 @@ async def test_who_has_said_all_may_wait(path: str, version: bytes) -> None:
 
 async def test_who_has_said_all_is_asked_whether_it_waits() -> None:
     slow = Slow()
-    async with listening(slow) as port:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    async with talking(slow) as (reader, writer):
         writer.write(post("/whole", b""))
         writer.write_eof()
         for _ in range(2):
             assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
         slow.may.set()
         assert (await reader.read()).endswith(b"upon\r\n0\r\n\r\n")
-        writer.close()
 
 
 async def test_half_a_request_is_none() -> None:
@@ -550,11 +537,9 @@ async def test_who_takes_a_whole_answer_slowly_gets_it(monkeypatch: pytest.Monke
     async def much(_request: Request) -> PlainTextResponse:
         return PlainTextResponse(b"x" * size)
 
-    async with listening(Starlette(routes=[Route("/", much)])) as port:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    async with talking(Starlette(routes=[Route("/", much)])) as (reader, writer):
         writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
         await reader.readuntil(b"\r\n\r\n")
         for _ in range(15):
             await reader.readexactly(size // 15)
             await asyncio.sleep(0.05)  # it takes its time
-        writer.close()
