@@ -45,6 +45,12 @@ class Caller:
     async def ask(self, key: str = "a", path: str = CHATS, **extra: object) -> httpx2.Response:
         return await self.client.post(path, json=BODIES[path] | extra, headers={KEY: key})
 
+    async def begin(self, engine: FakeEngine, **extra: object) -> asyncio.Task[httpx2.Response]:
+        """Ask, and go on once the engine waits in the middle of the answer."""
+        asking = asyncio.create_task(self.ask("a", CHATS, **extra))
+        await engine.paused.wait()
+        return asking
+
     async def metrics(self) -> str:
         return (await self.client.get("/metrics")).text
 
@@ -124,8 +130,8 @@ async def before_replica(
     tokenizer: Tokenizer,
     pause_after: int | None = None,
     **settings: Any,  # noqa: ANN401 - a fleet's
-) -> AsyncIterator[tuple[Fleet, FakeEngine]]:
-    """A fleet before one replica of ours, which may wait after so many tokens until it is told to go on."""
+) -> AsyncIterator[tuple[Fleet, FakeEngine, Caller]]:
+    """A fleet before one replica of ours, which may wait after so many tokens until it is told to go on; and "shop"."""
     engine = FakeEngine(
         tokenizer, lambda _: Script(TOKENS, finish="length", pause_after=pause_after)
     )
@@ -133,4 +139,9 @@ async def before_replica(
         serve(engine) as served,
         fleet(folder, ReplicaConfig(url=served.url, model=MODEL), **settings) as made,
     ):
-        yield made, engine
+        yield made, engine, await made.caller()
+
+
+def refusal(answer: httpx2.Response) -> tuple[int, str]:
+    """Status and code."""
+    return answer.status_code, answer.json()["error"]["code"]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import json
 import random
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx2
@@ -25,8 +27,9 @@ from tests.integration.gateway.keyed import (
     Caller,
     before_replica,
     fleet,
+    refusal,
 )
-from tests.integration.rough_server import Asked, plain, rough_server
+from tests.integration.rough_server import Answer, Asked, Rough, plain, rough_server
 from tests.integration.serving import MODEL, serve
 
 from argosy.engine.serving.text.tokenizer import Tokenizer
@@ -36,6 +39,25 @@ from argosy.gateway.journey import Journey
 from argosy.store import IdempotencyConfig, open_answers
 
 IN_USE = "idempotency_key_in_use"
+
+
+def at(rough: Rough) -> ReplicaConfig:
+    return ReplicaConfig(url=rough.url, kind="openai", model="rough", carry="none")
+
+
+@contextlib.asynccontextmanager
+async def before_rough(folder: Path, script: Answer) -> AsyncIterator[tuple[Rough, Caller]]:
+    """Whoever asks a gateway before a server that answers like that."""
+    async with rough_server(script) as rough, fleet(folder, at(rough)) as made:
+        yield rough, await made.caller()
+
+
+@contextlib.asynccontextmanager
+async def without_accounts() -> AsyncIterator[Caller]:
+    """Whoever asks a gateway that knows nobody."""
+    stage = Idempotency(open_answers(IdempotencyConfig(), None, None), 1 << 20)
+    async with rough_server() as rough, front([stage], at(rough)) as running:
+        yield Caller(running.client)
 
 
 async def until_told(caller: Caller, line: str) -> None:
@@ -49,8 +71,7 @@ async def until_told(caller: Caller, line: str) -> None:
 async def test_a_request_that_is_sent_again_gets_its_answer_and_costs_nothing(
     path: str, stream: bool, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
-    async with before_replica(tmp_path, tokenizer, requests=1) as (made, engine):
-        caller = await made.caller()
+    async with before_replica(tmp_path, tokenizer, requests=1) as (made, engine, caller):
         first = await caller.ask(path=path, stream=stream)
         again = await caller.ask(path=path, stream=stream)
         assert (first.status_code, again.status_code) == (200, 200), again.text
@@ -77,8 +98,7 @@ async def test_a_request_that_is_sent_again_gets_its_answer_and_costs_nothing(
 async def test_the_order_of_fields_is_no_other_request(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
-    async with before_replica(tmp_path, tokenizer) as (made, engine):
-        caller = await made.caller()
+    async with before_replica(tmp_path, tokenizer) as (_, engine, caller):
         fields = list(BODIES[CHATS].items())
         for _ in range(4):
             random.shuffle(fields)
@@ -91,12 +111,10 @@ async def test_the_order_of_fields_is_no_other_request(
 async def test_while_the_first_runs_others_are_told_to_wait(
     stream: bool, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
-    async with before_replica(tmp_path, tokenizer, pause_after=20) as (made, engine):
-        caller = await made.caller()
-        asking = asyncio.create_task(caller.ask(stream=stream))
-        await engine.paused.wait()
+    async with before_replica(tmp_path, tokenizer, pause_after=20) as (_, engine, caller):
+        asking = await caller.begin(engine, stream=stream)
         busy = await caller.ask(stream=stream)
-        assert (busy.status_code, busy.json()["error"]["code"]) == (409, IN_USE)
+        assert refusal(busy) == (409, IN_USE)
         assert int(busy.headers["retry-after-ms"]) > 0
         other = await caller.ask(stream=stream, temperature=0.5)
         assert other.status_code == 422
@@ -109,8 +127,7 @@ async def test_while_the_first_runs_others_are_told_to_wait(
 
 
 async def test_a_key_is_of_one_request(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    async with before_replica(tmp_path, tokenizer) as (made, engine):
-        caller = await made.caller()
+    async with before_replica(tmp_path, tokenizer) as (_, engine, caller):
         assert (await caller.ask(seed=5)).status_code == 200
         for answer in (
             await caller.ask(seed=6),
@@ -118,14 +135,13 @@ async def test_a_key_is_of_one_request(tmp_path: Path, tokenizer: Tokenizer) -> 
             await caller.ask(seed=5, stream=True),
             await caller.ask(path=COMPLETIONS, seed=5),
         ):
-            error = answer.json()["error"]
-            assert (answer.status_code, error["code"]) == (422, "idempotency_key_reused")
-            assert error["param"] == KEY
+            assert refusal(answer) == (422, "idempotency_key_reused")
+            assert answer.json()["error"]["param"] == KEY
         assert len(engine.requests) == 1
 
 
 async def test_keys_are_of_projects(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    async with before_replica(tmp_path, tokenizer) as (made, engine):
+    async with before_replica(tmp_path, tokenizer) as (made, engine, _):
         told = {
             who: await (await made.caller(who)).ask()
             for who in ("shop", "colleague", "other", "elsewhere")
@@ -140,13 +156,11 @@ async def test_keys_are_of_projects(tmp_path: Path, tokenizer: Tokenizer) -> Non
 
 @pytest.mark.parametrize("key", ["", "two words", "ü", "x" * 256])
 async def test_what_is_no_key_is_refused(key: str, tmp_path: Path, tokenizer: Tokenizer) -> None:
-    async with before_replica(tmp_path, tokenizer) as (made, engine):
-        caller = await made.caller()
+    async with before_replica(tmp_path, tokenizer) as (_, engine, caller):
         headers = [(KEY.encode(), key.encode())]
         answer = await caller.client.post(CHATS, json=BODIES[CHATS], headers=headers)
-        error = answer.json()["error"]
-        assert (answer.status_code, error["code"]) == (400, "invalid_idempotency_key")
-        assert KEY in error["message"]
+        assert refusal(answer) == (400, "invalid_idempotency_key")
+        assert KEY in answer.json()["error"]["message"]
         assert not engine.requests
         assert (await caller.ask("x" * 255)).status_code == 200
 
@@ -165,20 +179,17 @@ async def test_an_error_leaves_the_key_free(status: int, stream: bool, tmp_path:
             choice = {"index": 0, "text": "something", "finish_reason": "stop"}
             asked.json(200, {"id": "cmpl-1", "object": "text_completion", "choices": [choice]})
 
-    async with rough_server(script) as rough:
-        behind = ReplicaConfig(url=rough.url, kind="openai", model="rough")
-        async with fleet(tmp_path, behind) as made:
-            caller = await made.caller()
-            failed = await caller.ask(path=COMPLETIONS, stream=stream)
-            assert failed.status_code >= 400
-            fails = False
-            first = await caller.ask(path=COMPLETIONS, stream=stream)
-            assert first.status_code == 200, first.text
-            assert REPLAYED not in first.headers
-            asked = len(rough.asked)
-            again = await caller.ask(path=COMPLETIONS, stream=stream)
-            assert (again.headers[REPLAYED], again.content) == ("true", first.content)
-            assert len(rough.asked) == asked
+    async with before_rough(tmp_path, script) as (rough, caller):
+        failed = await caller.ask(path=COMPLETIONS, stream=stream)
+        assert failed.status_code >= 400
+        fails = False
+        first = await caller.ask(path=COMPLETIONS, stream=stream)
+        assert first.status_code == 200, first.text
+        assert REPLAYED not in first.headers
+        asked = len(rough.asked)
+        again = await caller.ask(path=COMPLETIONS, stream=stream)
+        assert (again.headers[REPLAYED], again.content) == ("true", first.content)
+        assert len(rough.asked) == asked
 
 
 async def test_a_stream_that_breaks_leaves_the_key_free(tmp_path: Path) -> None:
@@ -191,37 +202,28 @@ async def test_a_stream_that_breaks_leaves_the_key_free(tmp_path: Path) -> None:
         await asked.writer.drain()
         asked.writer.close()
 
-    async with rough_server(script) as rough:
-        behind = ReplicaConfig(url=rough.url, kind="openai", model="rough", carry="none")
-        async with fleet(tmp_path, behind) as made:
-            caller = await made.caller()
-            broken = await caller.ask(path=COMPLETIONS, stream=True)
-            assert b"upstream_failed" in broken.content
-            first = await caller.ask(path=COMPLETIONS, stream=True)
-            assert first.content.endswith(b"data: [DONE]\n\n")
-            assert REPLAYED not in first.headers
+    async with before_rough(tmp_path, script) as (rough, caller):
+        broken = await caller.ask(path=COMPLETIONS, stream=True)
+        assert b"upstream_failed" in broken.content
+        first = await caller.ask(path=COMPLETIONS, stream=True)
+        assert first.content.endswith(b"data: [DONE]\n\n")
+        assert REPLAYED not in first.headers
 
 
 async def test_a_refusal_of_the_gateways_leaves_the_key_free(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
-    async with before_replica(tmp_path, tokenizer, requests=1) as (made, _):
-        caller = await made.caller()
+    async with before_replica(tmp_path, tokenizer, requests=1) as (_, _, caller):
         assert (await caller.ask("a")).status_code == 200
         for _ in range(2):
-            refused = await caller.ask("b")
-            assert (refused.status_code, refused.json()["error"]["code"]) == (
-                429,
-                "rate_limit_exceeded",
-            )
+            assert refusal(await caller.ask("b")) == (429, "rate_limit_exceeded")
 
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_an_answer_that_a_limit_ended_is_sent_again_though_nothing_is_left(
     stream: bool, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
-    async with before_replica(tmp_path, tokenizer, tokens=30) as (made, engine):
-        caller = await made.caller()
+    async with before_replica(tmp_path, tokenizer, tokens=30) as (_, engine, caller):
         first = await caller.ask(stream=stream)
         assert b'"finish_reason":"limit"' in first.content
         again = await caller.ask(stream=stream)
@@ -234,10 +236,8 @@ async def test_an_answer_that_a_limit_ended_is_sent_again_though_nothing_is_left
 async def test_a_client_that_leaves_frees_its_key(
     stream: bool, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
-    async with before_replica(tmp_path, tokenizer, pause_after=20) as (made, engine):
-        caller = await made.caller()
-        asking = asyncio.create_task(caller.ask(stream=stream))
-        await engine.paused.wait()
+    async with before_replica(tmp_path, tokenizer, pause_after=20) as (made, engine, caller):
+        asking = await caller.begin(engine, stream=stream)
         asking.cancel()
         await engine.nothing_runs()
         engine.go_on.set()
@@ -274,8 +274,7 @@ async def test_an_answer_that_is_too_large_is_not_kept(
     whole: bool, stream: bool, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     kept = IdempotencyConfig(answer_bytes=400) if whole else IdempotencyConfig(bytes=0)
-    async with before_replica(tmp_path, tokenizer, idempotency=kept) as (made, engine):
-        caller = await made.caller()
+    async with before_replica(tmp_path, tokenizer, idempotency=kept) as (_, engine, caller):
         first = await caller.ask(stream=stream)
         again = await caller.ask(stream=stream)
         assert len(first.content) > 400
@@ -288,8 +287,7 @@ async def test_an_answer_that_is_too_large_is_not_kept(
 
 async def test_the_oldest_are_forgotten_first(tmp_path: Path, tokenizer: Tokenizer) -> None:
     kept = IdempotencyConfig(bytes=4000)
-    async with before_replica(tmp_path, tokenizer, idempotency=kept) as (made, engine):
-        caller = await made.caller()
+    async with before_replica(tmp_path, tokenizer, idempotency=kept) as (_, engine, caller):
         for key in ("a", "b", "c", "d", "e", "f"):
             assert (await caller.ask(key)).status_code == 200
         assert REPLAYED in (await caller.ask("f")).headers
@@ -299,8 +297,7 @@ async def test_the_oldest_are_forgotten_first(tmp_path: Path, tokenizer: Tokeniz
 
 async def test_answers_are_forgotten_in_time(tmp_path: Path, tokenizer: Tokenizer) -> None:
     kept = IdempotencyConfig(seconds=0.2)
-    async with before_replica(tmp_path, tokenizer, idempotency=kept) as (made, engine):
-        caller = await made.caller()
+    async with before_replica(tmp_path, tokenizer, idempotency=kept) as (_, engine, caller):
         while REPLAYED in (await caller.ask()).headers or len(engine.requests) < 2:
             assert len(engine.requests) < 3
 
@@ -308,8 +305,7 @@ async def test_answers_are_forgotten_in_time(tmp_path: Path, tokenizer: Tokenize
 async def test_whoever_sends_no_key_is_always_answered_anew(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
-    async with before_replica(tmp_path, tokenizer) as (made, engine):
-        caller = await made.caller()
+    async with before_replica(tmp_path, tokenizer) as (_, engine, caller):
         for _ in range(2):
             answer = await caller.client.post(CHATS, json=BODIES[CHATS])
             assert (answer.status_code, REPLAYED in answer.headers) == (200, False)
@@ -317,28 +313,19 @@ async def test_whoever_sends_no_key_is_always_answered_anew(
 
 
 async def test_before_the_first_key_all_share_one_scope() -> None:
-    stage = Idempotency(open_answers(IdempotencyConfig(), None, None), 1 << 20)
-    async with (
-        rough_server() as rough,
-        front([stage], ReplicaConfig(url=rough.url, kind="openai", model="rough")) as running,
-    ):
-        caller = Caller(running.client)
+    async with without_accounts() as caller:
         first = await caller.ask(path=COMPLETIONS, stream=True)
         again = await caller.ask(path=COMPLETIONS, stream=True)
         assert (again.content, again.headers[REPLAYED]) == (first.content, "true")
 
 
 async def test_streams_with_keys_leave_nothing_for_the_garbage_collector() -> None:
-    stage = Idempotency(open_answers(IdempotencyConfig(), None, None), 1 << 20)
     gc.collect()
     gc.disable()
     try:
-        async with (
-            rough_server() as rough,
-            front([stage], ReplicaConfig(url=rough.url, kind="openai", model="rough")) as running,
-        ):
+        async with without_accounts() as caller:
             for key in ("a", "b", "a"):
-                await Caller(running.client).ask(key, path=COMPLETIONS, stream=True)
+                await caller.ask(key, path=COMPLETIONS, stream=True)
         left = [each for each in gc.get_objects() if type(each) in {First, Journey}]
     finally:
         gc.enable()
@@ -348,10 +335,8 @@ async def test_streams_with_keys_leave_nothing_for_the_garbage_collector() -> No
 async def test_the_sdk_gets_the_answer_of_the_request_that_it_gave_up(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
-    async with before_replica(tmp_path, tokenizer, pause_after=20) as (made, engine):
-        caller = await made.caller()
-        asking = asyncio.create_task(caller.ask())
-        await engine.paused.wait()
+    async with before_replica(tmp_path, tokenizer, pause_after=20) as (made, engine, caller):
+        asking = await caller.begin(engine)
         async with sdk(made.urls[0], made.keys["shop"]) as client:
             completions = client.with_options(max_retries=5).chat.completions
 

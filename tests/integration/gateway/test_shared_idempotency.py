@@ -11,7 +11,8 @@ from pathlib import Path
 import httpx2
 import msgspec
 import pytest
-from tests.integration.gateway.keyed import REPLAYED, Caller, before_replica
+from tests.integration.fake_engine import FakeEngine
+from tests.integration.gateway.keyed import REPLAYED, Caller, before_replica, refusal
 from tests.services import RedisServer, running_redis
 from tests.waiting import until
 
@@ -34,19 +35,26 @@ async def until_free(caller: Caller, key: str = "a") -> httpx2.Response:
     return answer
 
 
+@contextlib.asynccontextmanager
+async def two_gateways(
+    folder: Path, tokenizer: Tokenizer, redis: RedisServer, pause_after: int | None = None
+) -> AsyncIterator[tuple[Caller, Caller, FakeEngine]]:
+    """Whoever asks the one and the other, in front of one replica."""
+    async with before_replica(folder, tokenizer, pause_after, gateways=2, redis=redis.url) as (
+        made,
+        engine,
+        one,
+    ):
+        yield one, await made.caller(gateway=1), engine
+
+
 @pytest.mark.parametrize("stream", [True, False])
 async def test_an_answer_of_one_gateway_is_sent_again_by_another(
     stream: bool, redis: RedisServer, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
-    async with before_replica(tmp_path, tokenizer, 20, gateways=2, redis=redis.url) as (
-        made,
-        engine,
-    ):
-        one, other = await made.caller(gateway=0), await made.caller(gateway=1)
-        asking = asyncio.create_task(one.ask(stream=stream))
-        await engine.paused.wait()
-        busy = await other.ask(stream=stream)
-        assert (busy.status_code, busy.json()["error"]["code"]) == (409, "idempotency_key_in_use")
+    async with two_gateways(tmp_path, tokenizer, redis, 20) as (one, other, engine):
+        asking = await one.begin(engine, stream=stream)
+        assert refusal(await other.ask(stream=stream)) == (409, "idempotency_key_in_use")
         assert (await other.ask(stream=stream, seed=1)).status_code == 422
         engine.go_on.set()
         first = await asking
@@ -61,13 +69,8 @@ async def test_an_answer_of_one_gateway_is_sent_again_by_another(
 async def test_a_client_that_leaves_one_gateway_may_go_to_another(
     redis: RedisServer, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
-    async with before_replica(tmp_path, tokenizer, 20, gateways=2, redis=redis.url) as (
-        made,
-        engine,
-    ):
-        one, other = await made.caller(gateway=0), await made.caller(gateway=1)
-        asking = asyncio.create_task(one.ask(stream=True))
-        await engine.paused.wait()
+    async with two_gateways(tmp_path, tokenizer, redis, 20) as (one, other, engine):
+        asking = await one.begin(engine, stream=True)
         asking.cancel()
         await engine.nothing_runs()
         engine.go_on.set()
@@ -81,11 +84,7 @@ async def test_without_redis_each_gateway_knows_its_own(
     how: signal.Signals, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     with running_redis() as redis:
-        async with before_replica(tmp_path, tokenizer, gateways=2, redis=redis.url) as (
-            made,
-            engine,
-        ):
-            one, other = await made.caller(gateway=0), await made.caller(gateway=1)
+        async with two_gateways(tmp_path, tokenizer, redis) as (one, other, engine):
             before = await one.ask("before")
             redis.process.send_signal(how)
             assert (await one.ask("before")).content == before.content
