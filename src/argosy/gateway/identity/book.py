@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from argosy.gateway.caller import TIERS, Caller
@@ -167,7 +168,9 @@ def _caller(
     )
 
 
+@lru_cache(maxsize=1024)
 def _allow_lists(*lists: tuple[str, ...]) -> tuple[tuple[Network, ...], ...]:
+    """Those that there are, parsed once: the bearer of a token is placed anew at each request."""
     return tuple(parse_networks(networks) for networks in lists if networks)
 
 
