@@ -120,6 +120,15 @@ def test_whoever_is_no_user_is_placed_by_the_claims(issuing: Issuer) -> None:
     assert (caller.role, caller.scope) == ("operator", "organisation")
 
 
+def test_what_cannot_be_written_down_of_a_claim_is_a_question_mark(issuing: Issuer) -> None:
+    """Half a character in a subject kept requests from ending: in no explanation, and in no metric."""
+    who = trusting(issuing)
+    token = issuing.token(sub="a\ud800\0\nb", organisation="acme", project="chat")
+    caller = identify(who, bearer(token))
+    assert caller.user == "a???b"
+    assert caller.organisation == "org_acme"
+
+
 def test_roles_of_the_whole_gateway_are_those_of_users(issuing: Issuer) -> None:
     who = trusting(issuing, role_claim="groups")
     caller = identify(who, bearer(issuing.token(sub="user_eve", groups=["viewer"])))

@@ -103,8 +103,11 @@ def _digest(token: str) -> bytes:
 
 
 def _text(claims: dict[str, Any], name: str) -> str:
+    """What a claim says; a question mark where that cannot be written down: half a character, say."""
     value = claims.get(name)
-    return value if isinstance(value, str) else ""
+    if not isinstance(value, str):
+        return ""
+    return "".join(c if c.isprintable() else "?" for c in value)
 
 
 def _role(claimed: object) -> Role:
