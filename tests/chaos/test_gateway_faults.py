@@ -48,6 +48,12 @@ class ReplicaProcess:
                         return
                 await asyncio.sleep(0.05)
 
+    def kill_core(self) -> None:
+        """Its engine dies; its server lives."""
+        assert self.process is not None
+        for core in psutil.Process(self.process.pid).children():
+            core.kill()
+
     async def end(self) -> None:
         """Whatever is left of it, the core included."""
         assert self.process is not None
@@ -62,7 +68,7 @@ class ReplicaProcess:
 
 @dataclass
 class Fleet:
-    """Two replicas behind a gateway."""
+    """Replicas behind a gateway."""
 
     replicas: list[ReplicaProcess]
     gateway: GatewayServer
@@ -77,8 +83,8 @@ class Fleet:
 
 
 @contextlib.asynccontextmanager
-async def fleet(folder: Path) -> AsyncIterator[Fleet]:
-    replicas = [ReplicaProcess(folder / f"{number}.sock") for number in range(2)]
+async def fleet(folder: Path, count: int = 2) -> AsyncIterator[Fleet]:
+    replicas = [ReplicaProcess(folder / f"{number}.sock") for number in range(count)]
     for replica in replicas:
         await replica.start()
     running = None
@@ -209,3 +215,28 @@ async def test_answers_survive_their_replica(tmp_path: Path) -> None:
         await disturbed(running, signal.SIGTERM, 100)
         await disturbed(running, signal.SIGSTOP, 100)
         await whole_answers_disturbed(running)
+
+
+async def asked_until_back(fleet: Fleet) -> int:
+    """Ask again and again until the only replica, which is to go, is back; how many were answered while it was away."""
+    (behind,) = fleet.gateway.replicas
+    asked, away = [asyncio.create_task(answer(fleet, 0))], 0
+    while not away or behind.absence.away:
+        await asyncio.sleep(0.1)
+        asked.append(asyncio.create_task(answer(fleet, 3 * len(asked))))
+        away += behind.absence.away
+    await asyncio.gather(*asked)
+    return away
+
+
+@pytest.mark.timeout(120)
+async def test_who_asks_while_the_only_replica_is_away_waits_for_it(tmp_path: Path) -> None:
+    async with fleet(tmp_path, 1) as running:
+        (replica,) = running.replicas
+        asking = asyncio.create_task(asked_until_back(running))
+        replica.kill_core()
+        assert await asking
+        asking = asyncio.create_task(asked_until_back(running))
+        await replica.end()
+        await replica.start()
+        assert await asking

@@ -28,6 +28,8 @@ from argosy.policy import (
 from argosy.protocol import ApiError
 
 RETRY_AFTER_S = 1.0
+GONE_RETRY_AFTER_S = 10.0
+"""Where nothing is there, and nobody knows that anything will be."""
 
 
 @dataclass(slots=True)
@@ -154,16 +156,24 @@ class Dispatcher:
             now = self._clock()
             waiting = self._queue.pop(now, self._lowest(now))
             if waiting is None:
+                if not self._pool.worth_waiting(now):
+                    self._send_away(now)
                 return
             journey, replica = waiting.item.journey, waiting.item.replica
             if replica.done():
                 continue
             picked = self._pick(journey, frozenset(), now)
             if picked is None:
-                replica.set_exception(unavailable(self._pool))
+                replica.set_exception(unavailable(self._pool, now))
                 continue
             paid = waiting.cost if waiting.charged else 0.0
             replica.set_result(self._goes(journey, picked, paid, now))
+
+    def _send_away(self, now: float) -> None:
+        """Tell all that wait that it makes no sense any more."""
+        while (waiting := self._queue.pop(now)) is not None:
+            if not waiting.item.replica.done():
+                waiting.item.replica.set_exception(unavailable(self._pool, now))
 
     def _place_moving(self) -> None:
         now = self._clock()
@@ -200,8 +210,8 @@ class Dispatcher:
 
     def _admit(self, journey: Journey, now: float) -> None:
         """Raises ApiError 503 when nothing serves it, 429 when its size, tier or tenant keeps it out of the queue."""
-        if not (self._pool.alive() or self._pool.awaits()):
-            raise unavailable(self._pool)
+        if not self._pool.worth_waiting(now):
+            raise unavailable(self._pool, now)
         limits, queue, tier = self._limits, self._queue, journey.tier
         held = queue.held(tier, journey.caller.tenant)
         if queue.size + len(journey.ask.prompt) > limits.bytes:
@@ -228,8 +238,8 @@ class Dispatcher:
             if placed.done() and not placed.cancelled() and placed.exception() is None:
                 placed.result().ended(None, self._clock())  # it came too late
             if isinstance(error, TimeoutError):
-                if not self._pool.alive():
-                    raise unavailable(self._pool) from error
+                if not self._pool.serves():
+                    raise unavailable(self._pool, self._clock()) from error
                 raise self._contended(f"no room within {self._limits.wait_s:g} s") from error
             raise
 
@@ -238,7 +248,13 @@ class Dispatcher:
         return ApiError(429, "overloaded", message, retry_after_s=RETRY_AFTER_S)
 
 
-def unavailable(pool: Pool) -> ApiError:
+def unavailable(pool: Pool, now: float) -> ApiError:
     """There is nothing to serve the pool's model with."""
     message = f"Nothing serves {pool.model!r} at the moment. Try again shortly."
-    return ApiError(503, "no_replica", message, retry_after_s=RETRY_AFTER_S)
+    soon = pool.worth_waiting(now)
+    return ApiError(
+        503,
+        "no_replica",
+        message,
+        retry_after_s=RETRY_AFTER_S if soon else GONE_RETRY_AFTER_S,
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Collection, Sequence
 from functools import partial
 
@@ -72,7 +73,7 @@ class Members:
 
     def remove(self, name: str) -> None:
         """It gets no request any more. What runs there goes on, and its connections are closed as that ends."""
-        self._leave(self.pool.remove(name))
+        self._leave(self.pool.remove(name, time.monotonic()))
         log.info("replica_removed", model=self.pool.model, replica=name)
 
     async def close(self) -> None:

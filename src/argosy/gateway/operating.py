@@ -45,7 +45,7 @@ class Operating:
     async def ready(self, exchange: Exchange, caller: Caller) -> None:
         """`GET /ready`: 503 while there is a model that no replica can answer for."""
         del caller
-        lacking = [pool.model for pool in self._models.pools if not pool.alive()]
+        lacking = [pool.model for pool in self._models.pools if not pool.serves()]
         if lacking:
             message = f"No replica takes requests for {', '.join(lacking)}. Start one, or wait."
             raise ApiError(503, "no_replica", message, retry_after_s=RETRY_AFTER_S)

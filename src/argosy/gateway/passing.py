@@ -66,7 +66,7 @@ class Passing:
             told = fields | {"model": Raw(msgspec.json.encode(replica.model))}
             if await _passed(exchange, replica, msgspec.json.encode(told)):
                 return
-        raise unavailable(pool)
+        raise unavailable(pool, time.monotonic())
 
     async def document(self, exchange: Exchange, caller: Caller) -> None:
         """`GET /openapi.json`: that of a replica of ours, whose API is the gateway's.
@@ -78,7 +78,7 @@ class Passing:
             for replica in _by_load(pool):
                 if replica.kind == "argosy" and await _passed(exchange, replica, b""):
                     return
-        raise unavailable(self._models.pools[0])
+        raise unavailable(self._models.pools[0], time.monotonic())
 
     async def metrics(self, exchange: Exchange, caller: Caller) -> None:
         """`GET /replicas/{name}/metrics`: those of one replica, which may be out of the scraper's reach."""
@@ -89,7 +89,7 @@ class Passing:
             if replica is not None:
                 if await _passed(exchange, replica, b"", METRICS):
                     return
-                raise unavailable(pool)
+                raise unavailable(pool, time.monotonic())
         raise ApiError(
             404, "replica_not_found", f"There is no replica {name[:200]!r}. See /metrics."
         )

@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from argosy.gateway.config import GatewayConfig, ModelConfig, ReplicaConfig, headers_of
+from argosy.gateway.config import GatewayConfig, ModelConfig, ReplicaConfig, Timeouts, headers_of
 from argosy.gateway.models import Models
 from argosy.gateway.replicas import Pool, Replica
 from argosy.gateway.routes import RouteConfig
 from argosy.gateway.upstream import Upstream
 from argosy.gateway.upstream_tls import client_context, digest
-from argosy.policy import Hedging
+from argosy.policy import Absence, Hedging
 from argosy.protocol import parse_endpoint
 
 
@@ -23,7 +23,7 @@ class Entry:
     Raises ValueError or OSError, saying what to change.
     """
 
-    def __init__(self, config: ReplicaConfig, model: str, connect_timeout_s: float) -> None:
+    def __init__(self, config: ReplicaConfig, model: str, timeouts: Timeouts) -> None:
         self.config = config
         self.name = config.name or config.url
         self.endpoint = parse_endpoint(config.url)
@@ -31,7 +31,7 @@ class Entry:
         self._headers = headers_of(config)
         self._tls = client_context(config.tls) if self.endpoint.tls else None
         self._files = digest(config.tls)
-        self._connect_timeout_s = connect_timeout_s
+        self._timeouts = timeouts
 
     def replica(self, address: str | None = None) -> Replica:
         """The server at its URL, or the one at this of its name's addresses, which is called so, too."""
@@ -39,7 +39,7 @@ class Entry:
         upstream = Upstream(
             msgspec.structs.replace(self.endpoint, address=address),
             headers=self._headers,
-            connect_timeout_s=self._connect_timeout_s,
+            connect_timeout_s=self._timeouts.connect_s,
             tls=self._tls,
             server_name=config.tls.server_name,
         )
@@ -48,6 +48,7 @@ class Entry:
             config.kind,
             self._model,
             upstream,
+            absence=Absence(self._timeouts.recovery_s),
             most=config.max_requests,
             carry=config.carry,
             stream_usage=config.stream_usage,
@@ -80,9 +81,8 @@ class Behind(NamedTuple):
 
 def read_models(config: GatewayConfig) -> list[Behind]:
     """All models of the configuration. Raises ValueError or OSError, saying what to change."""
-    connect_s = config.timeouts.connect_s
     return [
-        Behind(model, tuple(Entry(one, model.name, connect_s) for one in model.replicas))
+        Behind(model, tuple(Entry(one, model.name, config.timeouts) for one in model.replicas))
         for model in config.models
     ]
 

@@ -83,11 +83,11 @@ class Prober:
         """Ask once and take in the answer."""
         replica, breaker = self._replica, self._replica.breaker
         probing = breaker.wants_probe(time.monotonic())
-        if not breaker.closed and not probing:
+        if not (breaker.closed or probing or replica.absence.away):
             return
         if probing:
             breaker.probe_sent()
-        outcome = Outcome.FAILURE
+        outcome, well = Outcome.FAILURE, False
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 well = (self._met or await self._meet()) and await self._look()
@@ -98,14 +98,16 @@ class Prober:
             log.debug("probe_failed", replica=replica.name, reason=str(error))
         finally:
             self.asked.set()
+            now = time.monotonic()
             if probing:
-                now = time.monotonic()
                 breaker.probed(outcome, now)
                 if outcome is Outcome.BACKPRESSURE:
                     replica.backpressure.refused(replica.load.in_flight, now)
                 replica.on_change()
             elif outcome is Outcome.FAILURE:
-                breaker.record(outcome, time.monotonic())
+                breaker.record(outcome, now)
+            if not well:
+                replica.lost(now)
 
     async def _meet(self) -> bool:
         """Find out what it is and which models it has; whether that is known now."""
@@ -129,8 +131,8 @@ class Prober:
     def _welcome(self) -> None:
         """It is well: one that came while others served gets requests from now on. Ours say so themselves."""
         replica = self._replica
-        if not replica.taking and replica.kind != "argosy":
-            replica.taking = True
+        if replica.kind != "argosy":
+            replica.says("ready", time.monotonic())
             replica.on_change()
 
     async def _look(self) -> bool:
@@ -167,7 +169,7 @@ class Prober:
 
     def _learn(self, told: Load) -> None:
         replica, load = self._replica, self._replica.load
-        replica.taking = told.state == "ready"
+        replica.says(told.state, time.monotonic())
         replica.max_model_len = told.max_model_len or None
         replica.tells_speed = told.prefill_tokens_per_s > 0
         if told.step < self._step:

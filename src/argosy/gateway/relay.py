@@ -167,12 +167,14 @@ class Relay:
         try:
             await attempt.send(replica.upstream, request)
             status = await attempt.head
+            outcome = classify(status)
+            if outcome is Outcome.SUCCESS:
+                replica.answers()
             if leg is not None and status == 200:
                 return leg
             content = await attempt.whole()
         finally:
             deadlines.remove(attempt)
-        outcome = classify(status)
         if outcome is not Outcome.SUCCESS or _has_begun(journey):
             raise RefusedError(outcome, f"status {status}")
         if status == 200 and attempt.headers.get(b"content-type", b"").startswith(b"text/html"):
@@ -204,8 +206,9 @@ class Relay:
             return
         until = journey.failing_since + self._ways.timeouts.recovery_s
         while not await self._moved():
-            if self._ways.clock() > until:
-                raise _upstream_failed(journey)
+            now = self._ways.clock()
+            if now > until or not (_was_reached(journey) or journey.pool.worth_waiting(now)):
+                raise _upstream_failed(journey, now)
             journey.tried.clear()
 
     async def _moved(self) -> bool:
@@ -263,7 +266,7 @@ class Relay:
             raise _suspected(journey, suspects.wait_s(digest, now))
         tried_enough = max(journey.losses, journey.refusals) >= self._ways.attempts
         if tried_enough or not (free or journey.pool.retries.take(now)):
-            raise _upstream_failed(journey)
+            raise _upstream_failed(journey, now)
 
     def _ended(self) -> bool:
         """A replica failed: had it told all but the end? Raises ApiError 502 when nobody could go on."""
@@ -312,13 +315,19 @@ def _suspected(journey: Journey, wait_s: float) -> ApiError:
     return ApiError(502, "upstream_failed", message, retry_after_s=wait_s)
 
 
-def _upstream_failed(journey: Journey) -> ApiError:
+def _was_reached(journey: Journey) -> bool:
+    """Whether a replica got the request, as far as it counts: see `Journey.got_on`."""
+    return bool(journey.refusals or journey.losses or journey.delivered.output_tokens)
+
+
+def _upstream_failed(journey: Journey, now: float) -> ApiError:
     model = journey.pool.model
     tried = journey.current
-    if tried is not None and tried.outcome == Outcome.BACKPRESSURE.value:
+    full = tried is not None and tried.outcome == Outcome.BACKPRESSURE.value
+    if full and journey.pool.serves():
         message = f"The replicas for {model!r} are full. Try again shortly."
         return ApiError(429, "overloaded", message, retry_after_s=RETRY_AFTER_S)
-    if not (journey.refusals or journey.losses):
-        return unavailable(journey.pool)  # none was reached
+    if not _was_reached(journey):
+        return unavailable(journey.pool, now)
     message = f"No replica could answer for {model!r}. Try again shortly."
     return ApiError(502, "upstream_failed", message, retry_after_s=RETRY_AFTER_S)

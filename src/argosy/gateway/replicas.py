@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import secrets
 from array import array
@@ -19,6 +20,7 @@ from argosy.gateway.upstream import Upstream
 from argosy.policy import (
     BLOCK_BYTES,
     CHOOSERS,
+    Absence,
     Answered,
     Backpressure,
     Breaker,
@@ -51,6 +53,8 @@ LEAST_PREFILL = 64
 PREFILL_HALF_LIFE = 8192.0
 DECODE_HALF_LIFE = 256.0
 OUTPUT_HALF_LIFE = 32.0
+RETURNING = frozenset({"starting", "restarting"})
+"""States of a replica of ours that will take requests."""
 SHAPING = frozenset(
     {
         "add_generation_prompt",
@@ -91,6 +95,7 @@ class Replica:
     upstream: Upstream
     breaker: Breaker = field(default_factory=Breaker)
     backpressure: Backpressure = field(default_factory=Backpressure)
+    absence: Absence = field(default_factory=Absence)
     load: ReplicaLoad = field(init=False)
     most: int | None = None
     """Requests at a time, however many it runs."""
@@ -127,7 +132,10 @@ class Replica:
     def part(self, tier: int, now: float) -> int:
         """Those of them that are this gateway's when its next request is of this tier, as far as it takes so many."""
         ours = self.seats if self.parts is None else self.parts[tier]
-        return int(min(ours, self.backpressure.most(now)))
+        most = min(ours, self.backpressure.most(now))
+        if self.absence.away:
+            most = min(most, self.load.in_flight + self.absence.more(now))
+        return int(most)
 
     def has_room(self, tier: int, now: float) -> bool:
         """Whether one more request of this tier may go there, and would not have to wait there (or hardly)."""
@@ -141,6 +149,27 @@ class Replica:
     def __post_init__(self) -> None:
         self.load = ReplicaLoad(self.name)
         self.taking = self.kind != "auto"
+
+    def says(self, state: str, now: float) -> None:
+        """It said how it is, in the words of ours (see `Load`)."""
+        self.taking = state == "ready"
+        if self.taking:
+            self.absence.there()
+        elif state in RETURNING:
+            self.absence.coming(now)
+        else:
+            self.absence.lost(now)
+
+    def answers(self) -> None:
+        """It has begun to answer a request, or said that it would."""
+        if self.absence.away and self.taking:
+            self.absence.there()
+            self.on_change()
+
+    def lost(self, now: float) -> None:
+        """It could not be reached, or was not well: once means nothing, unless it never was."""
+        if not (self.breaker.closed and self.absence.met):
+            self.absence.lost(now)
 
     def sent(self, tokens: int) -> None:
         """A request goes there; it probably has so many prompt tokens that are not cached."""
@@ -245,6 +274,8 @@ class Pool:
         """That are on their way here: they wait, or run on one of the replicas."""
         self.awaits: Callable[[], bool] = _none
         """Whether replicas are looked for, or asked how they are, that may soon be used."""
+        self._gone_until = -math.inf
+        """How long it makes sense to wait for those that were removed: others may take their places."""
         self._changed: Callable[[], None] = _nothing
         self._chooser = CHOOSERS[rule]()
         self._outputs = Mean(OUTPUT_HALF_LIFE, DEFAULT_OUTPUT)
@@ -267,9 +298,12 @@ class Pool:
         replica.on_change = self._changed
         self.replicas[replica.name] = replica
 
-    def remove(self, name: str) -> Replica:
+    def remove(self, name: str, now: float) -> Replica:
         """It gets no request any more; what runs there goes on."""
-        return self.replicas.pop(name)
+        replica = self.replicas.pop(name)
+        replica.absence.lost(now)
+        self._gone_until = max(self._gone_until, replica.absence.until)
+        return replica
 
     def go_by(self, rule: Rule, hedging: Hedging | None) -> None:
         """Choose by this rule from now on, and race silent replicas like this; what stays the same goes on."""
@@ -285,9 +319,21 @@ class Pool:
             return [self.replicas[name] for name in usable({r.name: r.breaker for r in taking})]
         return taking
 
+    def serves(self) -> bool:
+        """Whether one of those is there, as far as is known."""
+        return any(not replica.absence.away for replica in self.alive())
+
+    def worth_waiting(self, now: float) -> bool:
+        """Whether there is a replica, or may be one soon."""
+        return (
+            any(now < replica.absence.until for replica in self.replicas.values())
+            or now < self._gone_until
+            or self.awaits()
+        )
+
     def loads(self) -> list[ReplicaLoad]:
-        """What is known of those."""
-        return [replica.load for replica in self.alive()]
+        """What is known of those that are there."""
+        return [replica.load for replica in self.alive() if not replica.absence.away]
 
     def room(self, tier: int, now: float) -> list[Replica]:
         """Those that may be used now: they have room, and have not just said that they are full."""
@@ -341,6 +387,7 @@ class Pool:
         draw = random.random()  # noqa: S311 - spreads load, guards nothing
         chosen = self.replicas[self._chooser.choose(request, candidates, draw, now).load.name]
         chosen.prefixes.sent(keys)
+        chosen.absence.asked(now)
         return Picked(
             chosen,
             costs=tuple([candidate.cost for candidate in candidates]),

@@ -59,6 +59,8 @@ class Turn(msgspec.Struct, frozen=True):
             attempt.abandon("nobody waits for it")
         tried.ended, tried.reason = self.clock(), reason
         tried.outcome = "ended" if outcome is None else outcome.value
+        if outcome is Outcome.FAILURE and not attempt.sent:
+            self.replica.lost(tried.ended)
         if tried.first is None:
             self.replica.computed(self.picked.uncached, tried.at)
         self.replica.ended(outcome, tried.ended, _retry_after(attempt))

@@ -1,5 +1,6 @@
 """Decisions, pure: no clock, no input or output, no torch."""
 
+from argosy.policy.absence import Absence
 from argosy.policy.affinity import (
     BLOCK_BYTES,
     BLOCK_TOKENS,
@@ -69,6 +70,7 @@ __all__ = [
     "OUTPUT_PRICE",
     "PROMOTED_EACH",
     "QUANTUM",
+    "Absence",
     "Account",
     "Action",
     "Addresses",

@@ -30,7 +30,7 @@ from tests.integration.gateway.test_tls import server_context, terminated
 from tests.integration.rough_server import Asked, rough_server
 from tests.waiting import until
 
-from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig, UpstreamTls
+from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig, Timeouts, UpstreamTls
 from argosy.gateway.discovery import LookUp, look_up
 
 LONG_S = 1e9
@@ -72,10 +72,12 @@ class Names:
 
 
 @contextlib.asynccontextmanager
-async def gateway(look_up: LookUp, *behind: ReplicaConfig) -> AsyncIterator[Running]:
+async def gateway(
+    look_up: LookUp, *behind: ReplicaConfig, timeouts: Timeouts = QUICK
+) -> AsyncIterator[Running]:
     """The model "big" on these."""
     model = ModelConfig(name="big", routing="round-robin", replicas=list(behind))
-    config = GatewayConfig(port=0, models=[model], timeouts=QUICK)
+    config = GatewayConfig(port=0, models=[model], timeouts=timeouts)
     async with changing(config, look_up=look_up) as running:
         yield running
 
@@ -91,6 +93,27 @@ async def test_each_address_is_a_replica() -> None:
     async with pods(2) as servers, gateway(names.look_up, entry(servers[0].port)) as behind:
         assert behind.names == {"pods@127.0.0.1", "pods@127.0.0.2"}
         await behind.served(*servers)
+
+
+async def test_requests_wait_for_one_that_takes_the_place_of_the_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("argosy.policy.discovery.EMPTY_S", 0.05)
+    names = Names({address(0)})
+    patient = Timeouts(recovery_s=1000.0)
+    async with (
+        pods(2) as servers,
+        gateway(names.look_up, entry(servers[0].port), timeouts=patient) as behind,
+    ):
+        names.addresses = ()
+        await until(lambda: not behind.names)
+        waiting = asyncio.create_task(behind.ask())
+        shown = ""
+        while 'queue_depth{model="big"} 1.0' not in shown:
+            shown = (await behind.client.get("/metrics")).text
+        names.addresses = {address(1)}
+        assert await waiting == 200
+        assert servers[1].asked
 
 
 async def test_one_that_comes_is_asked_how_it_is_before_it_gets_requests() -> None:

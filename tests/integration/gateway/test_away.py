@@ -1,0 +1,184 @@
+"""Requests that come while what serves their model is away: they wait while it may be back soon, and not longer."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import httpx2
+import pytest
+from tests.integration.fake_engine import FakeEngine, State, always, says
+from tests.integration.gateway.harness import Running, front, opened
+from tests.integration.rough_server import Asked, plain, rough_server
+from tests.integration.serving import MODEL, serve
+from tests.waiting import until
+
+from argosy.engine.serving.text.tokenizer import Tokenizer
+from argosy.gateway import QueueConfig, ReplicaConfig, Timeouts
+
+PATIENT = Timeouts(first_token_s=20.0, between_tokens_s=20.0, recovery_s=1000.0)
+SHORT = QueueConfig(requests=10)
+BRIEF = Timeouts(first_token_s=20.0, between_tokens_s=20.0, recovery_s=1.0)
+
+
+def asks(running: Running, prompt: str = "Once") -> asyncio.Task[httpx2.Response]:
+    body = {"model": "big", "prompt": prompt, "max_tokens": 3, "stream": True}
+    return asyncio.create_task(running.client.post("/v1/completions", json=body))
+
+
+def gone(answer: httpx2.Response) -> bool:
+    """Whether it says that there is nothing, and not for a while."""
+    told = answer.status_code, answer.json()["error"]["code"], answer.headers["retry-after"]
+    return told == (503, "no_replica", "10")
+
+
+async def ready(running: Running) -> int:
+    return (await running.client.get("/ready")).status_code
+
+
+def queued(running: Running, answer: httpx2.Response) -> bool:
+    """Whether its explanation tells that it waited."""
+    trace = running.traces.find(answer.headers["x-argosy-request"])
+    assert trace is not None
+    return trace.queued is not None
+
+
+def at(port: int) -> ReplicaConfig:
+    url = f"http://127.0.0.1:{port}"
+    return ReplicaConfig(url=url, name="a", kind="openai", model="rough", max_requests=1)
+
+
+@asynccontextmanager
+async def lost(
+    timeouts: Timeouts, queue: QueueConfig = SHORT
+) -> AsyncIterator[tuple[Running, int]]:
+    """A gateway whose only replica, a server that has one seat, has just gone; and the port that it was at."""
+    async with AsyncExitStack() as later:
+        async with rough_server() as server:
+            gateway = front([], at(server.port), timeouts=timeouts, queue=queue)
+            running = await later.enter_async_context(gateway)
+        opened(running.replicas[0])
+        yield running, server.port
+
+
+async def finds_out(running: Running) -> asyncio.Task[httpx2.Response]:
+    """The request that notices that the replica has gone."""
+    asking = asks(running, "finds out")
+    await until(lambda: running.replicas[0].absence.away)
+    return asking
+
+
+async def test_requests_wait_in_their_order_for_a_server_that_is_started_again() -> None:
+    order: list[str] = []
+
+    async def notes(asked: Asked) -> None:
+        order.append(str(asked.body["prompt"]))
+        await plain(asked)
+
+    async with lost(PATIENT) as (running, port):
+        waiting = [await finds_out(running)]
+        assert await ready(running) == 503
+        for number in range(4):
+            waiting.append(asks(running, str(number)))
+            await running.queued(number + 1)
+        async with rough_server(notes, port=port) as server:
+            answers = await asyncio.gather(*waiting)
+            assert {answer.status_code for answer in answers} == {200}
+            assert server.most_at_once == 1
+            assert await ready(running) == 200
+    assert [name for name in order if name != "finds out"] == ["0", "1", "2", "3"]
+
+
+async def test_no_more_wait_for_one_that_is_away_than_for_one_that_is_full() -> None:
+    async with lost(PATIENT, QueueConfig(requests=2)) as (running, port):
+        waiting = [await finds_out(running)]
+        for number in range(2):
+            waiting.append(asks(running))
+            await running.queued(number + 1)
+        assert (await asks(running)).json()["error"]["code"] == "overloaded"
+        async with rough_server(port=port):
+            answers = await asyncio.gather(*waiting)
+    assert {answer.status_code for answer in answers} == {200}
+
+
+async def test_nobody_waits_for_one_that_does_not_come_back() -> None:
+    async with lost(BRIEF) as (running, _):
+        first = await finds_out(running)
+        waiting = asks(running)
+        await running.queued(1)
+        answer = await waiting
+        assert gone(answer)
+        assert queued(running, answer)
+        late = await asks(running)
+        assert gone(late)
+        assert not queued(running, late)
+        assert (await first).status_code == 503
+
+
+async def test_nobody_waits_for_one_that_never_was_there() -> None:
+    with socket.socket() as deaf:  # its port is nobody else's, and it does not listen
+        deaf.bind(("127.0.0.1", 0))
+        async with front([], at(deaf.getsockname()[1]), timeouts=PATIENT) as running:
+            for _ in range(3):
+                answer = await asks(running)
+                assert gone(answer)
+                assert not queued(running, answer)
+
+
+async def test_one_that_never_said_that_it_was_well_may_be_so_all_the_same() -> None:
+    async with AsyncExitStack() as later:
+        async with rough_server() as server:
+            port = server.port
+        running = await later.enter_async_context(front([], at(port), timeouts=PATIENT))
+        assert await ready(running) == 503
+        async with rough_server(port=port):
+            assert (await asks(running)).status_code == 200
+            assert await ready(running) == 200
+
+
+@pytest.mark.parametrize("state", ["starting", "restarting", "failed"])
+async def test_one_that_says_that_it_will_be_back_is_waited_for(
+    tokenizer: Tokenizer, state: State
+) -> None:
+    engine = FakeEngine(tokenizer, always(says(tokenizer, "Yes.")))
+    at_once = Timeouts(recovery_s=1e-6)
+    async with serve(engine) as served:
+        config = ReplicaConfig(url=served.url, kind="argosy", model=MODEL)
+        async with front([], config, timeouts=at_once) as running:
+            engine.state = state
+            await running.probe()
+            assert await ready(running) == 503
+            if state == "failed":
+                assert gone(await asks(running))
+                return
+            waiting = asks(running)
+            await running.queued(1)
+            engine.state = "ready"
+            await running.probe()
+            assert (await waiting).status_code == 200
+
+
+async def test_one_that_works_and_was_missed_is_found_again_before_what_runs_there_ends() -> None:
+    more = asyncio.Event()
+
+    async def slow(asked: Asked) -> None:
+        if asked.body["prompt"] == "long":
+            await more.wait()
+        await plain(asked)
+
+    async with rough_server(slow) as server:
+        config = ReplicaConfig(url=server.url, kind="openai", model="rough", max_requests=4)
+        async with front([], config, timeouts=PATIENT) as running:
+            long = asks(running, "long")
+            await until(lambda: server.asked)
+            (replica,) = running.replicas
+            opened(replica)
+            replica.lost(time.monotonic())
+            assert await ready(running) == 503
+            assert (await asks(running)).status_code == 200
+            assert await ready(running) == 200
+            more.set()
+            assert (await long).status_code == 200
