@@ -154,18 +154,16 @@ class Dispatcher:
         self._place_moving()
         while self._queue:
             now = self._clock()
-            waiting = self._queue.pop(now, self._lowest(now))
+            free, seats = self._pool.seats(now)
+            lowest = lowest_tier(free, seats, self._running, self._asked, now)
+            waiting = self._queue.pop(now, lowest, reach=sum(map(bool, free)) - 1)
             if waiting is None:
                 if not self._pool.worth_waiting(now):
                     self._send_away(now)
                 return
             journey, replica = waiting.item.journey, waiting.item.replica
-            if replica.done():
-                continue
             picked = self._pick(journey, frozenset(), now)
-            if picked is None:
-                replica.set_exception(unavailable(self._pool, now))
-                continue
+            assert picked is not None  # noqa: S101 - a seat is free for its tier
             paid = waiting.cost if waiting.charged else 0.0
             replica.set_result(self._goes(journey, picked, paid, now))
 
@@ -181,10 +179,7 @@ class Dispatcher:
             if not any(self._pool.seats(now)[0]):
                 return  # thousands may wait for it
             journey = ticket.journey
-            left_out = journey.tried | journey.unfit
-            if all(replica.name in left_out for replica in self._pool.room(journey.tier, now)):
-                continue
-            picked = self._pick(journey, left_out, now)
+            picked = self._pick(journey, journey.tried | journey.unfit, now)
             if picked is not None:
                 self._moving.remove(ticket)
                 ticket.replica.set_result(journey.goes_to(picked, now))

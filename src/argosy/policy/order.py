@@ -195,13 +195,13 @@ class DispatchQueue(Generic[T]):
         self._tiers[waiting.tier].leave(waiting)
         return True
 
-    def pop(self, now: float, lowest: int = LOWEST) -> Waiting[T] | None:
+    def pop(self, now: float, lowest: int = LOWEST, reach: int = LOWEST) -> Waiting[T] | None:
         """The next request to dispatch, where `lowest` is the lowest tier that there is room for; None: none of these.
 
-        Room that is kept for a tier between is taken by a higher one whenever that asks, so it is no reason for those
-        below to be left out of their turns.
+        `reach` is the lowest that a seat is free for, were none kept. Room that is kept for a tier between is taken
+        by a higher one whenever that asks, so it is no reason for those below to be left out of their turns.
         """
-        busy = [number for number, tier in enumerate(self._tiers) if tier.count]
+        busy = [number for number, tier in enumerate(self._tiers[: reach + 1]) if tier.count]
         if not busy or busy[0] > lowest:
             return None
         self._turns += 1

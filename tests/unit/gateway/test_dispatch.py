@@ -114,3 +114,29 @@ def test_what_was_set_is_no_less_for_what_other_gateways_have() -> None:
     assert [replica.part(tier, 0.0) for tier in range(3)] == [4, 4, 2]
     replica.shared_with([])
     assert replica.part(1, 0.0) == 4
+
+
+async def test_old_requests_wait_on_while_only_higher_tiers_have_seats_beside_other_gateways() -> (
+    None
+):
+    behind = ReplicaConfig(url="http://127.0.0.1:7", kind="argosy")
+    config = GatewayConfig(models=[ModelConfig(name="big", replicas=[behind])])
+    (pool,) = build_models(read_models(config)).pools
+    (replica,) = pool.replicas.values()
+    replica.load.capacity, now = 4, 0.0
+    replica.shared_with([{1: 3}])
+    assert [replica.part(tier, now) for tier in range(3)] == [2, 2, 1]
+    queue = Dispatcher(pool, QueueConfig(), lambda: now)
+    for _ in range(2):
+        await queue.place(request(Caller(tier=0)))
+    old = asyncio.create_task(queue.place(request(Caller(tier=2))))
+    await asyncio.sleep(0)
+    now = 40.0
+    others = [asyncio.create_task(queue.place(request(Caller(tier=0)))) for _ in range(8)]
+    for _ in others:
+        await asyncio.sleep(0)
+        replica.ended(Outcome.SUCCESS, now)
+        assert replica.load.in_flight == 2
+    replica.shared_with([])
+    queue.pump()
+    await asyncio.gather(old, *others)

@@ -218,6 +218,16 @@ def test_only_tiers_that_there_is_room_for_leave() -> None:
     assert last.item == 2
 
 
+def test_an_old_request_gets_no_turn_at_a_seat_that_is_not_its_tiers() -> None:
+    for reach, tiers in ((1, [0] * 8), (2, [0, 0, 0, 2] * 2)):
+        queue = DispatchQueue[int]()
+        for _ in range(8):
+            queue.push(waiting(tier=2, arrival=0.0))
+            queue.push(waiting(tier=0, arrival=99.0))
+        left = [queue.pop(100.0, 1, reach) for _ in range(8)]
+        assert [one.tier for one in left if one] == tiers
+
+
 def test_what_a_tenant_has_waiting_is_known() -> None:
     queue = DispatchQueue[int]()
     assert queue.held(1, "a") == Held()
