@@ -17,6 +17,7 @@ from argosy.protocol.openai import (
 )
 from argosy.protocol.parsing import parse, parse_query
 from argosy.protocol.replies import (
+    MOST_COUNTED,
     CachedTokens,
     ChatChoice,
     ChatCompletion,
@@ -47,6 +48,7 @@ from argosy.protocol.sse import DONE as SSE_DONE
 from argosy.protocol.sse import EventParser, comment, event
 
 __all__ = [
+    "MOST_COUNTED",
     "NAME_BYTES",
     "SSE_CONTENT_TYPE",
     "SSE_DONE",

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 NAME_BYTES = 8
 """Two of 10 million blocks share a name once in 300,000 times; then some prompt goes to a second-best replica."""
@@ -20,7 +22,7 @@ class KvReading(msgspec.Struct, frozen=True, kw_only=True):
 
     text: str
     """Stands for the tokenizer and the chat template."""
-    block_size: int
+    block_size: Annotated[int, Meta(ge=1)]
     """Tokens of a block."""
 
 

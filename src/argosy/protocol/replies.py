@@ -5,10 +5,10 @@ Fields that are `UNSET` are left out of the JSON; `None` is sent as null.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Meta, UnsetType
 
 FinishReason = Literal["stop", "length", "timeout"]
 """`timeout` is ours: the request ran out of its time and this is what there was."""
@@ -180,30 +180,36 @@ class Version(msgspec.Struct, frozen=True, kw_only=True):
     version: str
 
 
+MOST_COUNTED = 2**53
+"""No server has more of anything; a number that no float holds would fail whoever computes with it."""
+Count = Annotated[int, Meta(ge=0, le=MOST_COUNTED)]
+Measured = Annotated[float, Meta(ge=0)]
+
+
 class Load(msgspec.Struct, frozen=True, kw_only=True):
     """Answer of `/load`: what a router needs to choose a replica."""
 
-    server_load: int
+    server_load: Count
     """Generation requests being answered (vLLM's name)."""
     state: str
     models: list[str]
-    running: int
-    waiting: int
-    queued_tokens: int
+    running: Count
+    waiting: Count
+    queued_tokens: Count
     """Prompt tokens waiting to be computed, those of running prefills too."""
-    max_seqs: int
-    max_model_len: int
-    block_size: int
-    kv_blocks_total: int
-    kv_blocks_used: int
-    kv_blocks_cached: int
-    step: int
-    step_s: float
-    prefill_tokens_per_s: float = 0.0
+    max_seqs: Count
+    max_model_len: Count
+    block_size: Count
+    kv_blocks_total: Count
+    kv_blocks_used: Count
+    kv_blocks_cached: Count
+    step: Count
+    step_s: Measured
+    prefill_tokens_per_s: Measured = 0.0
     """Measured by the engine; 0: not yet."""
-    decode_s: float = 0.0
+    decode_s: Measured = 0.0
     """Seconds between a sequence's tokens, were one more to run; measured, 0: not yet."""
-    others: list[dict[int, int]] = []
+    others: list[dict[int, Count]] = []
     """Of each gateway that has requests here, but for the one that asks: how many, by their tier."""
 
 

@@ -137,3 +137,41 @@ async def test_loads_beyond_any_number_are_not_taken_and_the_replica_is_asked_ag
         await running.probe()
         await running.probe()
         assert running.replicas[0].load.running == 0
+
+
+HUGE = b"1" + b"0" * 400
+LOAD = (
+    b'{"server_load": 0, "state": "ready", "models": ["big"], "running": 0, "waiting": %b, '
+    b'"queued_tokens": %b, "max_seqs": %b, "max_model_len": 8192, "block_size": 16, "kv_blocks_total": %b, '
+    b'"kv_blocks_used": 0, "kv_blocks_cached": 0, "step": 1, "step_s": 0.1}'
+)
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        (HUGE, b"0", b"1", b"9"),
+        (b"0", HUGE, b"1", b"9"),
+        (b"0", b"0", HUGE, b"9"),
+        (b"0", b"0", b"-1", b"9"),
+        (b"0", b"0", b"1", HUGE),
+    ],
+    ids=["waiting", "queued", "seats", "no seats", "blocks"],
+)
+async def test_a_load_of_ours_that_can_be_none_is_not_taken(told: tuple[bytes, ...]) -> None:
+    def answer(path: str) -> bytes:
+        return whole(LOAD % told if path == "/load" else b"{}")
+
+    async with behind(answer, "argosy") as running:
+        assert running.replicas[0].load.reported_at < 0
+        assert (await running.client.post(CHAT, json=BODY)).status_code == 502
+
+
+@pytest.mark.parametrize("kind", ["sglang", "tensorrt-llm"])
+async def test_loads_that_nobody_has_do_not_keep_others_from_being_asked(kind: Kind) -> None:
+    sglang = b'{"loads": [{"num_waiting_reqs": %b, "max_running_requests": -1}]}' % HUGE
+    tensorrt = b'[{"numQueuedRequests": %b, "maxNumActiveRequests": -1}]' % HUGE
+    told = {"/v1/loads": sglang, "/metrics": tensorrt}
+    async with behind(lambda path: whole(told.get(path, b"{}")), kind) as running:
+        await running.probe()
+        assert (await running.client.post(CHAT, json=BODY)).is_success

@@ -46,6 +46,9 @@ def one(number: int, parent: int | None = None, **more: object) -> Event:
     return stored([number], [number] * SIZE, parent, **more)
 
 
+DEEP = batch(one(1, extra_keys=[["*"]])).replace(b"\xa1*", b"\x91" * 100_000 + b"\xc0")
+
+
 @contextlib.asynccontextmanager
 async def followed(
     kind: Kind, address: KvAddress | None, url: str = "http://127.0.0.1:9"
@@ -197,6 +200,7 @@ async def test_a_server_that_was_started_anew_is_followed_anew(tmp_path: Path) -
         pytest.param([b"kv", bytes(8), batch(stored([1], [-1] * SIZE))], id="no token"),
         pytest.param([b"kv", bytes(8), batch(*map(one, range(5)))], id="too much"),
         pytest.param([b"kv", bytes(8), batch(stored([1], [1]))], id="too small"),
+        pytest.param([b"kv", bytes(8), DEEP], id="too deep"),
     ],
 )
 async def test_what_cannot_be_followed_is_left_and_tried_again(

@@ -217,6 +217,8 @@ async def test_while_nothing_is_told_what_was_sent_is_believed() -> None:
         pytest.param(names("stored", 1), id="no start"),
         pytest.param(START + b'data: {"stored":"AAAA"}\n\n', id="half a name"),
         pytest.param(b"data: so it is\n\n", id="no JSON"),
+        pytest.param(START.replace(b"16", b"0"), id="no size"),
+        pytest.param(START + b'data: {"x":' + b"[" * 100_000 + b"\n\n", id="too deep"),
         pytest.param(START + names("stored", 1, 2, 3, 4), id="too much"),
     ],
 )

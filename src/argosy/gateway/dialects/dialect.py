@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from argosy.gateway.dialects.kv_sources import KvSource
+from argosy.protocol import MOST_COUNTED
 
 Kind = Literal[
     "auto",
@@ -67,7 +68,7 @@ out. Our own replicas know none of them."""
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What a server says of its load; None where it does not say."""
+    """What a server says of its load; None where it does not say. Raises ValueError for what is no count."""
 
     running: int | None = None
     """Requests being computed."""
@@ -78,6 +79,11 @@ class Reading:
     """Requests that it computes at once, at most."""
     kv_tokens: int | None = None
     """Tokens that its KV cache holds."""
+
+    def __post_init__(self) -> None:
+        told = (self.running, self.waiting, self.capacity, self.kv_tokens)
+        if not all(0 <= count <= MOST_COUNTED for count in told if count is not None):
+            raise ValueError(f"its load has a number below 0 or above {MOST_COUNTED}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import asyncio
 
-import msgspec
 import structlog
 
 from argosy.gateway.dialects import KvAddress, KvSource
 from argosy.gateway.kv.batches import Batches, Cleared, Removed, Stored
 from argosy.gateway.kv.feed import Feed, LostError, UnmetError
-from argosy.gateway.kv.texts import AGAIN_S, LATER_S, TextsOf, TooMuchError, texts_of
+from argosy.gateway.kv.texts import AGAIN_S, LATER_S, WRONG, TextsOf, TooMuchError, texts_of
 from argosy.gateway.probing import TIMEOUT_S, get
 from argosy.gateway.replicas import Replica
 from argosy.gateway.upstream_connection import UpstreamError
@@ -25,9 +24,6 @@ SMALLEST_BLOCK = 8
 """Tokens. Smaller ones cost more to follow than they are worth: each is named for each prompt that is answered."""
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
-
-WRONG = (ValueError, OverflowError, msgspec.DecodeError, TooMuchError, UnmetError)
-"""What comes of events that cannot be followed."""
 
 
 class EngineFollower:
@@ -58,7 +54,7 @@ class EngineFollower:
                 await feed.read(lambda number, payload: self._receive(feed, number, payload))
         except (LostError, UpstreamError, TimeoutError) as error:
             log.debug("kv_events_ended", replica=self._replica.name, reason=str(error))
-        except WRONG as error:
+        except (*WRONG, UnmetError) as error:
             log.warning("kv_events_not_followed", replica=self._replica.name, reason=str(error))
             return LATER_S
         finally:

@@ -13,7 +13,7 @@ import msgspec
 import structlog
 
 from argosy.gateway.attempt import Attempt
-from argosy.gateway.kv.texts import AGAIN_S, LATER_S, TextsOf, TooMuchError, texts_of
+from argosy.gateway.kv.texts import AGAIN_S, LATER_S, WRONG, TextsOf, TooMuchError, texts_of
 from argosy.gateway.probing import NOT_THERE
 from argosy.gateway.replicas import Replica
 from argosy.gateway.upstream_connection import UpstreamError
@@ -28,9 +28,6 @@ SILENCE_S = 45.0
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
 _decode = msgspec.json.Decoder(KvEvent).decode
-
-WRONG = (ValueError, msgspec.DecodeError, TooMuchError)
-"""What comes of a stream that cannot be followed."""
 
 
 class EventFollower:

@@ -1,8 +1,10 @@
-"""What all who follow a replica's KV blocks have in common: the texts of a pool, and when a server is tried again."""
+"""What all who follow a replica's KV blocks have in common: texts of a pool, what is wrong, and when to ask again."""
 
 from __future__ import annotations
 
 from weakref import WeakValueDictionary
+
+import msgspec
 
 from argosy.policy import Texts
 from argosy.protocol import KvReading
@@ -17,6 +19,10 @@ TextsOf = WeakValueDictionary[KvReading, Texts]
 
 class TooMuchError(Exception):
     """The replica holds more blocks than can be followed."""
+
+
+WRONG = (ValueError, OverflowError, RecursionError, msgspec.DecodeError, TooMuchError)
+"""What comes of events that cannot be followed."""
 
 
 def texts_of(reading: KvReading, known: TextsOf) -> Texts:
