@@ -34,6 +34,8 @@ class Models:
     def __init__(self, named: Mapping[str, Pool], routes: Sequence[RouteConfig] = ()) -> None:
         """See `take`."""
         self._created = int(time.time())
+        self._unknown: dict[str, tuple[str, ...]] = {}
+        """Tenants that routes name in vain, by the route's name, as the log was told."""
         self.take(named, routes)
 
     def take(self, named: Mapping[str, Pool], routes: Sequence[RouteConfig]) -> None:
@@ -49,11 +51,11 @@ class Models:
 
     def update(self, directory: Directory) -> None:
         """Look for the tenants of routes among these from now on."""
-        routes = self._read(directory)
-        unknown = {route.name: route.unknown for route in routes if route.unknown}
-        if unknown and unknown != {route.name: route.unknown for route in self._routes}:
+        self._routes = self._read(directory)
+        unknown = {route.name: route.unknown for route in self._routes if route.unknown}
+        if unknown and unknown != self._unknown:
             log.warning("tenants_unknown", routes=unknown)
-        self._routes = routes
+        self._unknown = unknown
 
     def target(self, name: str, caller: Caller, headers: Mapping[bytes, bytes]) -> Target:
         """Who answers a caller who asks this model with these headers. Raises ApiError 404 or 403.
@@ -90,22 +92,21 @@ class Models:
         pool = self._named.get(name)
         if pool is None or not may_use(caller, name, pool.model):
             raise _not_served(name)
-        return ModelCard(
-            id=name,
-            created=self._created,
-            root=pool.model,
-            max_model_len=pool.max_model_len or 0,
-        )
+        return self._card(name, pool)
 
     def cards(self, caller: Caller) -> ModelList:
         """What is told of all that the caller may use."""
         cards = [
-            self.card(name, caller)
+            self._card(name, pool)
             for name, pool in self._named.items()
             if may_use(caller, name, pool.model)
         ]
         first, last = (cards[0].id, cards[-1].id) if cards else (None, None)
         return ModelList(data=cards, first_id=first, last_id=last)
+
+    def _card(self, name: str, pool: Pool) -> ModelCard:
+        most = pool.max_model_len or 0
+        return ModelCard(id=name, created=self._created, root=pool.model, max_model_len=most)
 
     def _read(self, directory: Directory) -> tuple[Route, ...]:
         models = {name: pool.model for name, pool in self._named.items()}

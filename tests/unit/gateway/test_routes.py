@@ -218,6 +218,18 @@ def test_the_log_tells_what_was_asked_for_and_of_tenants_that_are_not_there() ->
     assert logs == [unknown, told, unknown]
 
 
+def test_the_log_tells_of_tenants_that_are_not_there_once_and_from_the_beginning() -> None:
+    with capture_logs() as logs:
+        routed = models(
+            RouteConfig(name="beta", tenants=("acem",), to="next"),
+            RouteConfig(name="gold", tiers=("premium",), to="next"),
+        )
+        assert [told["routes"] for told in logs] == [{"beta": ("acem",)}]
+        routed.update(EVERYBODY)
+        routed.update(Directory(organisations=(ACME,)))
+    assert len(logs) == 1
+
+
 @pytest.mark.parametrize(
     ("routes", "said"),
     [
