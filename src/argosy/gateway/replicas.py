@@ -130,7 +130,7 @@ class Replica:
         return told or DEFAULT_MOST if self.most is None else min(self.most, told or self.most)
 
     def part(self, tier: int, now: float) -> int:
-        """Those of them that are this gateway's when its next request is of this tier, as far as it takes so many."""
+        """Those of them that it gets from this gateway whose next request is of this tier: none while it is left alone."""
         ours = self.seats if self.parts is None else self.parts[tier]
         most = min(ours, self.backpressure.most(now))
         if self.absence.away:
@@ -139,7 +139,7 @@ class Replica:
 
     def has_room(self, tier: int, now: float) -> bool:
         """Whether one more request of this tier may go there, and would not have to wait there (or hardly)."""
-        return self.load.in_flight < self.part(tier, now) and not self.backpressure.cooling(now)
+        return self.load.in_flight < self.part(tier, now)
 
     @property
     def dialect(self) -> Dialect:
@@ -346,10 +346,9 @@ class Pool:
         """
         free, all_seats = [0 for _ in RANKS], 0
         for replica in self.alive():
-            if not replica.backpressure.cooling(now):
-                all_seats += replica.part(RANKS[-1], now)
-                for tier in RANKS:
-                    free[tier] += max(0, replica.part(tier, now) - replica.load.in_flight)
+            all_seats += replica.part(RANKS[-1], now)
+            for tier in RANKS:
+                free[tier] += max(0, replica.part(tier, now) - replica.load.in_flight)
         return free, all_seats
 
     def went(self, now: float) -> None:

@@ -2,8 +2,8 @@
 
 How many requests a server takes it seldom says, and others may send it some too. So that number is found as TCP finds
 a rate, by going a little too far now and then; and the refusal tells it. Without one it grows by 2 in a second, by 30
-in five and by 240 in fifteen. What was refused waits for room like all that
-is new: it costs the replica nothing until there is some, so it needs no budget.
+in five and by 240 in fifteen. What was refused waits for room like all that is new: it costs the replica nothing until
+there is some, so it needs no budget.
 """
 
 from __future__ import annotations
@@ -21,34 +21,35 @@ COOL_MOST_S = 60.0
 class Backpressure:
     """One replica's. Pure: the time is an argument."""
 
-    __slots__ = ("_at", "_cooled", "_most", "cool_until")
+    __slots__ = ("_cooled", "_from", "_most")
 
     def __init__(self) -> None:
-        self.cool_until = -math.inf
         self._cooled = 0
         """Times in a row that it was left alone, without an answer between."""
         self._most = math.inf
-        self._at = 0.0
+        """Requests that it gets at a time,"""
+        self._from = -math.inf
+        """from then on, slowly more; none before."""
 
     def cooling(self, now: float) -> bool:
         """Whether it is left alone."""
-        return now < self.cool_until
+        return now < self._from
 
     def most(self, now: float) -> float:
-        """Requests that it gets at a time, as far as it has refused any."""
-        since_s = max(0.0, now - self._at)
-        return self._most + since_s * (1.0 + since_s)
+        """Requests that it gets at a time, as far as it has refused any; none while it is left alone."""
+        since_s = now - self._from
+        return self._most + since_s * (1.0 + since_s) if since_s >= 0 else 0.0
 
     def refused(self, running: int, now: float, retry_after_s: float | None = None) -> None:
         """It did not take a request beside `running` others of ours; it may have said when to come back."""
+        wait = 0.0
         if retry_after_s is not None or not running:
             if not self.cooling(now):  # else it was asked before it said so
                 self._cooled += 1
             wait = min(COOL_S * 2 ** min(self._cooled - 1, 30), COOL_FULL_S)
             wait = min(max(wait, retry_after_s or 0.0), COOL_MOST_S)
-            self.cool_until = max(self.cool_until, now + wait)
         self._most = max(1.0, running)
-        self._at = max(now, self.cool_until)
+        self._from = max(self._from, now + wait)
 
     def answered(self) -> None:
         """It took one."""
