@@ -35,7 +35,6 @@ from argosy.policy import (
     Read,
     ReplicaLoad,
     RetryBudget,
-    RouteRequest,
     Rule,
     Suspects,
     chain,
@@ -130,7 +129,7 @@ class Replica:
         return told or DEFAULT_MOST if self.most is None else min(self.most, told or self.most)
 
     def part(self, tier: int, now: float) -> int:
-        """Those of them that it gets from this gateway whose next request is of this tier: none while it is left alone."""
+        """Those of them that are this gateway's when its next request is of this tier; none while it is left alone."""
         ours = self.seats if self.parts is None else self.parts[tier]
         most = min(ours, self.backpressure.most(now))
         if self.absence.away:
@@ -374,25 +373,25 @@ class Pool:
             return None
         salt = _salt(domain, self.model, ask.fields)
         keys = chain(salt, ask.prompt[:LONGEST_AFFINITY_BYTES], BLOCK_BYTES)
-        found = {replica.name: replica.prefixes.find(keys) for replica in warm}
-        hits = {n: len(held) * BLOCK_BYTES // BYTES_PER_TOKEN for n, held in found.items()}
-        request = RouteRequest(
-            prompt_tokens=ask.prompt_tokens,
-            output_tokens=self.expected(ask),
-            key=ask.session or (keys[0].hex() if keys else ""),
-            hits=hits,
-        )
-        candidates = [Candidate(r.load, cost(request, r.load, now)) for r in warm]
+        found, candidates, output = {}, [], self.expected(ask)
+        for replica in warm:
+            found[replica.name] = held = replica.prefixes.find(keys)
+            cached = len(held) * BLOCK_BYTES // BYTES_PER_TOKEN
+            uncached = max(0, ask.prompt_tokens - cached)
+            costs = cost(replica.load, uncached, output, now)
+            candidates.append(Candidate(replica.load, uncached, costs))
+        key = ask.session or (keys[0].hex() if keys else "")
         draw = random.random()  # noqa: S311 - spreads load, guards nothing
-        chosen = self.replicas[self._chooser.choose(request, candidates, draw, now).load.name]
-        chosen.prefixes.sent(keys)
-        chosen.absence.asked(now)
+        chosen = self._chooser.choose(candidates, key, draw, now)
+        replica = self.replicas[chosen.load.name]
+        replica.prefixes.sent(keys)
+        replica.absence.asked(now)
         return Picked(
-            chosen,
+            replica,
             costs=tuple([candidate.cost for candidate in candidates]),
-            uncached=max(0, ask.prompt_tokens - hits[chosen.name]),
+            uncached=chosen.uncached,
             blocks=len(ask.prompt) / BLOCK_BYTES,
-            found=found[chosen.name],
+            found=found[replica.name],
             keys=keys,
         )
 

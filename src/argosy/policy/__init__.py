@@ -47,7 +47,6 @@ from argosy.policy.routing import (
     PowerOfTwo,
     ReplicaLoad,
     RoundRobin,
-    RouteRequest,
     Rule,
     cost,
 )
@@ -119,7 +118,6 @@ __all__ = [
     "Reservation",
     "RetryBudget",
     "RoundRobin",
-    "RouteRequest",
     "Rule",
     "Shared",
     "SlotLease",

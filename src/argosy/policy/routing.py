@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -59,18 +59,6 @@ class ReplicaLoad:
     """Time to the first token, as this gateway saw it."""
 
 
-class RouteRequest(msgspec.Struct, frozen=True):
-    """What routing needs to know of a request."""
-
-    prompt_tokens: int
-    output_tokens: int
-    """Expected."""
-    key: str = ""
-    """What should stay together: a session, else the prompt's beginning. Empty: nothing."""
-    hits: Mapping[str, int] = {}
-    """Replica -> prompt tokens that it probably has cached."""
-
-
 class Cost(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """The terms of one candidate, in seconds, for the explanation."""
 
@@ -88,25 +76,30 @@ class Cost(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """A replica that could get the request, and what that would cost."""
+    """A replica that could get a request, and what that would cost."""
 
     load: ReplicaLoad
+    uncached: int
+    """Prompt tokens that it probably has to compute."""
     cost: Cost
 
 
 class Chooser(Protocol):
-    """A routing rule. `draw` is uniform in [0, 1)."""
+    """A routing rule."""
 
     def choose(
-        self, request: RouteRequest, candidates: Sequence[Candidate], draw: float, now: float
+        self, candidates: Sequence[Candidate], key: str, draw: float, now: float
     ) -> Candidate:
-        """One of `candidates` (at least one)."""
+        """One of `candidates` (at least one).
+
+        `key` is what should stay together: a session, else the prompt's beginning; empty: nothing. `draw` is uniform
+        in [0, 1).
+        """
         ...
 
 
-def cost(request: RouteRequest, load: ReplicaLoad, now: float) -> Cost:
-    """What the request costs on this replica."""
-    uncached = max(0, request.prompt_tokens - request.hits.get(load.name, 0))
+def cost(load: ReplicaLoad, uncached: int, output_tokens: int, now: float) -> Cost:
+    """What a request costs on this replica: prompt tokens that it has not cached, and expected output."""
     rate = max(load.prefill_rate, 1.0)
     used = min(max(load.kv_used, 0.0), FULLEST)
     stale = now - load.reported_at > STALE_S
@@ -114,7 +107,7 @@ def cost(request: RouteRequest, load: ReplicaLoad, now: float) -> Cost:
         replica=load.name,
         queue_s=(load.queued_tokens + load.sent_tokens) / rate,
         prefill_s=uncached / rate,
-        decode_s=load.decode_s * request.output_tokens,
+        decode_s=load.decode_s * output_tokens,
         memory_s=BARRIER_S * used / (1.0 - used),
         stale_s=STALE_PENALTY_S if stale else 0.0,
     )
@@ -124,10 +117,10 @@ class LeastCost:
     """The cheapest in seconds; `draw` decides between equals."""
 
     def choose(
-        self, request: RouteRequest, candidates: Sequence[Candidate], draw: float, now: float
+        self, candidates: Sequence[Candidate], key: str, draw: float, now: float
     ) -> Candidate:
         """See `Chooser`."""
-        del request, now
+        del key, now
         totals = [candidate.cost.total_s for candidate in candidates]
         least = min(totals) + 1e-9
         equal = [one for one, total in zip(candidates, totals, strict=True) if total <= least]
@@ -141,10 +134,10 @@ class RoundRobin:
         self._last = ""
 
     def choose(
-        self, request: RouteRequest, candidates: Sequence[Candidate], draw: float, now: float
+        self, candidates: Sequence[Candidate], key: str, draw: float, now: float
     ) -> Candidate:
         """See `Chooser`."""
-        del request, draw, now
+        del key, draw, now
         ordered = sorted(candidates, key=lambda one: one.load.name)
         chosen = next((one for one in ordered if one.load.name > self._last), ordered[0])
         self._last = chosen.load.name
@@ -155,10 +148,10 @@ class PowerOfTwo:
     """The less loaded of two at random (Mitzenmacher 2001)."""
 
     def choose(
-        self, request: RouteRequest, candidates: Sequence[Candidate], draw: float, now: float
+        self, candidates: Sequence[Candidate], key: str, draw: float, now: float
     ) -> Candidate:
         """See `Chooser`."""
-        del request, now
+        del key, now
         count = len(candidates)
         if count == 1:
             return candidates[0]
@@ -172,10 +165,10 @@ class LatencyAware:
     """The least smoothed time to the first token, times who is there already (as Finagle's balancer)."""
 
     def choose(
-        self, request: RouteRequest, candidates: Sequence[Candidate], draw: float, now: float
+        self, candidates: Sequence[Candidate], key: str, draw: float, now: float
     ) -> Candidate:
         """See `Chooser`. Who is not known yet gets one request, then counts as the slowest."""
-        del request, draw
+        del key, draw
         slowest = max(one.load.latency.value(now) for one in candidates) or 1.0
 
         def expected(one: Candidate) -> tuple[float, int]:
@@ -187,7 +180,7 @@ class LatencyAware:
 
 
 class BoundedHash:
-    """Consistent hashing with bounded loads (Mirrokni, Thorup & Zadimoghaddam 2018) on the request's key."""
+    """Consistent hashing with bounded loads (Mirrokni, Thorup & Zadimoghaddam 2018) on the key."""
 
     POINTS = 64
     """Places of each replica on the ring."""
@@ -200,7 +193,7 @@ class BoundedHash:
         self._ring: list[tuple[int, str]] = []
 
     def choose(
-        self, request: RouteRequest, candidates: Sequence[Candidate], draw: float, now: float
+        self, candidates: Sequence[Candidate], key: str, draw: float, now: float
     ) -> Candidate:
         """See `Chooser`. Without a key the place is `draw`'s."""
         del now
@@ -208,7 +201,7 @@ class BoundedHash:
         self._build(frozenset(named))
         busy = sum(map(_in_flight, candidates)) + 1
         most = math.ceil(self._bound * busy / len(candidates))
-        place = _place(request.key) if request.key else int(draw * 2**64)
+        place = _place(key) if key else int(draw * 2**64)
         start = bisect_left(self._ring, (place, ""))
         for step in range(len(self._ring)):
             one = named.get(self._ring[(start + step) % len(self._ring)][1])

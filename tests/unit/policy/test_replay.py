@@ -18,7 +18,6 @@ from argosy.policy import (
     Chooser,
     PrefixIndex,
     ReplicaLoad,
-    RouteRequest,
     chain,
     cost,
 )
@@ -87,10 +86,10 @@ class PrefixOnly:
     """The longest cached prefix, whatever waits there; else anyone."""
 
     def choose(
-        self, request: RouteRequest, candidates: Sequence[Candidate], draw: float, now: float
+        self, candidates: Sequence[Candidate], key: str, draw: float, now: float
     ) -> Candidate:
-        most = max(request.hits.get(one.load.name, 0) for one in candidates)
-        best = [one for one in candidates if request.hits.get(one.load.name, 0) == most]
+        least = min(one.uncached for one in candidates)
+        best = [one for one in candidates if one.uncached == least]
         return best[int(draw * len(best))]
 
 
@@ -114,16 +113,20 @@ def replay(world: World, rule: Callable[[], Chooser], seed: int, gateways: int =
             _, name, its = heapq.heappop(ends)
             machines[name].loads[its].in_flight -= 1
         keys = chain(b"", request.prompt, BLOCK_TOKENS)
-        hits = {name: len(m.index.find(keys)) * BLOCK_TOKENS for name, m in machines.items()}
-        ask = RouteRequest(len(request.prompt), request.output, keys[0].hex() if keys else "", hits)
-        loads = [machine.loads[gateway] for machine in machines.values()]
-        candidates = [Candidate(load, cost(ask, load, request.at)) for load in loads]
-        load = rules[gateway].choose(ask, candidates, draws.random(), request.at).load
+        candidates = []
+        for machine in machines.values():
+            load = machine.loads[gateway]
+            uncached = len(request.prompt) - len(machine.index.find(keys)) * BLOCK_TOKENS
+            costs = cost(load, uncached, request.output, request.at)
+            candidates.append(Candidate(load, uncached, costs))
+        key = keys[0].hex() if keys else ""
+        taken = rules[gateway].choose(candidates, key, draws.random(), request.at)
+        load = taken.load
         chosen = machines[load.name]
         chosen.index.sent(keys)
         seconds = chosen.take(request, keys)
         load.in_flight += 1
-        load.sent_tokens += len(request.prompt) - hits[load.name]
+        load.sent_tokens += taken.uncached
         load.latency.add(seconds, request.at)
         ended = request.at + seconds + request.output * DECODE_S
         heapq.heappush(ends, (ended, load.name, gateway))

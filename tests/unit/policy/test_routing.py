@@ -19,7 +19,6 @@ from argosy.policy import (
     PrefixIndex,
     ReplicaLoad,
     RoundRobin,
-    RouteRequest,
     Rule,
     chain,
     cost,
@@ -31,17 +30,10 @@ def load(name: str, **known: float) -> ReplicaLoad:
 
 
 def choose(
-    rule: Chooser,
-    request: RouteRequest,
-    loads: list[ReplicaLoad],
-    draw: float = 0.0,
-    now: float = 0.0,
+    rule: Chooser, loads: list[ReplicaLoad], draw: float = 0.0, now: float = 0.0, key: str = ""
 ) -> ReplicaLoad:
-    candidates = [Candidate(one, cost(request, one, now)) for one in loads]
-    return rule.choose(request, candidates, draw, now).load
-
-
-ASK = RouteRequest(prompt_tokens=1000, output_tokens=10)
+    candidates = [Candidate(one, 1000, cost(one, 1000, 10, now)) for one in loads]
+    return rule.choose(candidates, key, draw, now).load
 
 
 @pytest.mark.parametrize("rule", CHOOSERS)
@@ -54,23 +46,24 @@ def test_every_rule_gives_one_of_the_candidates(
     rule: Rule, loads: list[int], draw: float, key: str
 ) -> None:
     candidates = [load(str(n), in_flight=busy, queued_tokens=busy) for n, busy in enumerate(loads)]
-    request = RouteRequest(100, 10, key=key)
-    assert choose(CHOOSERS[rule](), request, candidates, draw, 0.0) in candidates
+    assert choose(CHOOSERS[rule](), candidates, draw, key=key) in candidates
 
 
 def test_a_warm_replica_wins_until_its_queue_costs_more_than_computing_elsewhere() -> None:
-    warm = RouteRequest(1000, 10, hits={"warm": 960})
     for queued, expected in ((0, "warm"), (900, "warm"), (1100, "cold")):
-        candidates = [load("cold"), load("warm", queued_tokens=queued)]
-        assert choose(LeastCost(), warm, candidates, 0.0, 0.0).name == expected
+        candidates = [
+            Candidate(one, uncached, cost(one, uncached, 10, 0.0))
+            for one, uncached in ((load("cold"), 1000), (load("warm", queued_tokens=queued), 40))
+        ]
+        assert LeastCost().choose(candidates, "", 0.0, 0.0).load.name == expected
 
 
 def test_a_faster_machine_a_fuller_cache_and_a_missing_report_count_in_seconds() -> None:
-    assert cost(ASK, load("x", prefill_rate=500.0), 0.0).prefill_s == 2.0
-    assert cost(ASK, load("x", kv_used=0.5), 0.0).memory_s == pytest.approx(0.15)
-    assert cost(ASK, load("x", kv_used=1.0), 0.0).memory_s > 100
-    assert cost(ASK, load("x"), 10.0).stale_s > 0
-    assert cost(ASK, load("x", sent_tokens=4000), 0.0).queue_s == 2.0
+    assert cost(load("x", prefill_rate=500.0), 1000, 10, 0.0).prefill_s == 2.0
+    assert cost(load("x", kv_used=0.5), 1000, 10, 0.0).memory_s == pytest.approx(0.15)
+    assert cost(load("x", kv_used=1.0), 1000, 10, 0.0).memory_s > 100
+    assert cost(load("x"), 1000, 10, 10.0).stale_s > 0
+    assert cost(load("x", sent_tokens=4000), 1000, 10, 0.0).queue_s == 2.0
 
 
 LOADS = st.builds(
@@ -88,46 +81,44 @@ LOADS = st.builds(
 @given(
     st.lists(LOADS, min_size=1, max_size=6),
     st.lists(st.integers(0, 10**6), min_size=6, max_size=6),
-    st.integers(0, 10**6),
     st.integers(0, 1 << 40),
     st.floats(0.0, 1.0, exclude_max=True),
 )
 def test_no_cost_is_negative_and_none_that_is_dearer_in_every_way_is_taken(
-    loads: list[ReplicaLoad], hits: list[int], prompt: int, output: int, draw: float
+    loads: list[ReplicaLoad], uncached: list[int], output: int, draw: float
 ) -> None:
     for number, one in enumerate(loads):
         one.name = str(number)
-    request = RouteRequest(prompt, output, hits={str(n): hit for n, hit in enumerate(hits)})
-    costs = {one.name: cost(request, one, 100.0) for one in loads}
+    candidates = [
+        Candidate(one, tokens, cost(one, tokens, output, 100.0))
+        for one, tokens in zip(loads, uncached, strict=False)
+    ]
     terms = {
-        name: (c.queue_s, c.prefill_s, c.decode_s, c.memory_s, c.stale_s)
-        for name, c in costs.items()
+        one.load.name: (c.queue_s, c.prefill_s, c.decode_s, c.memory_s, c.stale_s)
+        for one in candidates
+        for c in [one.cost]
     }
     assert all(math.isfinite(term) and term >= 0 for told in terms.values() for term in told)
-    chosen = choose(LeastCost(), request, loads, draw, 100.0).name
+    chosen = LeastCost().choose(candidates, "", draw, 100.0).load.name
     for other in terms.values():
         assert not all(a > b + 1e-8 for a, b in zip(terms[chosen], other, strict=True))
 
 
 def test_equals_share_by_the_draw() -> None:
     candidates = [load(name) for name in "abcd"]
-    chosen = Counter(
-        choose(LeastCost(), ASK, candidates, number / 100, 0.0).name for number in range(100)
-    )
+    chosen = Counter(choose(LeastCost(), candidates, number / 100).name for number in range(100))
     assert chosen == dict.fromkeys("abcd", 25)
 
 
 def test_round_robin_is_even_also_when_a_replica_leaves() -> None:
     rule, four = RoundRobin(), [load(name) for name in "dbca"]
-    assert "".join(choose(rule, ASK, four, 0.0, 0.0).name for _ in range(6)) == "abcdab"
-    assert "".join(choose(rule, ASK, four[1:], 0.0, 0.0).name for _ in range(3)) == "cab"
+    assert "".join(choose(rule, four).name for _ in range(6)) == "abcdab"
+    assert "".join(choose(rule, four[1:]).name for _ in range(3)) == "cab"
 
 
 def test_power_of_two_takes_the_less_loaded_of_each_pair() -> None:
     candidates = [load("busy", in_flight=9), load("idle"), load("half", in_flight=5)]
-    chosen = Counter(
-        choose(PowerOfTwo(), ASK, candidates, number / 600, 0.0).name for number in range(600)
-    )
+    chosen = Counter(choose(PowerOfTwo(), candidates, number / 600).name for number in range(600))
     assert chosen == {"idle": 400, "half": 200}
 
 
@@ -135,19 +126,19 @@ def test_power_of_two_takes_the_less_loaded_of_each_pair() -> None:
 def test_hashing_never_exceeds_its_bound_and_keeps_keys_together(keys: list[str]) -> None:
     rule, candidates = BoundedHash(), [load(name) for name in "abcde"]
     for number, key in enumerate(keys):
-        chosen = choose(rule, RouteRequest(1, 1, key=key), candidates, 0.0, 0.0)
+        chosen = choose(rule, candidates, key=key)
         chosen.in_flight += 1
         assert chosen.in_flight <= math.ceil(1.25 * (number + 1) / 5)
     idle = [load(name) for name in "abcde"]
-    again = {choose(rule, RouteRequest(1, 1, key=keys[0]), idle, 0.0, 0.0).name for _ in range(5)}
+    again = {choose(rule, idle, key=keys[0]).name for _ in range(5)}
     assert len(again) == 1
 
 
 def test_few_keys_move_when_a_replica_is_added() -> None:
     rule, few, more = BoundedHash(), [load(n) for n in "abcd"], [load(n) for n in "abcde"]
-    asks = [RouteRequest(1, 1, key=str(number)) for number in range(400)]
-    before = [choose(rule, ask, few, 0.0, 0.0).name for ask in asks]
-    after = [choose(rule, ask, more, 0.0, 0.0).name for ask in asks]
+    keys = [str(number) for number in range(400)]
+    before = [choose(rule, few, key=key).name for key in keys]
+    after = [choose(rule, more, key=key).name for key in keys]
     moved = sum(old != new for old, new in zip(before, after, strict=True))
     assert moved < 160
     assert {new for old, new in zip(before, after, strict=True) if old != new} == {"e"}
@@ -157,11 +148,11 @@ def test_few_keys_move_when_a_replica_is_added() -> None:
 def test_keys_go_where_they_would_if_those_away_had_never_been_there(
     pools: list[set[str]], key: str
 ) -> None:
-    rule, ask = BoundedHash(), RouteRequest(1, 1, key=key)
+    rule = BoundedHash()
     for there in pools:
         candidates = [load(name) for name in sorted(there)]
-        fresh = choose(BoundedHash(), ask, candidates, 0.4, 0.0)
-        assert choose(rule, ask, candidates, 0.4, 0.0) is fresh
+        fresh = choose(BoundedHash(), candidates, 0.4, key=key)
+        assert choose(rule, candidates, 0.4, key=key) is fresh
 
 
 # --- the prefix index ----------------------------------------------------------------------------
@@ -254,9 +245,9 @@ def test_who_was_never_tried_is_tried_once_and_who_was_slow_is_tried_again() -> 
     known, new, slow = load("known"), load("new"), load("slow")
     known.latency.add(0.2, 0.0)
     slow.latency.add(2.0, 0.0)
-    assert choose(rule, ASK, [slow, known, new], 0.0, 0.0) is new
+    assert choose(rule, [slow, known, new]) is new
     new.in_flight = 1
-    assert choose(rule, ASK, [slow, known, new], 0.0, 0.0) is known
+    assert choose(rule, [slow, known, new]) is known
     for second in range(60):
         known.latency.add(0.2, float(second))
-    assert choose(rule, ASK, [slow, known, new], 0.0, 60.0) is slow
+    assert choose(rule, [slow, known, new], now=60.0) is slow
