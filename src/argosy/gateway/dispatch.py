@@ -107,7 +107,7 @@ class Dispatcher:
             return placed.done()
         except BaseException:
             if placed.done():
-                placed.result().ended(None, self._clock())  # it came too late
+                self._came_too_late(journey)
             raise
         finally:
             if ticket in self._moving:
@@ -231,12 +231,21 @@ class Dispatcher:
         except BaseException as error:
             queue.remove(waiting)
             if placed.done() and not placed.cancelled() and placed.exception() is None:
-                placed.result().ended(None, self._clock())  # it came too late
+                self._came_too_late(waiting.item.journey)
             if isinstance(error, TimeoutError):
                 if not self._pool.serves():
                     raise unavailable(self._pool, self._clock()) from error
                 raise self._contended(f"no room within {self._limits.wait_s:g} s") from error
             raise
+
+    def _came_too_late(self, journey: Journey) -> None:
+        """Its replica has nothing of it, and never will."""
+        picked, tried, now = journey.picked, journey.current, self._clock()
+        assert picked is not None  # noqa: S101 - it was placed
+        assert tried is not None  # noqa: S101 - it was placed
+        tried.ended, tried.outcome = now, "ended"
+        picked.replica.computed(picked.uncached, tried.at)
+        picked.replica.ended(None, now)
 
     def _contended(self, why: str) -> ApiError:
         message = f"Too many requests wait for {self._pool.model!r} ({why}). Try again shortly."

@@ -116,6 +116,24 @@ def test_what_was_set_is_no_less_for_what_other_gateways_have() -> None:
     assert replica.part(1, 0.0) == 4
 
 
+@pytest.mark.parametrize("moves", [False, True])
+async def test_who_leaves_as_a_seat_comes_leaves_nothing_there(moves: bool) -> None:
+    world = World()
+    running = [request(Caller()) for _ in range(6)]
+    for journey in running:
+        replica = await world.queue.place(journey)
+        replica.computed(10, 0.0)
+    late = request(Caller())
+    waits = world.queue.move(late, 1000.0) if moves else world.queue.place(late)
+    task = asyncio.create_task(waits)
+    await asyncio.sleep(0)
+    task.cancel()
+    replica.ended(Outcome.SUCCESS, 0.0)
+    await asyncio.gather(task, return_exceptions=True)
+    assert (replica.load.in_flight, replica.load.sent_tokens) == (1, 0)
+    assert [tried.outcome for tried in late.trace.tries] == ["ended"]
+
+
 async def test_old_requests_wait_on_while_only_higher_tiers_have_seats_beside_other_gateways() -> (
     None
 ):
