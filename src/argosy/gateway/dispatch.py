@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from argosy.gateway.caller import TIERS
@@ -72,7 +72,8 @@ class Dispatcher:
         now, caller, ask = self._clock(), journey.caller, journey.ask
         self._asked[journey.tier] = now
         if not self._queue and (
-            nothing_kept(journey.tier, self._asked, now) or journey.tier <= self._lowest(now)
+            nothing_kept(journey.tier, self._asked, now)
+            or journey.tier <= self._lowest(*self._pool.seats(now), now)
         ):
             picked = self._pick(journey, frozenset(), now)
             if picked is not None:
@@ -116,18 +117,19 @@ class Dispatcher:
 
     def hedge(self, journey: Journey, others_than: Collection[str]) -> Picked | None:
         """One more replica for a request that was placed and is stuck. None: it has to wait for its own."""
-        now, pool = self._clock(), self._pool
+        now, pool, tier = self._clock(), self._pool, journey.tier
+        free, seats = pool.seats(now)
         if (
             pool.hedging is None
-            or journey.tier > self._lowest(now)
-            or all(replica.name in others_than for replica in pool.room(journey.tier, now))
+            or tier > self._lowest(free, seats, now)
+            or all(replica.name in others_than for replica in pool.room(tier, now))
         ):
             return None
-        free, seats = pool.seats(now)
-        there = free[journey.tier]
         saturated = saturation(0.0, pool.loads())
         waiting = len(self._queue)
-        if pool.hedging.take(now, waiting=waiting, free=there, seats=seats, saturated=saturated):
+        if pool.hedging.take(
+            now, waiting=waiting, free=free[tier], seats=seats, saturated=saturated
+        ):
             return self._pick(journey, others_than, now)
         return None
 
@@ -155,8 +157,8 @@ class Dispatcher:
         while self._queue:
             now = self._clock()
             free, seats = self._pool.seats(now)
-            lowest = lowest_tier(free, seats, self._running, self._asked, now)
-            waiting = self._queue.pop(now, lowest, reach=sum(map(bool, free)) - 1)
+            lowest, reach = self._lowest(free, seats, now), sum(map(bool, free)) - 1
+            waiting = self._queue.pop(now, lowest, reach)
             if waiting is None:
                 if not self._pool.worth_waiting(now):
                     self._send_away(now)
@@ -184,9 +186,8 @@ class Dispatcher:
                 self._moving.remove(ticket)
                 ticket.replica.set_result(journey.goes_to(picked, now))
 
-    def _lowest(self, now: float) -> int:
+    def _lowest(self, free: Sequence[int], seats: int, now: float) -> int:
         """The lowest tier that there is room for; -1: for none."""
-        free, seats = self._pool.seats(now)
         return lowest_tier(free, seats, self._running, self._asked, now)
 
     def _pick(self, journey: Journey, tried: Collection[str], now: float) -> Picked | None:

@@ -53,7 +53,7 @@ async def _answer(upstream: Upstream, request: bytes) -> tuple[int, bytes]:
 
 
 class Prober:
-    """Probes one replica for as long as the gateway runs."""
+    """Probes one replica."""
 
     def __init__(self, replica: Replica) -> None:
         self._replica = replica

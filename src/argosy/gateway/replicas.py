@@ -192,11 +192,12 @@ class Replica:
     def shared_with(self, others: Sequence[Mapping[int, int]]) -> None:
         """Other gateways have so many requests there, by tier."""
         load, most = self.load, self.seats
-        seats = load.capacity or most
+        if not others:
+            load.over, self.parts = 0, None
+            return
         there = load.in_flight + sum(sum(other.values()) for other in others)
-        load.over = max(0, there - seats) if others else 0
-        parts = tuple([min(most, part(seats, others, tier)) for tier in RANKS])
-        self.parts = parts if others else None
+        load.over = max(0, there - (load.capacity or most))
+        self.parts = tuple([min(most, part(load.capacity or most, others, t)) for t in RANKS])
 
     def streamed(self, tokens: int, seconds: float) -> None:
         """So many tokens of one sequence, after its first, came in so long; none, too."""
@@ -248,8 +249,9 @@ class Picked(NamedTuple):
 
     def read(self, ids: array[int], ask: Ask) -> None:
         """The replica has told the prompt's tokens instead."""
-        salt = sent_salt(ask, self.replica.dialect)
-        self.replica.prefixes.read(Read(self.keys, self.blocks, salt, ids))
+        if self.keys:
+            salt = sent_salt(ask, self.replica.dialect)
+            self.replica.prefixes.read(Read(self.keys, self.blocks, salt, ids))
 
 
 class Pool:

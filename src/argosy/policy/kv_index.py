@@ -182,8 +182,6 @@ class ExactIndex:
 
         What the replica has not told of stays believed: it may have been there before, or is told in a moment.
         """
-        if not prompt.keys:
-            return
         density = len(prompt.ids) / self._block_size / prompt.blocks
         ids = prompt.ids[: int(density * len(prompt.keys)) * self._block_size]
         self._texts.learn(prompt.keys, block_names(prompt.salt, ids, self._block_size), density)

@@ -19,12 +19,11 @@ def part(seats: int, others: Sequence[Mapping[int, int]], tier: int) -> int:
 
     `others` are the requests that each other gateway has there, by tier. No tier has fewer than a lower one.
     """
-    there = [sum(max(0, count) for count in other.values()) for other in others]
+    there = sum(sum(other.values()) for other in others)
     above = sum(count for other in others for rank, count in other.items() if rank < tier)
-    beside = [other[tier] for other in others if other.get(tier, 0) > 0]
-    left, sharing = min(seats, max(0, seats - above)), 1 + len(beside)
-    even = (
-        left // sharing if above > 0 else -(-left // sharing)
-    )  # what is odd keeps no higher tier out
-    over = seats + max(1, seats // OVER) - sum(there)
-    return max(min(max(left - sum(beside), even), over), 0 if above > 0 else 1)
+    beside = [other[tier] for other in others if other.get(tier)]
+    left, sharing = max(0, seats - above), 1 + len(beside)
+    # What is odd keeps no higher tier out.
+    even = left // sharing if above else -(-left // sharing)
+    over = seats + max(1, seats // OVER) - there
+    return max(min(max(left - sum(beside), even), over), 0 if above else 1)
