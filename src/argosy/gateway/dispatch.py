@@ -202,7 +202,8 @@ class Dispatcher:
 
     def _charge(self, journey: Journey, cost: float) -> None:
         if cost:
-            self._queue.charge(journey.tier, journey.caller.tenant, cost)
+            caller = journey.caller
+            self._queue.charge(journey.tier, caller.tenant, caller.weight, cost)
 
     def _admit(self, journey: Journey, now: float) -> None:
         """Raises ApiError 503 when nothing serves it, 429 when its size, tier or tenant keeps it out of the queue."""

@@ -70,13 +70,13 @@ class _Tenant(Generic[T]):
 
     __slots__ = ("alive", "credit", "heap", "size", "weight")
 
-    def __init__(self) -> None:
+    def __init__(self, weight: float) -> None:
         self.heap: list[tuple[float, int, Waiting[T]]] = []
         """By when each has to go."""
         self.alive = 0
         self.size = 0
         self.credit = 0.0
-        self.weight = 1.0
+        self.weight = weight
 
     def next(self) -> Waiting[T]:
         """The one whose turn is next; there is one."""
@@ -99,7 +99,7 @@ class _Tier(Generic[T]):
     def push(self, number: int, waiting: Waiting[T]) -> None:
         tenant = self.ring.get(waiting.tenant)
         if tenant is None:
-            tenant = self.resting.pop(waiting.tenant, None) or _Tenant()
+            tenant = self.resting.pop(waiting.tenant, None) or _Tenant(waiting.weight)
             self.ring[waiting.tenant] = tenant
         tenant.weight = waiting.weight
         tenant.alive += 1
@@ -136,14 +136,14 @@ class _Tier(Generic[T]):
         while self.arrivals and self.arrivals[0][2].left:
             heapq.heappop(self.arrivals)
 
-    def charge(self, name: str, cost: float) -> None:
+    def charge(self, name: str, weight: float, cost: float) -> None:
         tenant = self.ring.get(name)
         if len(self.ring) == (tenant is not None):
             return  # nobody else waits, so nobody is kept waiting by it
         if tenant is not None:
             tenant.credit -= cost
             return
-        tenant = self.resting.setdefault(name, _Tenant())
+        tenant = self.resting.setdefault(name, _Tenant(weight))
         tenant.credit -= cost
         if tenant.credit >= 0:
             del self.resting[name]
@@ -214,9 +214,9 @@ class DispatchQueue(Generic[T]):
         self.size -= waiting.size
         return waiting
 
-    def charge(self, tier: int, tenant: str, cost: float) -> None:
+    def charge(self, tier: int, tenant: str, weight: float, cost: float) -> None:
         """Count what a dispatched request of `tenant` cost beyond what was thought; negative: so much less."""
-        self._tiers[tier].charge(tenant, cost)
+        self._tiers[tier].charge(tenant, weight, cost)
 
     def ahead(self, waiting: Waiting[T]) -> int:
         """Requests of its own tier and above that wait too: at most so many go first."""

@@ -43,7 +43,7 @@ def test_everyone_leaves_exactly_once(steps: list[tuple[str, int, str, int]]) ->
             inside.append(waiting(number, tier=tier, tenant=tenant, cost=size, arrival=now))
             queue.push(inside[-1])
         elif what == "charge":
-            queue.charge(tier, tenant, size)
+            queue.charge(tier, tenant, 1.0, size)
         elif what == "remove" and inside:
             gone = inside.pop(size % len(inside))
             assert queue.remove(gone)
@@ -116,7 +116,7 @@ def test_service_per_weight_of_backlogged_tenants_stays_within_the_bound(
         tenant = int(one.tenant)
         push(tenant, number)  # always backlogged
         output = outputs[number % len(outputs)]
-        queue.charge(1, one.tenant, output)
+        queue.charge(1, one.tenant, one.weight, output)
         served[tenant] += (one.cost + output) / weights[tenant]
         bound = 2 * QUANTUM + 2 * most / min(weights)
         assert max(served) - min(served) <= bound
@@ -152,7 +152,7 @@ def test_a_tenant_that_was_alone_owes_nothing_to_one_that_comes_later() -> None:
     for _ in range(50):
         queue.push(waiting(tenant="early", cost=100.0))
         assert queue.pop(0.0) is not None
-        queue.charge(1, "early", 10_000.0)
+        queue.charge(1, "early", 1.0, 10_000.0)
     for number in range(20):
         queue.push(waiting(number, tenant="early"))
         queue.push(waiting(number, tenant="late"))
@@ -185,7 +185,7 @@ def test_what_runs_and_has_told_nothing_yet_is_charged_as_expected(
         charged[int(one.tenant)] += 10 + expected
         if len(running) == seats:
             tenant_, output = running.pop(0)
-            queue.charge(1, tenant_, output - expected)
+            queue.charge(1, tenant_, 1.0, output - expected)
             charged[int(tenant_)] += output - expected
         assert max(charged) - min(charged) <= 2 * QUANTUM + 2 * (10 + expected + 300)
 
@@ -202,9 +202,26 @@ def test_what_was_too_much_is_given_back_and_what_nobody_waited_for_is_not_charg
     assert all(one.charged for one in both)
     for one in both:
         if one.tenant == "late":
-            queue.charge(1, "late", -900.0)
+            queue.charge(1, "late", 1.0, -900.0)
     tenants = [one.tenant for one in (queue.pop(0.0) for _ in range(20)) if one]
     assert tenants.count("late") >= 14
+
+
+def test_debts_are_paid_off_by_weight_also_of_who_does_not_wait() -> None:
+    queue = DispatchQueue[int]()
+    for tenant, weight in (("heavy", 10.0), ("light", 1.0)):
+        queue.push(waiting(tenant=tenant, weight=weight))
+    first = queue.pop(0.0)
+    assert first is not None
+    assert first.tenant == "heavy"
+    queue.charge(1, "heavy", 10.0, 10_000.0)
+    for _ in range(20):  # a fifth of that, and twice as much by weight
+        queue.push(waiting(tenant="light"))
+        queue.pop(0.0)
+    queue.push(waiting(tenant="heavy", weight=10.0))
+    for _ in range(20):
+        queue.push(waiting(tenant="light"))
+    assert "heavy" in [one.tenant for one in (queue.pop(0.0) for _ in range(4)) if one]
 
 
 def test_only_tiers_that_there_is_room_for_leave() -> None:
