@@ -32,7 +32,7 @@ GONE_RETRY_AFTER_S = 10.0
 """Where nothing is there, and nobody knows that anything will be."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Ticket:
     journey: Journey
     replica: asyncio.Future[Replica]

@@ -219,7 +219,7 @@ class DispatchQueue(Generic[T]):
         self._tiers[tier].charge(tenant, weight, cost)
 
     def ahead(self, waiting: Waiting[T]) -> int:
-        """Requests of its own tier and above that wait too: at most so many go first."""
+        """Requests of its own tier and above that wait too."""
         return sum(tier.count for tier in self._tiers[: waiting.tier + 1]) - (not waiting.left)
 
     def held(self, tier: int, tenant: str) -> Held:

@@ -258,7 +258,7 @@ def test_what_a_tenant_has_waiting_is_known() -> None:
     assert queue.held(0, "a") == Held()
 
 
-def test_how_many_may_go_first() -> None:
+def test_how_many_wait_beside_it_that_do_not_stand_back() -> None:
     queue, mine = DispatchQueue[int](), waiting(tier=1)
     queue.push(waiting(tier=0))
     queue.push(mine)
