@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import httpx2
 import pytest
+from structlog.testing import capture_logs
 from tests.integration.gateway.doubles.behind import (
     BODIES,
     CHAT,
@@ -128,6 +129,23 @@ async def test_a_server_without_metrics_is_still_served_by(family: Family) -> No
         await until(lambda: "/health" in double.got)
         assert server.replicas[0].breaker.closed
         assert (await stream(client, COMPLETION)).text == WHOLE
+
+
+async def test_a_server_that_tells_its_load_from_its_first_request_on_is_asked_again() -> None:
+    """TGI has no gauge that was never set."""
+
+    class New(Tgi):
+        def pages(self) -> dict[str, object]:
+            pages = super().pages()
+            return pages if self.asked else pages | {"/metrics": ""}
+
+    double = New(running=3)
+    with capture_logs() as logs:
+        async with running(double), gateway(behind(double)) as (server, client):
+            await until(lambda: double.got.count("/health") > 1)
+            assert (await stream(client, COMPLETION)).text == WHOLE
+            await until(lambda: server.replicas[0].load.running == 3)
+    assert [told["event"] for told in logs].count("load_not_read") == 1
 
 
 # --- streams pass --------------------------------------------------------------------------------

@@ -59,6 +59,8 @@ class Prober:
         self._replica = replica
         self._loads = list(replica.dialect.loads)
         """Where it may tell its load; what it has not is dropped."""
+        self._unread: set[LoadSource] = set()
+        """Those that could not be read yet, as the log was told: the gauges of some are there once they were set."""
         self._met = replica.kind == "argosy"
         """It has been asked what it is."""
         self._step = 0
@@ -143,15 +145,15 @@ class Prober:
             if status == 200:
                 self._learn(msgspec.json.decode(body, type=Load))
             return status < 500
-        while self._loads:
-            source = self._loads[0]
+        for source in tuple(self._loads):
             status, body = await self._ask(source.path)
-            if status == 200 and self._take_in(source, body):
-                return True
-            if status not in {200, *NOT_THERE}:
+            if status in NOT_THERE:
+                self._loads.remove(source)
+                log.info("load_not_told", replica=replica.name, path=source.path.decode())
+            elif status != 200:
                 break
-            self._loads.pop(0)
-            log.info("load_not_told", replica=replica.name, path=source.path.decode())
+            elif self._take_in(source, body):
+                return True
         status, _ = await self._ask(replica.dialect.health)
         return status < 500
 
@@ -192,7 +194,9 @@ class Prober:
         try:
             told = source.read(body)
         except (ValueError, OverflowError, msgspec.DecodeError) as error:
-            log.warning("load_not_read", replica=self._replica.name, reason=str(error))
+            if source not in self._unread:
+                self._unread.add(source)
+                log.warning("load_not_read", replica=self._replica.name, reason=str(error))
             return False
         load = self._replica.load
         load.running = load.running if told.running is None else told.running
