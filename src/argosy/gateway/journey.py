@@ -17,7 +17,8 @@ from argosy.gateway.caller import Caller
 from argosy.gateway.dialects import CHAT_PATH, COMPLETION_PATH
 from argosy.gateway.explain import Trace, Try
 from argosy.gateway.journal import Delivered
-from argosy.gateway.replicas import Picked, Pool, Replica
+from argosy.gateway.pool import Picked, Pool
+from argosy.gateway.replica import Replica
 from argosy.protocol import ApiError
 from argosy.web import Exchange
 

@@ -12,9 +12,10 @@ import structlog
 from argosy.gateway.care import Care, look_after
 from argosy.gateway.discovery import Discover, Discovery, LookUp
 from argosy.gateway.kv import TextsOf, follow
+from argosy.gateway.pool import Pool
 from argosy.gateway.pools import Entry
 from argosy.gateway.probing import Prober
-from argosy.gateway.replicas import Pool, Replica
+from argosy.gateway.replica import Replica
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 

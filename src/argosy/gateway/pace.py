@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from argosy.gateway.replicas import Replica
+from argosy.gateway.replica import Replica
 
 
 class Pace:

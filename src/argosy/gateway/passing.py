@@ -16,7 +16,8 @@ from argosy.gateway.dispatch import unavailable
 from argosy.gateway.identity import check_role
 from argosy.gateway.limits import Limits
 from argosy.gateway.models import Models
-from argosy.gateway.replicas import Pool, Replica
+from argosy.gateway.pool import Pool
+from argosy.gateway.replica import Replica
 from argosy.gateway.upstream_connection import UpstreamError
 from argosy.policy import Outcome, classify
 from argosy.protocol import ApiError, parse

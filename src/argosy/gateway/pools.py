@@ -9,7 +9,8 @@ import msgspec
 
 from argosy.gateway.config import GatewayConfig, ModelConfig, ReplicaConfig, Timeouts, headers_of
 from argosy.gateway.models import Models
-from argosy.gateway.replicas import Pool, Replica
+from argosy.gateway.pool import Pool
+from argosy.gateway.replica import Replica
 from argosy.gateway.routes import RouteConfig
 from argosy.gateway.upstream import Upstream
 from argosy.gateway.upstream_tls import client_context, digest

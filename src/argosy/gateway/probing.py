@@ -10,7 +10,7 @@ import structlog
 
 from argosy.gateway.attempt import Attempt
 from argosy.gateway.dialects import CHAT_PATH, LoadSource, find
-from argosy.gateway.replicas import Replica
+from argosy.gateway.replica import Replica
 from argosy.gateway.upstream import Upstream
 from argosy.gateway.upstream_connection import UpstreamError
 from argosy.policy import BLOCK_TOKENS, Outcome, classify

@@ -25,7 +25,8 @@ from argosy.gateway.dialects import (
 from argosy.gateway.dispatch import RETRY_AFTER_S, Dispatcher, unavailable
 from argosy.gateway.headers import request_headers
 from argosy.gateway.journey import Journey
-from argosy.gateway.replicas import Picked, Replica
+from argosy.gateway.pool import Picked
+from argosy.gateway.replica import Replica
 from argosy.gateway.stream import ClientStream
 from argosy.gateway.turn import Begun, Race, RefusedError, Turn, Whole
 from argosy.gateway.upstream_connection import UpstreamError

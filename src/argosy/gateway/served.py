@@ -10,8 +10,9 @@ import structlog
 
 from argosy.gateway.discovery import LookUp
 from argosy.gateway.members import Members
+from argosy.gateway.pool import Pool
 from argosy.gateway.pools import Behind, build_models, hedging_of, named
-from argosy.gateway.replicas import Pool, Replica
+from argosy.gateway.replica import Replica
 from argosy.gateway.routes import RouteConfig
 
 FIRST_S = 5.0

@@ -32,7 +32,7 @@ from argosy.gateway.operating import Operating, read_replicas
 from argosy.gateway.pools import read_models
 from argosy.gateway.recorder import Recorder
 from argosy.gateway.reloading import Reloading, Reread
-from argosy.gateway.replicas import Replica
+from argosy.gateway.replica import Replica
 from argosy.gateway.served import Served
 from argosy.gateway.serving import Serving
 from argosy.native import NativeUnavailable

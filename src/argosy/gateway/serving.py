@@ -29,8 +29,8 @@ from argosy.gateway.journey import (
     leave,
 )
 from argosy.gateway.models import Models
+from argosy.gateway.pool import Pool
 from argosy.gateway.relay import Relay, Ways
-from argosy.gateway.replicas import Pool
 from argosy.gateway.shortcut import Shortcut
 from argosy.gateway.stream import ClientStream, StreamLimits
 from argosy.protocol import ApiError, event

@@ -15,7 +15,7 @@ from argosy.gateway.fast_path import News
 from argosy.gateway.journey import Journey, Visit
 from argosy.gateway.pace import Pace
 from argosy.gateway.reader import StreamReader
-from argosy.gateway.replicas import Replica
+from argosy.gateway.replica import Replica
 from argosy.gateway.shortcut import Shortcut
 from argosy.gateway.upstream_connection import UpstreamError
 from argosy.policy import service

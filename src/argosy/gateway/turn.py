@@ -11,7 +11,8 @@ from argosy.gateway.attempt import Attempt
 from argosy.gateway.dialects import Leg, Opening
 from argosy.gateway.explain import Try
 from argosy.gateway.journey import Journey
-from argosy.gateway.replicas import Picked, Replica
+from argosy.gateway.pool import Picked
+from argosy.gateway.replica import Replica
 from argosy.gateway.upstream_connection import UpstreamError
 from argosy.policy import Outcome
 

@@ -30,7 +30,7 @@ from argosy.gateway.operating import Operating
 from argosy.gateway.pools import build_models, read_models
 from argosy.gateway.probing import Prober
 from argosy.gateway.recorder import Recorder
-from argosy.gateway.replicas import Replica
+from argosy.gateway.replica import Replica
 from argosy.gateway.serving import Serving
 from argosy.policy import Outcome
 from argosy.protocol import ApiError

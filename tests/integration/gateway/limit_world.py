@@ -11,7 +11,7 @@ from argosy.gateway.caller import Caller
 from argosy.gateway.held import Held
 from argosy.gateway.journey import CHAT, Journey, Status, Visit
 from argosy.gateway.limits import Limits
-from argosy.gateway.replicas import Pool
+from argosy.gateway.pool import Pool
 from argosy.protocol import ApiError
 from argosy.store import (
     Clock,

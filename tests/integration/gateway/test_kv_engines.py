@@ -31,7 +31,8 @@ from argosy.gateway import ReplicaConfig, load_config
 from argosy.gateway.dialects import Kind, KvAddress
 from argosy.gateway.kv.following import follow
 from argosy.gateway.kv.texts import TextsOf
-from argosy.gateway.replicas import Picked, Replica
+from argosy.gateway.pool import Picked
+from argosy.gateway.replica import Replica
 from argosy.gateway.upstream import Upstream
 from argosy.policy import BLOCK_BYTES, ExactIndex, PrefixIndex, block_names
 from argosy.protocol import parse_endpoint

@@ -21,7 +21,7 @@ from argosy.gateway.ask import read
 from argosy.gateway.caller import Caller
 from argosy.gateway.journey import CHAT, Journey, Status
 from argosy.gateway.ledger import Ledger, settle_forever
-from argosy.gateway.replicas import Pool
+from argosy.gateway.pool import Pool
 from argosy.protocol import ApiError
 from argosy.store import Directory, Price, Spool, SpoolFullError, UsageRow, open_store
 from argosy.web import Exchange

@@ -16,7 +16,7 @@ from argosy.gateway.caller import Caller
 from argosy.gateway.dispatch import Dispatcher
 from argosy.gateway.journey import Journey
 from argosy.gateway.pools import build_models, read_models
-from argosy.gateway.replicas import Replica
+from argosy.gateway.replica import Replica
 from argosy.policy import Outcome, service
 from argosy.protocol import ApiError
 

@@ -6,7 +6,8 @@ import msgspec
 import pytest
 
 from argosy.gateway.ask import read
-from argosy.gateway.replicas import Pool, Replica
+from argosy.gateway.pool import Pool
+from argosy.gateway.replica import Replica
 from argosy.gateway.upstream import Upstream
 from argosy.protocol import parse_endpoint
 

@@ -19,7 +19,8 @@ from argosy.gateway.caller import ANYONE
 from argosy.gateway.dialects import Carrier
 from argosy.gateway.journal import Delivered, JournalReader
 from argosy.gateway.journey import ANY, CHAT, Alone, Journey
-from argosy.gateway.replicas import Pool, Replica
+from argosy.gateway.pool import Pool
+from argosy.gateway.replica import Replica
 from argosy.gateway.stream import ClientStream, StreamLimits
 from argosy.gateway.upstream import Upstream
 from argosy.gateway.upstream_connection import UpstreamError

@@ -15,7 +15,7 @@ from argosy.gateway.kv.batches import Batches, Cleared, Removed, Stored
 from argosy.gateway.kv.feed import Feed, LostError, UnmetError
 from argosy.gateway.kv.texts import AGAIN_S, LATER_S, WRONG, TextsOf, TooMuchError, texts_of
 from argosy.gateway.probing import TIMEOUT_S, get
-from argosy.gateway.replicas import Replica
+from argosy.gateway.replica import Replica
 from argosy.gateway.upstream_connection import UpstreamError
 from argosy.policy import MOST_TOLD, EngineBlocks, ExactIndex, PrefixIndex
 from argosy.protocol import KvReading

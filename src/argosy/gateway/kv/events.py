@@ -15,7 +15,7 @@ import structlog
 from argosy.gateway.attempt import Attempt
 from argosy.gateway.kv.texts import AGAIN_S, LATER_S, WRONG, TextsOf, TooMuchError, texts_of
 from argosy.gateway.probing import NOT_THERE
-from argosy.gateway.replicas import Replica
+from argosy.gateway.replica import Replica
 from argosy.gateway.upstream_connection import UpstreamError
 from argosy.policy import MOST_HELD, ExactIndex, PrefixIndex
 from argosy.protocol import EventParser, KvEvent, KvReading, unpack_names
