@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from tests.integration.fake_engine import FakeEngine, Script
+from tests.integration.gateway.doubles.families import LlamaCpp
+from tests.integration.gateway.doubles.server import running as listening
 from tests.integration.gateway.harness import Watching, front
 from tests.integration.rough_server import Asked, rough_server
 from tests.integration.serving import MODEL, serve
@@ -44,6 +46,19 @@ async def test_what_a_replica_serves_besides_generation(tokenizer: Tokenizer) ->
         assert (await client.get("/version")).json()["version"]
         assert (await client.delete("/v1/models")).headers["allow"] == "GET"
         assert (await client.get("/ready")).status_code == 200
+
+
+async def test_a_context_that_nobody_tells_is_no_bound_for_a_gateway_in_front() -> None:
+    double = LlamaCpp()
+    async with (
+        listening(double),
+        front([], ReplicaConfig(url=double.url, model=double.model)) as behind,
+        front([], ReplicaConfig(url=str(behind.client.base_url), model="big")) as before,
+    ):
+        await before.probe()
+        (card,) = (await before.client.get("/v1/models")).json()["data"]
+        assert card["max_model_len"] is None
+        assert (await before.client.post("/v1/completions", json=BODY)).status_code == 200
 
 
 async def test_a_request_is_called_what_its_body_calls_it(tokenizer: Tokenizer) -> None:

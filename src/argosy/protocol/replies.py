@@ -140,7 +140,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     owned_by: str = "argosy"
     root: str
     parent: None = None
-    max_model_len: int
+    max_model_len: int | None
+    """None: nobody has told."""
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):

@@ -52,6 +52,7 @@ async def test_the_models_context_is_noted_where_it_is_told() -> None:
     async def ask(path: bytes) -> tuple[int, bytes]:
         del path
         listed = [{"id": "a", "owned_by": "vllm", "max_model_len": 64}, {"id": "b"}]
+        listed.append({"id": "c", "max_model_len": 0})
         return 200, json.dumps({"data": listed}).encode()
 
-    assert await find(ask) == Found("vllm", {"a": 64, "b": None})
+    assert await find(ask) == Found("vllm", {"a": 64, "b": None, "c": None})

@@ -48,7 +48,7 @@ async def find(ask: Ask) -> Found | None:
     if status == 429 or status >= 500:
         return None
     cards = _read(body) if status == 200 else []
-    models = {card.id: card.max_model_len for card in cards}
+    models = {card.id: card.max_model_len or None for card in cards}
     owners = {card.owned_by for card in cards}
     for owner, kind in _OWNERS.items():
         if owner in owners:
