@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from structlog.testing import capture_logs
 from tests.integration.fake_engine import FakeEngine, Script
 from tests.integration.gateway.doubles.families import LlamaCpp
 from tests.integration.gateway.doubles.server import running as listening
@@ -103,6 +104,24 @@ async def test_a_model_without_a_replica_is_named(tokenizer: Tokenizer) -> None:
         assert ready.status_code == 503
         assert "big" in ready.json()["error"]["message"]
         assert ready.headers["retry-after"]
+
+
+async def test_a_replica_with_another_model_gets_no_requests(tokenizer: Tokenizer) -> None:
+    async with serve(engine_of(tokenizer)) as one, serve(engine_of(tokenizer)) as two:
+        right = ReplicaConfig(url=one.url, model=MODEL)
+        wrong = ReplicaConfig(url=two.url)
+        with capture_logs() as logs:
+            async with front([], right, wrong) as running:
+                for _ in range(3):
+                    await running.probe()
+                for _ in range(4):
+                    answer = await running.client.post("/v1/completions", json=BODY)
+                    assert answer.status_code == 200
+        (told,) = (entry for entry in logs if entry["event"] == "replica_has_other_models")
+        assert (told["replica"], told["wanted"]) == (wrong.url, "big")
+        async with front([], wrong) as running:
+            answer = await running.client.post("/v1/completions", json=BODY)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_replica")
 
 
 async def test_lower_tiers_are_turned_away_first() -> None:

@@ -9,7 +9,7 @@ import msgspec
 import structlog
 
 from argosy.gateway.attempt import Attempt
-from argosy.gateway.dialects import CHAT_PATH, LoadSource, find
+from argosy.gateway.dialects import CHAT_PATH, Found, LoadSource, find
 from argosy.gateway.replica import Replica
 from argosy.gateway.upstream import Upstream
 from argosy.gateway.upstream_connection import UpstreamError
@@ -63,6 +63,8 @@ class Prober:
         """Those that could not be read yet, as the log was told: the gauges of some are there once they were set."""
         self._met = replica.kind == "argosy"
         """It has been asked what it is."""
+        self._found: Found | None = None
+        """What it told then."""
         self._step = 0
         """The engine's, when it told last."""
         self.asked = asyncio.Event()
@@ -112,23 +114,38 @@ class Prober:
                 replica.lost(now)
 
     async def _meet(self) -> bool:
-        """Find out what it is and which models it has; whether that is known now."""
+        """Find out what it is and which models it has; whether it may be sent requests."""
         replica = self._replica
         found = await find(self._ask)
         if found is None:
             return replica.kind != "auto"
+        if found != self._found:
+            self._found = found
+            self._tell(found)
+        if found.kind == "argosy" and not self._has(found):
+            return False  # ours tell of all that they serve, and refuse the rest
         self._met = True
         if replica.kind == "auto":
             replica.kind = found.kind
             self._loads = list(replica.dialect.loads)
             replica.taking = True
         replica.max_model_len = found.models.get(replica.model)
-        models = list(found.models)[:10]
-        log.info("replica_found", replica=replica.name, kind=replica.kind, models=models)
-        if found.models and replica.model not in found.models:
-            log.warning("replica_has_other_models", replica=replica.name, wanted=replica.model)
         replica.on_change()
         return True
+
+    def _has(self, found: Found) -> bool:
+        """Whether the model is among those that it tells, if it tells any."""
+        return not found.models or self._replica.model in found.models
+
+    def _tell(self, found: Found) -> None:
+        """Say what was found, and whether it has the model."""
+        name, wanted, models = self._replica.name, self._replica.model, list(found.models)[:10]
+        log.info("replica_found", replica=name, kind=found.kind, models=models)
+        if not self._has(found):
+            remedy = (
+                "give the replica its own name for the model as `model`, or start it with this one"
+            )
+            log.warning("replica_has_other_models", replica=name, wanted=wanted, remedy=remedy)
 
     def _welcome(self) -> None:
         """It is well: one that came while others served gets requests from now on. Ours say so themselves."""

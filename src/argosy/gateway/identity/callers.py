@@ -181,7 +181,8 @@ def _by_place(asking: Asking) -> Caller:
     if from_this_machine(asking.peer, asking.headers):
         return ANYONE
     message = (
-        "There are no API keys yet, so only this machine may ask. Make one: argosy keys create."
+        "There are no API keys yet, so only this machine may ask, as localhost and through no proxy. "
+        "Make one: argosy keys create."
     )
     raise ApiError(401, "no_keys_yet", message)
 
