@@ -433,6 +433,23 @@ def test_keys_can_come_from_a_file_or_a_url_of_their_own(issuing: Issuer, tmp_pa
     assert by_file.identify(bearer(token)).project == "proj_chat", "at once: nothing to fetch"
 
 
+def test_a_file_of_keys_that_has_changed_is_taken_in_soon(issuing: Issuer, tmp_path: Path) -> None:
+    clock = Clock()
+    file = tmp_path / "jwks.json"
+    file.write_text(json.dumps({"keys": issuing.keys}))
+    who = trusting(issuing, clock, jwks=str(file))
+    stolen = issuing.token(project="chat")
+    identify(who, bearer(stolen))
+    file.write_text(json.dumps({"keys": [public_jwk(OTHER_RSA_KEY, "new")]}))
+    clock.ahead = 6.0
+    assert until_refused(who, stolen, time.monotonic() + DEADLINE_S) == 401
+    new = issuing.token(OTHER_RSA_KEY, "new", project="chat")
+    assert identify(who, bearer(new)).project == "proj_chat"
+    file.unlink()
+    clock.ahead = 12.0
+    assert identify(who, bearer(new)).project == "proj_chat", "as long as there is nothing else"
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

@@ -26,6 +26,8 @@ PAUSE_S = 60.0
 """A token with an unknown key has them fetched again, but not sooner than this after the last time."""
 RETRY_S = 5.0
 """The same, after a failure."""
+FILE_S = 5.0
+"""Age and pause of a file: reading it costs nothing, and whoever takes a key out of it means now."""
 FETCH_S = 5.0
 """For one document: connecting, each pause of the other side, and all of it together."""
 SIZE_LIMIT_BYTES = 1 << 20
@@ -90,9 +92,11 @@ class SigningKeys:
             raise ValueError(
                 "auth.jwt: give the URL of an issuer, or the file or URL of its keys as jwks"
             )
+        self._pause_s, self._max_age_s = PAUSE_S, MAX_AGE_S
         if config.jwks is None or _is_url(config.jwks):
             self._start()
         else:
+            self._pause_s = self._max_age_s = FILE_S
             self._keep(_read(config))
 
     def refresh(self) -> None:
@@ -133,7 +137,7 @@ class SigningKeys:
 
     def _keep(self, keys: dict[str, dict[str, Any]]) -> None:
         now = self._clock()
-        self._next, self._stale_at = now + PAUSE_S, now + MAX_AGE_S
+        self._next, self._stale_at = now + self._pause_s, now + self._max_age_s
         self._failed = False
         if self.published is None or keys != self.published.keys:
             self.published = Published(keys)
