@@ -8,11 +8,22 @@ from typing import TypeVar
 
 import msgspec
 import yaml
-from msgspec.inspect import ListType, StructType, Type, UnionType, VarTupleType, type_info
+from msgspec.inspect import (
+    ListType,
+    LiteralType,
+    StructType,
+    Type,
+    UnionType,
+    VarTupleType,
+    type_info,
+)
 
 T = TypeVar("T")
+Part = TypeVar("Part", bound=Type)
 
-_UNKNOWN = re.compile(r"unknown field `(?P<name>[^`]*)`(?: - at `\$(?P<path>[^`]*)`)?$")
+_PROBLEM = re.compile(
+    r"(unknown field `(?P<name>[^`]*)`|Invalid enum value .*?)( - at `\$(?P<path>[^`]*)`)?$"
+)
 
 
 _BOOL = "tag:yaml.org,2002:bool"
@@ -39,7 +50,7 @@ def decode(text: bytes, kind: type[T]) -> T:
         told = None if node is None else loader.construct_document(node)
         return msgspec.convert({} if told is None else told, kind)
     except msgspec.ValidationError as error:
-        raise ValueError(f"{error}{_meant(str(error), kind)}") from error
+        raise ValueError(f"{error}{_remedy(str(error), kind)}") from error
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
 
@@ -64,28 +75,36 @@ def _refuse_twice(node: yaml.Node | None, seen: set[int]) -> None:
             _refuse_twice(value, seen)
 
 
-def _meant(problem: str, kind: type) -> str:
-    """The known key that an unknown one may have been meant for, to be put behind the problem."""
-    unknown = _UNKNOWN.search(problem)
-    if unknown is None:
+def _remedy(problem: str, kind: type) -> str:
+    """To be put behind the problem: the key that an unknown one may be meant for, or the words that may stand there."""
+    found = _PROBLEM.search(problem)
+    if found is None:
         return ""
-    told = _struct(type_info(kind))
-    for name in re.findall(r"\.(\w+)", unknown["path"] or ""):
-        fields = {} if told is None else {field.encode_name: field.type for field in told.fields}
-        told = _struct(fields.get(name))
-    known = [] if told is None else [field.encode_name for field in told.fields]
-    close = get_close_matches(unknown["name"], known, n=1)
+    told: Type | None = type_info(kind)
+    for name in re.findall(r"\.(\w+)", found["path"] or ""):
+        told = _fields(told).get(name)
+    if found["name"] is None:
+        words = _part(told, LiteralType)
+        known = [] if words is None else [str(word) for word in words.values]
+        return f"; write {', '.join(known[:-1])} or {known[-1]}" if len(known) > 1 else ""
+    close = get_close_matches(found["name"], _fields(told), n=1)
     return f"; did you mean `{close[0]}`?" if close else ""
 
 
-def _struct(told: Type | None) -> StructType | None:
-    """The structure in it, if there is one: itself, one of several, or what a list has."""
+def _fields(told: Type | None) -> dict[str, Type]:
+    """Of the structure in it, if there is one."""
+    struct = _part(told, StructType)
+    return {} if struct is None else {field.encode_name: field.type for field in struct.fields}
+
+
+def _part(told: Type | None, kind: type[Part]) -> Part | None:
+    """What is of this kind in it, if there is such: itself, one of several, or what a list has."""
+    if isinstance(told, kind):
+        return told
     match told:
-        case StructType():
-            return told
         case ListType() | VarTupleType():
-            return _struct(told.item_type)
+            return _part(told.item_type, kind)
         case UnionType():
-            return next((found for one in told.types if (found := _struct(one))), None)
+            return next((found for one in told.types if (found := _part(one, kind))), None)
         case _:
             return None
