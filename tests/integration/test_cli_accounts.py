@@ -316,6 +316,11 @@ def test_usage_is_summed_by_name_and_exported(url: str, tmp_path: Path) -> None:
     assert run("usage", "--csv", "-").splitlines()[1].startswith("r1,")
     run("usage", "--csv", str(tmp_path / "rows.csv"))
     assert (tmp_path / "rows.csv").read_text() == run("usage", "--csv", "-")
+    sums = run("usage", "--by", "model,key", "--csv", "-").splitlines()
+    assert sums[0] == "model,key,requests,input_tokens,cached_tokens,output_tokens,nano_dollars"
+    assert sums[1:] == [f"big,{key['id']},1,1000,0,234,1500000"]
+    assert "not by 'tier'" in refused("usage", "--by", "tier", "--csv", "-")
+    assert "give one of --json and --csv" in refused("usage", "--json", "--csv", "-")
     assert "cannot write" in refused("usage", "--csv", str(tmp_path / "none" / "rows.csv"))
 
 

@@ -28,6 +28,8 @@ from argosy.cli.tables import AsJson, show, show_json
 if TYPE_CHECKING:
     from argosy.store import Group, ReportRow
 
+DEFAULT_BY = "project,model"
+
 Since = Annotated[
     float | None,
     typer.Option(
@@ -47,11 +49,12 @@ Until = Annotated[
 def usage(
     *,
     by: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="Of day, organisation, project, key, user, model, asked, route, replica; with commas."
+            help="Of day, organisation, project, key, user, model, asked, route, replica; with commas.",
+            show_default=DEFAULT_BY,
         ),
-    ] = "project,model",
+    ] = None,
     since: Since = None,
     until: Until = None,
     organisation: OfOrganisation = None,
@@ -65,7 +68,10 @@ def usage(
     ] = None,
     replica: Annotated[str | None, typer.Option(help="The one that answered.")] = None,
     csv: Annotated[
-        Path | None, typer.Option(help="Write every row of the ledger here; - is the terminal.")
+        Path | None,
+        typer.Option(
+            help="Write every row of the ledger here, with --by the sums; - is the terminal."
+        ),
     ] = None,
     store: StoreUrl = None,
     json: AsJson = False,
@@ -73,6 +79,8 @@ def usage(
     """Say what was used and what it cost."""
     from argosy.store import UsageFilter
 
+    if json and csv is not None:
+        fail("give one of --json and --csv")
     with opened(store) as opened_store:
         where = UsageFilter(
             since=since,
@@ -86,10 +94,14 @@ def usage(
             route=route,
             replica=replica,
         )
-        if csv is not None:
+        if csv is not None and by is None:
             _write(opened_store.usage.csv(where), csv)
             return
-        groups = cast("list[Group]", [name.strip() for name in by.split(",") if name.strip()])
+        named = (DEFAULT_BY if by is None else by).split(",")
+        groups = cast("list[Group]", [name.strip() for name in named if name.strip()])
+        if csv is not None:
+            _write([opened_store.usage.csv_report(groups, where)], csv)
+            return
         rows = opened_store.usage.report(groups, where)
         known = names(opened_store)
     if json:

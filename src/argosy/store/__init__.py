@@ -36,7 +36,6 @@ from argosy.store.rules import working
 from argosy.store.shared import MemoryState, SharedState, open_answers, open_shared
 from argosy.store.slots import Slot
 from argosy.store.spool import Spool, SpoolError, SpoolFullError
-from argosy.store.spreadsheet import csv_lines
 from argosy.store.store import (
     Store,
     StoreConfig,
@@ -99,7 +98,6 @@ __all__ = [
     "Wants",
     "Weight",
     "Window",
-    "csv_lines",
     "default_url",
     "digest",
     "find_store",

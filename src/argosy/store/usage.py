@@ -221,6 +221,12 @@ class UsageLog:
         for page in self.rows(where):
             yield csv_lines([msgspec.structs.astuple(row) for row in page])
 
+    def csv_report(self, group_by: Sequence[Group], where: UsageFilter = ALL) -> str:
+        """A report as CSV text: a line of names, then one for each group. Raises ValueError as `report` does."""
+        names = (*group_by, *UsageSum.__struct_fields__)
+        rows = self.report(group_by, where)
+        return csv_lines([names, *([getattr(row, name) for name in names] for row in rows)])
+
     def forget(self, before: float) -> int:
         """Keep of the days that ended before a moment only the sums, and return how many rows went.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, cast
 
 import msgspec
@@ -20,7 +20,7 @@ from argosy.gateway.admin.shapes import (
 )
 from argosy.gateway.identity import allows
 from argosy.protocol import ApiError
-from argosy.store import Group, ReportRow, UsageFilter, UsageSum, csv_lines
+from argosy.store import Group, UsageFilter
 
 api = Operations()
 
@@ -37,8 +37,7 @@ def export_usage(desk: Desk, call: Call) -> Iterator[str]:
     query = call.query
     if not query.group_by:
         return desk.usage.csv(_where(query))
-    groups = _groups(query)
-    return iter([_table(groups, desk.usage.report(groups, _where(query)))])
+    return iter([desk.usage.csv_report(_groups(query), _where(query))])
 
 
 @api.add("GET", "/admin/me", "caller", quick=True)
@@ -101,12 +100,6 @@ def verify_audit_log(desk: Desk, call: Call) -> VerdictView:  # noqa: ARG001 - t
 def _groups(query: ReportQuery) -> list[Group]:
     names = [name for name in query.group_by.replace(" ", "").split(",") if name]
     return cast("list[Group]", names)
-
-
-def _table(groups: Sequence[str], rows: Sequence[ReportRow]) -> str:
-    """CSV: the names of the columns, then a line for each group."""
-    names = (*groups, *UsageSum.__struct_fields__)
-    return csv_lines([names, *([getattr(row, name) for name in names] for row in rows)])
 
 
 def _where(query: ReportQuery) -> UsageFilter:
