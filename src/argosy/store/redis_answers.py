@@ -15,7 +15,7 @@ from redis.commands.core import AsyncScript
 from redis.exceptions import RedisError
 
 from argosy.store.answers import Answer, Claim, IdempotencyConfig, MemoryAnswers
-from argosy.store.redis_client import PREFIX, end, redis_client
+from argosy.store.redis_client import PREFIX, end, reason, redis_client
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.store")
 
@@ -168,7 +168,7 @@ class RedisAnswers:
                 answer: bytes | None = await script(keys=keys, args=told)
         except Exception as error:  # noqa: BLE001 - whatever it is, nobody may wait for it
             if self.up is not False:
-                log.warning("answers_not_shared", reason=str(error) or type(error).__name__)
+                log.warning("answers_not_shared", reason=reason(error))
             self.up = False
             return None
         if self.up is False:

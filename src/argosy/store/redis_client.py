@@ -8,6 +8,7 @@ from typing import Any
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.exceptions import AuthenticationError
 
 CONNECT_S = 0.5
 MOST_CONNECTIONS = 8
@@ -32,10 +33,19 @@ def redis_client(url: str, password: str | None, wait_s: float) -> Redis:
             retry=Retry(NoBackoff(), 0),
         )
     except ValueError as error:
-        scheme = url.partition(":")[0]
-        message = f"The URL of the shared state begins with {scheme!r}. Use redis://, rediss:// or unix://."
+        message = (
+            "This is no URL of a Redis (it may have a password, so it is not shown): "
+            "write redis://HOST:PORT/0, rediss://HOST:PORT/0 or unix:///PATH."
+        )
         raise ValueError(message) from error
     return Redis.from_pool(pool)
+
+
+def reason(error: Exception) -> str:
+    """Why Redis could not be asked, for the log, and what to change where that is plain."""
+    if AuthenticationError in (type(error), type(error.__cause__)):
+        return "it takes no such password: limits.password_env names the variable that has it"
+    return f"{type(error).__name__}: {error}"
 
 
 async def end(task: asyncio.Task[Any]) -> None:

@@ -20,7 +20,7 @@ from argosy.policy import Ask, Concurrency, Counter, Grant, Lease, Shared, SlotL
 from argosy.store.clock import Clock, steady
 from argosy.store.counters import Wants, own_counter
 from argosy.store.records import Limit
-from argosy.store.redis_client import PREFIX, end, redis_client
+from argosy.store.redis_client import PREFIX, end, reason, redis_client
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.store")
 
@@ -235,7 +235,7 @@ class RedisState:
     def _lost(self, error: Exception) -> None:
         if self.up or not self._found.is_set():
             self._found.set()
-            log.warning("shared_state_lost", reason=f"{type(error).__name__}: {error}")
+            log.warning("shared_state_lost", reason=reason(error))
         self._release()
 
     def _release(self) -> None:

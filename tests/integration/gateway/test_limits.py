@@ -446,8 +446,10 @@ def test_a_system_clock_that_is_set_back_does_not_stop_ours(
 
 def test_settings_say_where_the_shared_state_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(shared_state(LimitsConfig()), MemoryState)
-    with pytest.raises(ValueError, match="Use redis://, rediss:// or unix://"):
-        shared_state(LimitsConfig(redis="http://nowhere"))
+    for wrong in ("http://nowhere", "redis://nowhere:66000/0", "redis://user:sec/ret@nowhere"):
+        with pytest.raises(ValueError, match=r"no URL of a Redis .*: write redis://") as caught:
+            shared_state(LimitsConfig(redis=wrong))
+        assert "sec" not in str(caught.value)
     with pytest.raises(ValueError, match="set the environment variable NOT_THERE"):
         shared_state(LimitsConfig(redis="redis://nowhere", password_env="NOT_THERE"))
     with pytest.raises(ValueError, match="add redis"):

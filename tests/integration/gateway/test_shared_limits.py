@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from redis.asyncio import Redis
+from structlog.testing import capture_logs
 from tests.authority import Authority
 from tests.integration.gateway.limit_world import (
     Gate,
@@ -387,6 +388,20 @@ async def test_nobody_waits_for_a_redis_that_is_not_there() -> None:
     await stage.start()
     assert [await let_in(stage) is not None for _ in range(4)] == [True, True, True, False]
     await stage.close()
+
+
+@pytest.mark.parametrize("password", ["wrong", None])
+async def test_a_redis_that_wants_another_password_says_which_setting_has_it(
+    password: str | None,
+) -> None:
+    with running_redis() as guarded, capture_logs() as logs:
+        async with Redis.from_url(guarded.url) as client:
+            await client.config_set("requirepass", "right")
+        state = RedisState(guarded.url, password)
+        await state.start()
+        await state.close()
+    (lost,) = (entry for entry in logs if entry["event"] == "shared_state_lost")
+    assert "limits.password_env" in lost["reason"]
 
 
 async def test_redis_grants_what_the_model_grants(server: RedisServer) -> None:
