@@ -230,6 +230,20 @@ def test_the_terminal_shows_steps_candidates_and_what_stages_added() -> None:
         assert part in text
 
 
+def test_a_long_reason_is_seen_to_be_cut() -> None:
+    closed = "the replica closed the connection (before the end)"
+    tries = [
+        Try("a", 1.2, ended=1.3, outcome="failure", reason=closed),
+        Try("b", 1.4, ended=1.5, outcome="failure", reason="x" * 300),
+    ]
+    whole, cut = [
+        step.name for step in steps(Trace(ended=2.0, tries=tries).tell()) if step.style == "red"
+    ]
+    assert whole == f"a: failure ({closed})"
+    assert cut.endswith("x…)")
+    assert len(cut) < 150
+
+
 @pytest.mark.parametrize("last", ["success", "failure", "ended", "none", "refused"])
 def test_the_steps_leave_no_time_out(last: str) -> None:
     tries = [

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 WIDTH = 28
 """Characters of the bars."""
-LONGEST_REASON = 40
+LONGEST_REASON = 100
 WORTH_A_BAR_MS = 1.0
 TERMS = ("queue_s", "prefill_s", "decode_s", "memory_s", "stale_s", "total_s")
 SHOWN = frozenset(
@@ -165,8 +165,10 @@ def _all_times(told: dict[str, Any]) -> Iterator[float | None]:
 
 
 def _outcome(attempt: dict[str, Any]) -> str:
-    why = f" ({attempt['reason'][:LONGEST_REASON]})" if attempt["reason"] else ""
-    return f"{attempt['outcome']}{why}"
+    why = attempt["reason"] or ""
+    if len(why) > LONGEST_REASON:
+        why = f"{why[:LONGEST_REASON]}…"
+    return f"{attempt['outcome']} ({why})" if why else f"{attempt['outcome']}"
 
 
 def _or(value: float | None, other: float) -> float:
