@@ -142,9 +142,7 @@ class Prober:
         name, wanted, models = self._replica.name, self._replica.model, list(found.models)[:10]
         log.info("replica_found", replica=name, kind=found.kind, models=models)
         if not self._has(found):
-            remedy = (
-                "give the replica its own name for the model as `model`, or start it with this one"
-            )
+            remedy = "write `model: ITS NAME` beside its url, or start it with --served-model-name"
             log.warning("replica_has_other_models", replica=name, wanted=wanted, remedy=remedy)
 
     def _welcome(self) -> None:
