@@ -280,6 +280,37 @@ def test_nobody_is_in_the_way_of_an_id_by_taking_it_for_a_name(url: str) -> None
     run("tenants", "users", "disable", "Ann@Acme.test")
 
 
+def test_usage_of_who_has_ended_is_told_apart_from_who_has_their_name(url: str) -> None:
+    gone = told("tenants", "create", "shop")
+    run("tenants", "archive", "shop")
+    now = told("tenants", "create", "shop")
+    store = opened(url)
+    for project, count in ((gone, 1), (now, 2)):
+        for number in range(count):
+            row = UsageRow(
+                request=f"{project['id']}-{number}",
+                organisation=project["organisation"],
+                project=project["id"],
+                started_at=time.time(),
+                ended_at=time.time(),
+                status="completed",
+            )
+            store.usage.add([row])
+    store.close()
+    shown = run("usage", "--by", "project")
+    assert f"shop ({gone['id']})" in shown
+    assert f"shop ({now['id']})" in shown
+    for name, count in (("shop", 2), (now["id"], 2), (gone["id"], 1)):
+        assert told("usage", "--by", "", "--project", name)[0]["requests"] == count
+    assert "ended" in refused("keys", "create", "late", "--project", gone["id"])
+    run("tenants", "archive", gone["id"])
+    limit = ("tenants", "limits", "set", "tokens", "9", "--per", "day")
+    assert "ended" in refused(*limit, "--project", gone["id"])
+    home = gone["organisation"]
+    run("tenants", "organisations", "archive", home)
+    assert told("usage", "--by", "", "--organisation", home)[0]["requests"] == 3
+
+
 def test_usage_is_summed_by_name_and_exported(url: str, tmp_path: Path) -> None:
     key = told("keys", "create", "app")
     store = opened(url)

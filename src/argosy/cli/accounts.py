@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
@@ -87,9 +88,10 @@ def actor() -> str:
 
 
 def find_organisation(store: Store, wanted: str) -> Organisation:
-    """By id or name. Raises ValueError; so do the others."""
-    living = [item for item in store.accounts.list_organisations() if item.archived_at is None]
-    found = _by_id(living, wanted) or [item for item in living if item.name == wanted]
+    """By id, one that has ended too, or by name. Raises ValueError; so do the others."""
+    known = store.accounts.list_organisations()
+    living = [item for item in known if item.archived_at is None]
+    found = _by_id(known, wanted) or [item for item in living if item.name == wanted]
     return _one(found, f"organisation {wanted!r}", "argosy tenants organisations list")
 
 
@@ -101,8 +103,9 @@ def id_of_organisation(store: Store, wanted: str | None) -> str | None:
 def find_project(store: Store, wanted: str) -> Project:
     """By id, by name, or by organisation and name with a slash between."""
     names = {item.id: item.name for item in store.accounts.list_organisations()}
-    living = [item for item in store.accounts.list_projects() if item.archived_at is None]
-    found = _by_id(living, wanted) or [
+    known = store.accounts.list_projects()
+    living = [item for item in known if item.archived_at is None]
+    found = _by_id(known, wanted) or [
         item for item in living if wanted in {item.name, f"{names[item.organisation]}/{item.name}"}
     ]
     return _one(found, f"project {wanted!r}", "argosy tenants list")
@@ -110,17 +113,19 @@ def find_project(store: Store, wanted: str) -> Project:
 
 def find_user(store: Store, wanted: str) -> User:
     """By id or email."""
-    living = [item for item in store.accounts.list_users() if item.disabled_at is None]
-    found = _by_id(living, wanted) or [item for item in living if item.email == wanted.lower()]
+    known = store.accounts.list_users()
+    living = [item for item in known if item.disabled_at is None]
+    found = _by_id(known, wanted) or [item for item in living if item.email == wanted.lower()]
     return _one(found, f"user {wanted!r}", "argosy tenants users list")
 
 
 def find_key(store: Store, wanted: str) -> Key:
     """By id, by name, or by its beginning; the whole key will do."""
-    living = [item for item in store.accounts.list_keys() if item.revoked_at is None]
+    known = store.accounts.list_keys()
+    living = [item for item in known if item.revoked_at is None]
     found = [
         item
-        for item in living
+        for item in known
         if wanted in {item.id, item.prefix} or wanted.startswith(f"{item.prefix}-")
     ]
     if not found:  # a key that was rotated has the name of the one in its place
@@ -160,14 +165,19 @@ def show_scope(holder: Key | User) -> str:
 
 
 def names(store: Store) -> dict[str, str]:
-    """What people call the ids of accounts."""
+    """What people call the ids of accounts, ended ones too; with the id behind it where several are called the same."""
     accounts = store.accounts
     return (
-        {item.id: item.name for item in accounts.list_organisations()}
-        | {item.id: item.name for item in accounts.list_projects()}
-        | {item.id: item.email for item in accounts.list_users()}
+        _distinct({item.id: item.name for item in accounts.list_organisations()})
+        | _distinct({item.id: item.name for item in accounts.list_projects()})
+        | _distinct({item.id: item.email for item in accounts.list_users()})
         | {item.id: f"{item.name} ({item.prefix}-...)" for item in accounts.list_keys()}
     )
+
+
+def _distinct(called: dict[str, str]) -> dict[str, str]:
+    many = Counter(called.values())
+    return {key: f"{name} ({key})" if many[name] > 1 else name for key, name in called.items()}
 
 
 def _is_default(project: Project) -> bool:
