@@ -105,7 +105,7 @@ class Models:
         return ModelList(data=cards, first_id=first, last_id=last)
 
     def _card(self, name: str, pool: Pool) -> ModelCard:
-        most = pool.max_model_len or 0
+        most = pool.max_model_len
         return ModelCard(id=name, created=self._created, root=pool.model, max_model_len=most)
 
     def _read(self, directory: Directory) -> tuple[Route, ...]:
