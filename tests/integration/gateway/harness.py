@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 import httpx2
@@ -102,6 +102,8 @@ class Running:
     serving: Serving
     probers: list[Prober]
     models: Models
+    idle: Callable[[], Awaitable[None]]
+    """Waits until no request is being answered."""
 
     @property
     def replicas(self) -> list[Replica]:
@@ -170,7 +172,7 @@ async def front(
     ]
     try:
         async with httpx2.AsyncClient(base_url=url_of(bound), timeout=30) as client:
-            yield Running(client, traces, metrics, serving, probers, models)
+            yield Running(client, traces, metrics, serving, probers, models, app.idle)
         await app.idle()
         assert all(replica.load.in_flight == 0 for replica in replicas)
     finally:

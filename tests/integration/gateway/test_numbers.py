@@ -292,7 +292,7 @@ async def test_all_numbers_agree_whatever_happens(
                 doubles[0].faults += [Fault(kind, chance.randrange(5)) for kind in kinds[: lap + 2]]
                 asks = [some_request(here, chance, lap * 15 + number) for number in range(15)]
                 got += await asyncio.gather(*asks)
-            await until(lambda: not any(one.load.in_flight for one in here.running.replicas))
+            await here.running.idle()
             rows: dict[str, UsageRow] = {}
             here.spool.drain(lambda some: rows.update({row.request: row for row in some}))
             sums = Counter[str]()
