@@ -171,6 +171,10 @@ class Pool:
         """Those that may be used now: they have room, and have not just said that they are full."""
         return [replica for replica in self.alive() if replica.has_room(tier, now)]
 
+    def has_well(self, tier: int, now: float) -> bool:
+        """Whether one of those is not there for want of others only."""
+        return any(replica.breaker.closed for replica in self.room(tier, now))
+
     def seats(self, now: float) -> tuple[list[int], int]:
         """How many seats are free for each tier on those that may be used now, full or not, and how many all have.
 

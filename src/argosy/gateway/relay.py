@@ -215,8 +215,11 @@ class Relay:
     async def _moved(self) -> bool:
         """Whether it got another replica within some moments."""
         journey = self._journey
+        now = self._ways.clock()
         within_s = backoff_s(journey.failures, random.random())  # noqa: S311 - jitter
-        if self._owes and not journey.pool.retries.take(self._ways.clock()):
+        if self._owes and not (
+            journey.pool.has_well(journey.tier, now) or journey.pool.retries.take(now)
+        ):
             await asyncio.sleep(within_s)
             return False
         self._owes = False
@@ -244,7 +247,7 @@ class Relay:
         What was carried on from a replica that died has to go somewhere: the time that recovery may take bounds it,
         and how many may be lost with it without getting on. What a full one refused waits as long for room. Of what
         has nothing yet the rest draws on the retry budget, since that is what overloaded pools do: what a living
-        replica failed needs it at once, what one lost that had failed before waits for it.
+        replica failed needs it at once, what one lost that had failed before waits for it, or for one that is well.
         """
         journey, now, replica = self._journey, self._ways.clock(), turn.replica
         journey.tried.add(replica.name)

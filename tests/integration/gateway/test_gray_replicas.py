@@ -112,6 +112,23 @@ async def test_what_a_failing_replica_loses_waits_for_the_budget_and_is_answered
         assert (await ask(running))[0] == 200
 
 
+async def test_what_a_failing_replica_loses_goes_to_a_well_one_whatever_is_left_of_the_budget() -> (
+    None
+):
+    async def leaves_it_to_the_other(asked: Asked) -> None:
+        running.replicas[1].taking = True
+        await resets(asked)
+
+    async with behind(leaves_it_to_the_other, plain) as (running, servers):
+        failing, well = running.replicas
+        opened(failing)
+        well.taking = False
+        (pool,) = running.models.pools
+        pool.retries = RetryBudget(share=0.0, reserve=0.0)
+        assert (await ask(running))[0] == 200
+        assert len(servers[1].asked) == 1
+
+
 @pytest.mark.parametrize("answer", [resets, is_silent])
 async def test_what_failing_replicas_lose_is_asked_again_within_the_budget(answer: Answer) -> None:
     count = 40
