@@ -172,7 +172,7 @@ class Pool:
         return [replica for replica in self.alive() if replica.has_room(tier, now)]
 
     def has_well(self, tier: int, now: float) -> bool:
-        """Whether one of those is not there for want of others only."""
+        """Whether one of those has not just failed: such are used for want of others only."""
         return any(replica.breaker.closed for replica in self.room(tier, now))
 
     def seats(self, now: float) -> tuple[list[int], int]:

@@ -19,7 +19,7 @@ from uvicorn.server import ServerState
 
 from argosy.web.deadlines import Deadlines
 from argosy.web.exchange import WIRE, App, Scope
-from argosy.web.head import LIMIT_BYTES, Head, Same, same_as
+from argosy.web.head import LIMIT_BYTES, Head, HeadTemplate, template_of
 from argosy.web.wire import RequestWire
 
 MOST_DIFFER = 8
@@ -75,7 +75,7 @@ class Connection(asyncio.Protocol):
         """A request was whole, and nothing of another has come."""
         self._read: bytes | None = None
         """What is being parsed, where it begins with a head that others may be the same as."""
-        self._same: Same | None = None
+        self._template: HeadTemplate | None = None
         self._differ = 0
         """Heads since one was the same as the one before."""
         self._parser = httptools.HttpRequestParser(self)
@@ -131,7 +131,7 @@ class Connection(asyncio.Protocol):
         if self._deaf:
             return
         if self._between and self._current is None:
-            known = None if self._same is None else self._same.read(data)
+            known = None if self._template is None else self._template.read(data)
             if known is not None:
                 self._differ = 0
                 self._go_on(*known)
@@ -196,7 +196,7 @@ class Connection(asyncio.Protocol):
         keep_alive = scope["http_version"] != "1.0" and parser.should_keep_alive()
         read, self._read = self._read, None
         if read is not None and keep_alive:
-            self._same = same_as(read, scope)
+            self._template = template_of(read, scope)
         wire = self._incoming = self._wire(scope, keep_alive=keep_alive, expects_continue=expects)
         if self._current is None:
             self._start(wire, scope)

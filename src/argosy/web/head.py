@@ -1,4 +1,4 @@
-"""The head of a request: bounded as it comes, the scope that it becomes, and the next one that is the same."""
+"""The head of a request: bounded as it comes, the scope that it becomes, and the template of those like it."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Head:
         return b"\r\n".join((b"%b %b HTTP/%b" % (method, self._url, version), *kept, b"", b""))
 
 
-class Same:
+class HeadTemplate:
     """A head that came: a client's next is mostly the same, but for the length of its body, and need not be parsed."""
 
     __slots__ = ("_after", "_before", "_headers", "_place", "_scope")
@@ -113,8 +113,8 @@ class Same:
         return {**self._scope, "headers": headers}, data[body:]
 
 
-def same_as(data: bytes, scope: Scope) -> Same | None:
-    """For heads like the one that `data` begins with, which became `scope`. None: others cannot be told by it.
+def template_of(data: bytes, scope: Scope) -> HeadTemplate | None:
+    """Of heads like the one that `data` begins with, which became `scope`. None: others cannot be told by it.
 
     To be asked of a request that leaves its connection open.
     """
@@ -128,7 +128,7 @@ def same_as(data: bytes, scope: Scope) -> Same | None:
     if not _MORE.isdisjoint(names):
         return None
     place = names.index(b"content-length")
-    return Same(head[: length.start(1)], head[length.end(1) :], scope, place)
+    return HeadTemplate(head[: length.start(1)], head[length.end(1) :], scope, place)
 
 
 def _too_large() -> ValueError:
