@@ -21,9 +21,11 @@ from argosy.gateway.replica import Replica
 from argosy.gateway.upstream_connection import UpstreamError
 from argosy.policy import Outcome, classify
 from argosy.protocol import ApiError, parse
-from argosy.web import JSON, Exchange
+from argosy.web import JSON, DisconnectedError, Exchange
 
 TIMEOUT_S = 30.0
+AGAIN_S = 0.5
+"""While nothing is there and something may be soon."""
 REPLICAS = "/replicas/"
 METRICS = "/metrics"
 
@@ -62,12 +64,19 @@ class Passing:
             await self._pass(exchange, pool, fields)
 
     async def _pass(self, exchange: Exchange, pool: Pool, fields: dict[str, Raw]) -> None:
-        """Let a replica answer. Raises ApiError 503."""
-        for replica in _by_load(pool):
-            told = fields | {"model": Raw(msgspec.json.encode(replica.model))}
-            if await _passed(exchange, replica, msgspec.json.encode(told)):
-                return
-        raise unavailable(pool, time.monotonic())
+        """Let a replica answer, or one that is coming back. Raises ApiError 503."""
+        until = time.monotonic() + TIMEOUT_S
+        while True:
+            for replica in _by_load(pool):
+                told = fields | {"model": Raw(msgspec.json.encode(replica.model))}
+                if await _passed(exchange, replica, msgspec.json.encode(told)):
+                    return
+            now = time.monotonic()
+            if pool.serves() or now > until or not pool.worth_waiting(now):
+                raise unavailable(pool, now)
+            if exchange.gone:
+                raise DisconnectedError
+            await asyncio.sleep(AGAIN_S)
 
     async def document(self, exchange: Exchange, caller: Caller) -> None:
         """`GET /openapi.json`: that of a replica of ours, whose API is the gateway's.

@@ -104,6 +104,20 @@ async def test_no_more_wait_for_one_that_is_away_than_for_one_that_is_full() -> 
     assert {answer.status_code for answer in answers} == {200}
 
 
+async def test_to_tokenize_waits_for_it_too() -> None:
+    async with lost(PATIENT) as (running, port):
+        first = await finds_out(running)
+        told = asyncio.create_task(running.client.post("/tokenize", json={"prompt": "Once"}))
+        async with rough_server(port=port) as server:
+            server.tokenize = [7]
+            assert (await first).status_code == 200
+            assert (await told).json() == {"tokens": [7]}
+    async with lost(BRIEF) as (running, _):
+        first = await finds_out(running)
+        assert gone(await running.client.post("/tokenize", json={"prompt": "Once"}))
+        assert gone(await first)
+
+
 async def test_nobody_waits_for_one_that_does_not_come_back() -> None:
     async with lost(BRIEF) as (running, _):
         first = await finds_out(running)
