@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import msgspec
 
 from argosy.gateway.ask import DEFAULT_OUTPUT
-from argosy.gateway.journey import Alone, Journey
+from argosy.gateway.journey import UNANSWERED, Alone, Journey
 from argosy.gateway.limit_words import Headers, kept_out
 from argosy.policy import (
     Meter,
@@ -95,7 +95,7 @@ class Held(msgspec.Struct, eq=False):
         told, journey, now = self.journey.delivered, self.journey, self.clock()
         if self.refusal is not None and journey.status == "stopped":
             journey.trace.limits += kept_out([self.refusal])
-        if not told.output_tokens and (journey.status == "failed" or not journey.replica):
+        if not told.output_tokens and (journey.status in UNANSWERED or not journey.replica):
             self.reservation.settle(Use(), now)
             return
         prompt = told.prompt_tokens

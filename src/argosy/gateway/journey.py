@@ -24,8 +24,10 @@ from argosy.web import Exchange
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
-Status = Literal["completed", "cancelled", "failed", "stopped"]
-"""How a request ended: as it should; the client left; it could not be answered; a limit or its deadline ended it."""
+Status = Literal["completed", "cancelled", "failed", "stopped", "refused"]
+"""How a request ended: as it should; the client left; it could not be answered; a limit or its deadline ended it; it
+was not to be answered, as it is or now."""
+UNANSWERED = frozenset[Status]({"failed", "refused"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,12 @@ class Journey(msgspec.Struct, eq=False):
         """Note whose answer it gets, as far as is known."""
         self.picked, self.current = picked, tried
         self.replica = picked.replica.name
+
+    def fails(self, error: ApiError) -> None:
+        """Note that this is its answer."""
+        self.error = error
+        if error.status < 500 and self.status == "failed":
+            self.status = "refused"
 
     def got_on(self, tokens: int) -> None:
         """So many tokens of the answer came, at least one."""

@@ -80,8 +80,6 @@ class Recording(msgspec.Struct, eq=False):
         trace.status = "replayed" if journey.replays else journey.status
         if journey.error is not None:
             trace.error = journey.error.code
-            if journey.error.status < 500:
-                trace.status = "refused"
         trace.prompt_tokens = delivered.prompt_tokens
         trace.cached_tokens = delivered.cached_tokens
         trace.output_tokens = delivered.output_tokens

@@ -193,8 +193,9 @@ class Relay:
             journey.status = "completed"
         else:
             message = f"The replica refused the request with status {whole.status}."
-            journey.error = ApiError(whole.status, "refused_by_replica", message)
-            journey.exchange.failure = journey.error.code
+            error = ApiError(whole.status, "refused_by_replica", message)
+            journey.fails(error)
+            journey.exchange.failure = error.code
         await journey.exchange.answer(whole.status, whole.content, whole.kind)
 
     # --- replicas --------------------------------------------------------------------------------

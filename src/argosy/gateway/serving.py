@@ -21,6 +21,7 @@ from argosy.gateway.fast_path import FastPath
 from argosy.gateway.journey import (
     CHAT,
     COMPLETION,
+    UNANSWERED,
     Api,
     Journey,
     Stage,
@@ -119,7 +120,7 @@ class Serving:
             journey.status = "cancelled"
             raise
         except ApiError as error:
-            journey.error = error
+            journey.fails(error)
             if exchange.status is not None and not exchange.complete:
                 exchange.push(event(error.body(exchange.request_id)))
                 await exchange.end_stream()
@@ -129,7 +130,7 @@ class Serving:
             raise
         finally:
             delivered = journey.delivered
-            if journey.status == "failed" and out.retract():
+            if journey.status in UNANSWERED and out.retract():
                 delivered.forget()  # nothing reached the client, so nothing is billed
             elif journey.status != "completed" and not delivered.output_tokens:
                 delivered.prompt_tokens = delivered.cached_tokens = 0  # nor is a prompt alone

@@ -18,9 +18,9 @@ the same."""
 Tier = Literal["premium", "standard", "free"]
 """The first is served first."""
 
-Ending = Literal["completed", "cancelled", "failed", "stopped", "interrupted"]
+Ending = Literal["completed", "cancelled", "failed", "stopped", "interrupted", "refused"]
 """How a request ended: as it should; the client left; it could not be answered; a limit or its deadline ended it; the
-gateway died.
+gateway died; it was not to be answered, as it was or then.
 
 `slots.py` keeps their places: only ever add at the end.
 """

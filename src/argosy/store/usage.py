@@ -56,7 +56,7 @@ _COLUMNS = (*UsageRow.__struct_fields__, "day")
 _DONE = func.count().filter(
     or_(
         schema.usage.c.output_tokens > 0,
-        and_(schema.usage.c.status != "failed", schema.usage.c.replica != ""),
+        and_(schema.usage.c.status.not_in(("failed", "refused")), schema.usage.c.replica != ""),
     )
 )
 """Requests that count against limits: not those that got nothing because of us, or never went to a replica."""

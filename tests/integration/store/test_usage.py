@@ -184,7 +184,7 @@ def test_what_got_nothing_because_of_us_is_not_spent(store: Store) -> None:
     nothing: dict[str, Any] = {"key": "k", "input_tokens": 0, "output_tokens": 0}
     store.usage.add(
         [
-            usage_row("refused", status="failed", **nothing),
+            usage_row("refused", status="refused", **nothing),
             usage_row("left the queue", status="cancelled", replica="", **nothing),
             usage_row("left its replica", status="cancelled", **nothing),
             usage_row("broke", **nothing | {"status": "failed", "output_tokens": 1}),
