@@ -119,9 +119,10 @@ async def test_a_replica_with_another_model_gets_no_requests(tokenizer: Tokenize
                     assert answer.status_code == 200
         (told,) = (entry for entry in logs if entry["event"] == "replica_has_other_models")
         assert (told["replica"], told["wanted"]) == (wrong.url, "big")
-        async with front([], wrong) as running:
-            answer = await running.client.post("/v1/completions", json=BODY)
-            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_replica")
+        for only in (wrong, ReplicaConfig(url=two.url, kind="argosy")):
+            async with front([], only) as running:
+                answer = await running.client.post("/v1/completions", json=BODY)
+                assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_replica")
 
 
 async def test_lower_tiers_are_turned_away_first() -> None:

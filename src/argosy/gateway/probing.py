@@ -61,7 +61,7 @@ class Prober:
         """Where it may tell its load; what it has not is dropped."""
         self._unread: set[LoadSource] = set()
         """Those that could not be read yet, as the log was told: the gauges of some are there once they were set."""
-        self._met = replica.kind == "argosy"
+        self._met = False
         """It has been asked what it is."""
         self._found: Found | None = None
         """What it told then."""
@@ -91,6 +91,8 @@ class Prober:
             return
         if probing:
             breaker.probe_sent()
+            self._met = False  # what comes back may have been changed
+            self._loads = list(replica.dialect.loads)
         outcome, well = Outcome.FAILURE, False
         try:
             async with asyncio.timeout(TIMEOUT_S):
@@ -123,7 +125,8 @@ class Prober:
             self._found = found
             self._tell(found)
         if found.kind == "argosy" and not self._has(found):
-            return False  # ours tell of all that they serve, and refuse the rest
+            replica.taking = False  # ours tell of all that they serve, and refuse the rest
+            return False
         self._met = True
         if replica.kind == "auto":
             replica.kind = found.kind

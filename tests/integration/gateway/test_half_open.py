@@ -6,6 +6,8 @@ import asyncio
 
 import pytest
 from tests.integration.fake_engine import FakeEngine, Script
+from tests.integration.gateway.doubles.families import LlamaCpp
+from tests.integration.gateway.doubles.server import running as listening
 from tests.integration.gateway.harness import front, opened
 from tests.integration.rough_server import Answer, Asked, plain, rough_server
 from tests.integration.serving import MODEL, serve
@@ -55,6 +57,30 @@ async def test_one_that_only_says_that_it_is_well_gets_none(
 @pytest.mark.parametrize("answer", [plain, full, knows_no_chats])
 async def test_one_that_answers_gets_them_again(answer: Answer) -> None:
     assert await probed_by(answer)
+
+
+class Restarted(LlamaCpp):
+    """Once it was started again it tells its load."""
+
+    tells: bool = False
+
+    def pages(self) -> dict[str, object]:
+        pages = super().pages()
+        return pages if self.tells else {"/health": pages["/health"]}
+
+
+async def test_one_that_comes_back_is_asked_anew_what_it_tells() -> None:
+    double = Restarted()
+    async with listening(double), front([], ReplicaConfig(url=double.url, model="cat")) as running:
+        (replica,) = running.replicas
+        await running.probe()
+        assert not replica.load.capacity
+        double.tells = True
+        await running.probe()
+        assert not replica.load.capacity  # a server that lives is believed
+        opened(replica)
+        await running.probe()
+        assert replica.load.capacity == 4
 
 
 async def test_ours_generates_a_token(tokenizer: Tokenizer) -> None:
