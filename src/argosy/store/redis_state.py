@@ -92,9 +92,9 @@ class RedisState:
         self._task: asyncio.Task[None] | None = None
 
     def counter(self, limit: Limit) -> Counter:
-        """See `SharedState`."""
+        """See `SharedState`. One for the same limit and another model (its alias moved) counts by itself."""
         own = own_counter(limit)
-        name = f"{PREFIX}limit:{limit.id}"
+        name = f"{PREFIX}limit:{limit.id}" + (f":{limit.model}" if limit.model else "")
         if isinstance(own, Concurrency):
             return SlotLease(name, own, self._alive_s)
         lease = Lease(name, own)

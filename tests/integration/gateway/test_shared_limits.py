@@ -353,7 +353,7 @@ async def test_a_budget_that_is_set_later_counts_what_the_ledger_has(server: Red
         assert asked == ["project shop big"] * 2
         got = [await let_in(stage) is not None for stage in stages * 2]
         assert got == [True, True, False, False]
-        assert await _kept(server, f"project-requests-month-big:{_month()}") == 50
+        assert await _kept(server, f"project-requests-month-big:big:{_month()}") == 50
 
 
 async def test_a_redis_whose_name_moves_to_its_successor_is_followed(
