@@ -122,18 +122,26 @@ class SigningKeys:
         raise ApiError(401, "invalid_token", message)
 
     def _start(self) -> None:
-        if self._busy.acquire(blocking=False):
+        if not self._busy.acquire(blocking=False):
+            return
+        try:
             threading.Thread(target=self._fetch, name="signing-keys", daemon=True).start()
+        except RuntimeError as error:  # no thread is left
+            self._fail(error)
+            self._busy.release()
 
     def _fetch(self) -> None:
         try:
             self._keep(_read(self._config))
-        except (OSError, ValueError, httpx2.HTTPError, httpx2.InvalidURL) as error:
-            self._stale_at = self._next = self._clock() + RETRY_S
-            self._failed = True
-            log.warning("signing_keys_unavailable", reason=str(error))
+        except Exception as error:  # noqa: BLE001 - whatever it is, they are tried again, and not with every request
+            self._fail(error)
         finally:
             self._busy.release()
+
+    def _fail(self, error: Exception) -> None:
+        self._stale_at = self._next = self._clock() + RETRY_S
+        self._failed = True
+        log.warning("signing_keys_unavailable", reason=str(error))
 
     def _keep(self, keys: dict[str, dict[str, Any]]) -> None:
         now = self._clock()

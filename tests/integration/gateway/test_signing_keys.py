@@ -1,0 +1,63 @@
+"""Fetches of signing keys that come to nothing: they are failures like others, and there is another one."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+from tests.integration.gateway.issuer import OTHER_RSA_KEY, issuer, public_jwk
+from tests.integration.gateway.people import bearer
+from tests.integration.gateway.test_tokens import (
+    DEADLINE_S,
+    Clock,
+    identify,
+    trusting,
+    until_refused,
+)
+
+LATER_S = 3700.0
+
+
+def test_keys_are_fetched_again_once_there_is_a_thread_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody would have fetched them ever again, so a withdrawn key was good until a restart."""
+    with issuer() as issuing, capture_logs() as logs:
+        clock = Clock()
+        who = trusting(issuing, clock)
+        stolen = issuing.token(project="chat", exp=time.time() + 2 * LATER_S)
+        identify(who, bearer(stolen))
+        issuing.keys = [public_jwk(OTHER_RSA_KEY, "new")]
+        clock.ahead = LATER_S
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", _refuse)
+            assert who.identify(bearer(stolen)).project == "proj_chat"
+        clock.ahead += 6.0
+        assert until_refused(who, stolen, time.monotonic() + DEADLINE_S) == 401
+    assert [line["event"] for line in logs][:1] == ["signing_keys_unavailable"]
+
+
+def test_a_file_that_cannot_be_read_to_its_end_is_not_read_for_each_request(tmp_path: Path) -> None:
+    with issuer() as issuing, capture_logs() as logs:
+        file, clock = tmp_path / "jwks.json", Clock()
+        file.write_text(json.dumps({"keys": issuing.keys}))
+        who = trusting(issuing, clock, jwks=str(file))
+        token = issuing.token(project="chat")
+        file.write_text('{"more": ' + "[" * 100_000)
+        clock.ahead = 6.0
+        deadline = time.monotonic() + DEADLINE_S
+        while not logs and time.monotonic() < deadline:
+            identify(who, bearer(token))
+        for _ in range(20):
+            assert identify(who, bearer(token)).project == "proj_chat"
+            time.sleep(0.01)
+    assert [line["event"] for line in logs] == ["signing_keys_unavailable"]
+
+
+def _refuse(thread: threading.Thread) -> None:
+    del thread
+    raise RuntimeError("can't start new thread")
