@@ -46,8 +46,11 @@ def find(
 
 
 def get(connection: Connection, kind: type[R], within: str | None, record: str) -> R:
-    """The record with this id, in one organisation or in any. Raises NotFoundError."""
-    found = find(connection, kind, within, id=record)
+    """The record with this id, in one organisation or in any. Raises NotFoundError.
+
+    What cannot be written down is no id, and nothing to ask a database for: PostgreSQL takes no NUL.
+    """
+    found = find(connection, kind, within, id=record) if record.isprintable() else []
     if not found:
         raise NotFoundError(f"There is no {noun(kind)} with the id {record!r}.")
     return found[0]

@@ -223,6 +223,8 @@ def test_unknown_ids_are_named(store: Store, organisation: Organisation) -> None
     for refusal in unknown:
         with pytest.raises(NotFoundError, match="with the id 'nobody'"):
             refusal()
+    with pytest.raises(NotFoundError, match="with the id"):
+        accounts.create_project("no\0body", "search", actor=ME)
 
 
 def test_wrong_values_are_refused_by_name(store: Store, project: Project) -> None:
@@ -231,6 +233,9 @@ def test_wrong_values_are_refused_by_name(store: Store, project: Project) -> Non
         "name: give some": lambda: accounts.create_organisation(" \n", actor=ME),
         "name: give some ": lambda: accounts.create_organisation("a\0b", actor=ME),
         r"length <= 200.*\$.name": lambda: accounts.create_organisation("a" * 201, actor=ME),
+        r"length <= 200.*\$.models": lambda: accounts.create_key(
+            project.id, "k", models=["a" * 201], actor=ME
+        ),
         r"\$.weight": lambda: accounts.change_project(project.id, weight=0, actor=ME),
         r"\$.tier": lambda: accounts.change_project(project.id, tier="gold", actor=ME),  # type: ignore[arg-type]
         "networks: .*'10.0.0.300'": lambda: accounts.change_project(
