@@ -36,7 +36,7 @@ Window = Literal["second", "minute", "hour", "day", "month"]
 
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
 Names = Annotated[tuple[Annotated[str, Meta(max_length=200)], ...], Meta(max_length=1000)]
-Networks = Annotated[tuple[str, ...], Meta(max_length=100)]
+Networks = Annotated[tuple[Annotated[str, Meta(max_length=64)], ...], Meta(max_length=100)]
 """In CIDR notation. Every request of whom they fence in is compared with each."""
 Amount = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 TokenPrice = Annotated[int, Meta(ge=0, le=10**9)]

@@ -236,6 +236,9 @@ def test_wrong_values_are_refused_by_name(store: Store, project: Project) -> Non
         r"length <= 200.*\$.models": lambda: accounts.create_key(
             project.id, "k", models=["a" * 201], actor=ME
         ),
+        r"length <= 64.*\$.networks": lambda: accounts.change_project(
+            project.id, networks=["fe80::1%" + "x" * 64], actor=ME
+        ),
         r"\$.weight": lambda: accounts.change_project(project.id, weight=0, actor=ME),
         r"\$.tier": lambda: accounts.change_project(project.id, tier="gold", actor=ME),  # type: ignore[arg-type]
         "networks: .*'10.0.0.300'": lambda: accounts.change_project(
