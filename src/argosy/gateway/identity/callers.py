@@ -98,7 +98,6 @@ class Identity:
             return None
         claims = self._tokens.known(credential)
         if claims is None:
-            self._check_failures(asking)
             try:
                 claims = self._tokens.check(credential)
             except ApiError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argosy.gateway.identity.addresses import Address
 
 MOST = 20
-"""Failures of one address that are looked at before it has to wait."""
+"""Failures of one address before it has to wait; a good key or token of it never has to."""
 WINDOW_S = 30.0
 ADDRESSES = 4096
 """Most addresses remembered; the one whose count is oldest is forgotten first."""
@@ -31,7 +31,7 @@ class Failures:
         return count + 1
 
     def wait_s(self, address: Address | None, now: float) -> float:
-        """Seconds until the address is looked at again; 0 when it is now."""
+        """Seconds until the address may fail again; 0 when it may now."""
         count, until = self._counts.get(_source(address), (0, 0.0))
         return max(0.0, until - now) if count >= MOST else 0.0
 
