@@ -17,6 +17,8 @@ from argosy.protocol import ApiError, ModelCard, ModelList
 from argosy.store import Directory, Limit, Price
 
 T = TypeVar("T", Limit, Price)
+TOLD = 10
+"""Of what is not there, so many are named in the log."""
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
 
@@ -36,6 +38,8 @@ class Models:
         self._created = int(time.time())
         self._unknown: dict[str, tuple[str, ...]] = {}
         """Tenants that routes name in vain, by the route's name, as the log was told."""
+        self._strange: set[str] = set()
+        """Models that limits and prices name in vain, as it was told, too."""
         self.take(named, routes)
 
     def take(self, named: Mapping[str, Pool], routes: Sequence[RouteConfig]) -> None:
@@ -50,12 +54,18 @@ class Models:
         self._routes = self._read(Directory())
 
     def update(self, directory: Directory) -> None:
-        """Look for the tenants of routes among these from now on."""
+        """Look for the tenants of routes among these from now on, and say what names nothing here."""
         self._routes = self._read(directory)
         unknown = {route.name: route.unknown for route in self._routes if route.unknown}
         if unknown and unknown != self._unknown:
             log.warning("tenants_unknown", routes=unknown)
         self._unknown = unknown
+        terms: tuple[Limit | Price, ...] = (*directory.limits, *directory.prices)
+        strange = {term.model for term in terms if term.model} - self._named.keys()
+        if strange - self._strange:
+            some = sorted(strange)[:TOLD]
+            log.warning("models_of_terms_unknown", models=some, count=len(strange))
+        self._strange = strange
 
     def target(self, name: str, caller: Caller, headers: Mapping[bytes, bytes]) -> Target:
         """Who answers a caller who asks this model with these headers. Raises ApiError 404 or 403.

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +18,7 @@ from argosy.gateway.config import GatewayConfig
 from argosy.gateway.models import Models, Target
 from argosy.gateway.pools import build_models, read_models
 from argosy.protocol import ApiError
-from argosy.store import Directory, Organisation, Project
+from argosy.store import Directory, Limit, Organisation, Price, Project
 
 ACME = Organisation(id="org_1", name="acme", created_at=0)
 ZETA = Organisation(id="org_2", name="zeta", created_at=0)
@@ -268,3 +269,21 @@ def test_routes_by_accounts_need_a_store(tmp_path: Path, of_accounts: str) -> No
     path.write_text(FILE.replace("store: {}", "") + route)
     with pytest.raises(ValueError, match="add a store"):
         load_config(path)
+
+
+def test_the_log_tells_of_limits_and_prices_of_models_that_are_not_there() -> None:
+    def priced(*names: str) -> Directory:
+        prices = (Price(model=name, input=1, cached_input=1, output=1) for name in names)
+        return Directory(prices=tuple(prices))
+
+    with capture_logs() as logs:
+        served = models()
+        served.update(priced("qwen", "latest", "qwne"))
+        served.update(priced("qwne"))
+        limit = Limit(
+            id="lim_1", owner_kind="key", owner="key_1", unit="requests", amount=1, model="old"
+        )
+        served.update(msgspec.structs.replace(priced("qwne"), limits=(limit,)))
+    unknown = [(told["event"], told["models"], told["count"]) for told in logs]
+    event = "models_of_terms_unknown"
+    assert unknown == [(event, ["qwne"], 1), (event, ["old", "qwne"], 2)]
