@@ -8,6 +8,8 @@ from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
 T = TypeVar("T", bound=Hashable)
+TICK_S = 0.001
+"""Timers ring up to so much too early (libuv's): to wait for less would be to go round and round until it is time."""
 
 
 class Deadlines(Generic[T]):
@@ -35,11 +37,18 @@ class Deadlines(Generic[T]):
         self._due.pop(thing, None)
 
     def _ring(self) -> None:
-        now, self._timer = time.monotonic(), None
-        while self._due:
-            thing, due = next(iter(self._due.items()))
-            if due > now:
-                self._timer = asyncio.get_running_loop().call_later(due - now, self._ring)
-                return
-            del self._due[thing]
-            self._expired(thing)
+        now = time.monotonic()
+        try:
+            while self._due:
+                thing, due = next(iter(self._due.items()))
+                if due > now:
+                    return
+                del self._due[thing]
+                self._expired(
+                    thing
+                )  # what it adds needs no timer: there is one until the end of this
+        finally:
+            self._timer = None
+            if self._due:
+                next_s = next(iter(self._due.values())) - now
+                self._timer = asyncio.get_running_loop().call_later(max(next_s, TICK_S), self._ring)

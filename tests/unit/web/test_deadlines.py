@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
+
+import pytest
 
 from argosy.web import Deadlines
 
@@ -34,3 +37,40 @@ async def test_it_rings_again_for_what_is_added_later() -> None:
     for thing in ("first", "second"):
         deadlines.add(thing)
         assert await rung.get() == thing
+
+
+async def test_one_timer_is_enough_for_what_is_added_again_and_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop, timers, rung, enough = asyncio.get_running_loop(), 0, 0, asyncio.Event()
+    call_later = loop.call_later
+
+    def counted(*args: Any) -> asyncio.TimerHandle:
+        nonlocal timers
+        timers += 1
+        return call_later(*args)
+
+    def ring(thing: int) -> None:
+        nonlocal rung
+        rung += 1
+        deadlines.add(thing)
+        if rung == 50:
+            deadlines.remove(thing)
+            enough.set()
+
+    monkeypatch.setattr(loop, "call_later", counted)
+    deadlines = Deadlines(0.002, ring)
+    deadlines.add(1)
+    await enough.wait()
+    assert timers <= 2 * rung  # one may ring a moment too early
+
+
+async def test_one_that_fails_costs_no_other() -> None:
+    loop, failed, went_on = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+    loop.set_exception_handler(lambda *_: failed.set())
+    ended = {"ill": lambda: 1 / 0, "well": went_on.set}
+    deadlines = Deadlines(0.005, lambda thing: ended[thing]())
+    deadlines.add("ill")
+    deadlines.add("well")
+    await failed.wait()
+    await went_on.wait()
