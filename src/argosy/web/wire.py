@@ -189,8 +189,9 @@ class RequestWire:
         self._wake()
 
     def all_came(self) -> None:
-        """That was all of it."""
+        """That was all of it: what comes now may be that the client leaves."""
         self.whole = True
+        self._connection.read_on()
         self._wake()
 
     def forget(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 
@@ -45,10 +45,10 @@ async def test_one_timer_is_enough_for_what_is_added_again_and_again(
     loop, timers, rung, enough = asyncio.get_running_loop(), 0, 0, asyncio.Event()
     call_later = loop.call_later
 
-    def counted(*args: Any) -> asyncio.TimerHandle:
+    def counted(delay: float, ring: Callable[[], None]) -> asyncio.TimerHandle:
         nonlocal timers
         timers += 1
-        return call_later(*args)
+        return call_later(delay, ring)
 
     def ring(thing: int) -> None:
         nonlocal rung

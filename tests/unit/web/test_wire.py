@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from argosy.web.wire import HELD_BYTES, RequestWire
+from argosy.web.wire import HELD_BYTES, UNREAD_BYTES, RequestWire
 
 SCOPE = {"method": "POST", "http_version": "1.1"}
 EVENTS = [(b"content-type", b"text/event-stream")]
@@ -31,6 +31,7 @@ class Client:
     full = False
 
     def __init__(self) -> None:
+        self.held = False
         self.kernel = Kernel()
         self.transport: asyncio.Transport = self.kernel
 
@@ -38,9 +39,11 @@ class Client:
         del count
         return True
 
-    def hold(self) -> None: ...
+    def hold(self) -> None:
+        self.held = True
 
-    def read_on(self) -> None: ...
+    def read_on(self) -> None:
+        self.held = False
 
     def answered(self, wire: RequestWire) -> None:
         assert wire.ended
@@ -86,3 +89,12 @@ async def test_much_at_once_does_not_pile_up() -> None:
         wire.push(bytes(HELD_BYTES))
     assert sum(map(len, writes)) > 100 * HELD_BYTES
     assert max(map(len, writes)) < 2 * HELD_BYTES
+
+
+async def test_a_large_body_that_came_at_once_does_not_hide_that_its_client_leaves() -> None:
+    client = Client()
+    wire = RequestWire(client, SCOPE, keep_alive=True, expects_continue=False)
+    wire.came(bytes(UNREAD_BYTES + 1))
+    assert client.held
+    wire.all_came()
+    assert not client.held
