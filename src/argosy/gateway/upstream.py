@@ -65,13 +65,16 @@ class Upstream:
         """A new connection. Raises UpstreamError."""
         try:
             async with asyncio.timeout(self._connect_timeout_s):
-                return await self._connect()
+                made = await self._connect()
         except TimeoutError as error:
             message = f"no connection within {self._connect_timeout_s:g} s"
             raise UpstreamError(message, untouched=True) from error
         except OSError as error:
             message = f"no connection ({error.strerror or error})"
             raise UpstreamError(message, untouched=True) from error
+        if made.closed:  # it would call nobody back
+            raise UpstreamError("no connection (it was closed at once)", untouched=True)
+        return made
 
     async def _connect(self) -> Connection:
         """To the first of its name's addresses that answers. Raises OSError."""

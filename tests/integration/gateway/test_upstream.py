@@ -168,6 +168,31 @@ async def test_every_address_of_a_name_is_tried(monkeypatch: pytest.MonkeyPatch)
                 await named.connect()
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "a.test"])
+async def test_what_accepts_and_closes_is_no_connection(
+    monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    """As forwarders do whose server is away: nothing can be asked there, and nobody would be called back."""
+
+    async def find(_host: str, port: int, **_: object) -> list[object]:
+        return [(0, 0, 0, "", ("127.0.0.1", port))]
+
+    made = Connection.connection_made
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", find)
+    with socket.create_server(("127.0.0.1", 0)) as forwarder:
+
+        def made_and_closed(self: Connection, transport: asyncio.BaseTransport) -> None:
+            made(self, transport)
+            forwarder.accept()[0].close()
+
+        monkeypatch.setattr(Connection, "connection_made", made_and_closed)
+        upstream = Upstream(parse_endpoint(f"http://{host}:{forwarder.getsockname()[1]}"))
+        attempt = Attempt(time.monotonic)
+        with pytest.raises(UpstreamError):
+            await attempt.send(upstream, upstream.request(b"GET", b"/", b"", []))
+            await attempt.head
+
+
 async def test_an_address_that_never_answers_costs_a_moment_and_no_more_than_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
