@@ -136,6 +136,9 @@ class Attempt:
         try:
             self._take(body)
         except (ValueError, LookupError) as error:
+            self._take = _pass_over
+            if self.end.done():  # all of it came before `deliver`
+                self.end = asyncio.get_running_loop().create_future()
             self.abandon(f"the replica's stream cannot be read ({error})")
 
     def on_end(self) -> None:
@@ -160,3 +163,7 @@ class Attempt:
             self._early.append(piece)
             if self._piece is not None and not self._piece.done():
                 self._piece.set_result(None)
+
+
+def _pass_over(body: bytes) -> None:
+    """What comes after something that cannot be read is of no use."""

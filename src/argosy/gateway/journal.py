@@ -63,7 +63,9 @@ class JournalReader(StreamReader):
         self._held_bytes = 0
 
     def feed(self, body: bytes) -> bytes:
-        """See `StreamReader`."""
+        """See `StreamReader`. What cannot be read ends it where it was: what counts before that is passed on."""
+        if self.failure:
+            return b""
         if not self._rest and not self._held and body.startswith(_EVENT) and body.endswith(_END):
             # One token's piece comes like this: events, and the block that makes them count.
             end = body.rfind(_SEAL)
@@ -82,18 +84,20 @@ class JournalReader(StreamReader):
                     passed += self._held
                 self._held.clear()
                 self._held_bytes = 0
+                if self.failure:
+                    break
             elif not block.startswith(b":"):
                 self.done = self.done or block == _DONE
                 self._held += (block, mark)
                 self._held_bytes += len(block) + len(mark)
         if len(self._rest) + self._held_bytes > MOST_HELD_BYTES:
-            raise ValueError(f"more than {MOST_HELD_BYTES} bytes wait for what makes them count")
+            self.failure = f"more than {MOST_HELD_BYTES} bytes wait for what makes them count"
         return b"".join(passed)
 
     @property
     def steady(self) -> bool:
         """See `StreamReader`."""
-        return not (self._rest or self._held or self.done)
+        return not (self._rest or self._held or self.done or self.failure)
 
     def take_held(self) -> bytes:
         """The events that no block followed: the usage and `[DONE]`, or an error."""
@@ -103,6 +107,14 @@ class JournalReader(StreamReader):
 
     def _counts(self, entry: bytes) -> bool:
         """Take in a block; whether the events before it are for the client."""
+        try:
+            return self._take_in(entry)
+        except (ValueError, LookupError) as error:
+            self.failure = f"the replica's stream cannot be read ({error})"
+            return False
+
+    def _take_in(self, entry: bytes) -> bool:
+        """The same. Raises ValueError or LookupError, and then nothing of it was taken in."""
         delivered = self._delivered
         words = entry.split(b" ")
         if words[0] == b"prompt":
@@ -114,6 +126,7 @@ class JournalReader(StreamReader):
                 delivered.prompt_blocks = words[3] if len(words) > 3 else b""
             return True
         choice, ids = int(words[0]), words[1]
+        finish = words[2].decode() if len(words) > 2 else None
         if choice in self._told:
             return False
         if ids:
@@ -124,6 +137,6 @@ class JournalReader(StreamReader):
                 told = delivered.tokens[choice] = []
             told.append(ids)
             delivered.output_tokens += ids.count(b",") + 1
-        if len(words) > 2:
-            delivered.finished[choice] = words[2].decode()
+        if finish is not None:
+            delivered.finished[choice] = finish
         return True

@@ -22,7 +22,7 @@ class StreamReader(ABC):
 
     @abstractmethod
     def feed(self, body: bytes) -> bytes:
-        """What may be passed on now. Raises ValueError when it cannot be read."""
+        """What may be passed on now; nothing more once there was a `failure`."""
 
     @abstractmethod
     def take_held(self) -> bytes:

@@ -223,7 +223,9 @@ class ClientStream:
             if self._shortcut is not None and self._shortcut.passed_by():
                 # What was pushed is with the kernel by then.
                 asyncio.get_running_loop().call_soon(self._hurry)
-        if reader.over:
+        if reader.failure:
+            attempt.abandon(reader.failure)
+        elif reader.over:
             attempt.leave()
 
     def _count_prompt(self) -> None:

@@ -123,6 +123,37 @@ async def test_what_cannot_be_read_is_the_replicas_failure_and_no_error_of_ours(
     assert (got.status_code, got.json()["error"]["code"]) == (502, "upstream_failed")
 
 
+@pytest.mark.parametrize(
+    ("bad", "stream"),
+    [
+        (b": argosy 0 x\n\n", True),
+        (b": argosy 0 x\n\n", False),
+        (b"data: 7\n\n: argosy 0 2\n\n", False),
+    ],
+)
+async def test_an_answer_has_no_hole_where_a_piece_of_it_cannot_be_read(
+    bad: bytes, *, stream: bool
+) -> None:
+    """Also where all of it came before anybody looked."""
+    pieces = [
+        SEAL + CHUNK % (CHOICE % b'"a"') + b": argosy 0 1\n\n",
+        bad,
+        CHUNK % (CHOICE % b'"b"') + b": argosy 0 3\n\n",
+        DONE,
+    ]
+    head = (
+        b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+    )
+    body = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
+    asked = BODY | {"stream": stream}
+    async with behind(
+        lambda path: head + body if path == CHAT else whole(b"{}"), "argosy"
+    ) as running:
+        got = await running.client.post(CHAT, json=asked)
+    assert b"upstream_failed" in got.content
+    assert b'"b"' not in got.content
+
+
 async def test_text_that_is_none_is_the_servers_failure_too() -> None:
     answers = streamed(CHUNK[6:-2] % (CHOICE % b"[1]"))
     async with behind(lambda _: answers) as running:
