@@ -145,6 +145,7 @@ ODD = st.sampled_from(
         b'data: {"held":"back"}\n\n',
         b": argosy 0 \n\n",
         b": argosy 0 1,,2\n\n",
+        b": argosy 0 ,1\n\n",
         b"data: \xff\n\n",
         DONE,
     ]
@@ -198,6 +199,14 @@ def test_odd_sizes_are_for_the_parser(size: bytes) -> None:
     lane = Lane()
     news = passed(lane, [sent])
     assert (lane.got, news.rest) == (b"", sent)
+
+
+def test_ids_that_are_none_are_not_taken_for_some() -> None:
+    """An answer is carried on from them elsewhere."""
+    sent = chunk(piece(5)) + chunk(piece(6, 12345678901))
+    lane = Lane()
+    news = passed(lane, [sent])
+    assert (news.ids, news.rest) == (b"5", chunk(piece(6, 12345678901)))
 
 
 def test_it_ends_before_it_has_more_tokens_than_it_may() -> None:

@@ -188,9 +188,13 @@ async def test_what_accepts_and_closes_is_no_connection(
         monkeypatch.setattr(Connection, "connection_made", made_and_closed)
         upstream = Upstream(parse_endpoint(f"http://{host}:{forwarder.getsockname()[1]}"))
         attempt = Attempt(time.monotonic)
-        with pytest.raises(UpstreamError):
+
+        async def asked() -> None:
             await attempt.send(upstream, upstream.request(b"GET", b"/", b"", []))
             await attempt.head
+
+        with pytest.raises(UpstreamError):
+            await asked()
 
 
 async def test_an_address_that_never_answers_costs_a_moment_and_no_more_than_once(

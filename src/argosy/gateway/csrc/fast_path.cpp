@@ -31,6 +31,7 @@ namespace {
 
 constexpr size_t CHUNK_BYTES = 64 * 1024;  // larger ones are not for here
 constexpr ptrdiff_t SIZE_DIGITS = 8;
+constexpr int ID_DIGITS = 10;
 constexpr size_t READ_BYTES = 64 * 1024;
 constexpr int EVENTS = 256;
 constexpr int BUSY = 4;  // streams that have something at once: then a moment more lets the interpreter work meanwhile,
@@ -175,12 +176,14 @@ struct Passed {
     // Takes token ids; false when they are something else.
     bool count(std::string_view told) {
         int64_t found = 1;
-        for (size_t i = 0; i < told.size(); i++) {
-            bool comma = told[i] == ',';
-            if (!(told[i] >= '0' && told[i] <= '9') && !(comma && i > 0 && told[i - 1] != ',')) return false;
+        int digits = 0;
+        for (char c : told) {
+            bool comma = c == ',';
+            if (comma ? digits == 0 : c < '0' || c > '9' || digits == ID_DIGITS) return false;
+            digits = comma ? 0 : digits + 1;
             found += comma;
         }
-        if (told.empty() || told.back() == ',') return false;
+        if (digits == 0) return false;
         if (!ids.empty()) ids += ',';
         ids += told;
         tokens += found;
