@@ -24,6 +24,8 @@ from argosy.web.wire import RequestWire
 
 MOST_DIFFER = 8
 """Of a client whose heads differ so often in a row no more are compared."""
+MOST_WAITING = 100
+"""Requests of a client that wait for answers to those before; the last of so many is the connection's last."""
 MOST_UNREAD_BYTES = 1 << 30
 """Of all connections together; bodies that go on coming beyond that are refused."""
 
@@ -86,6 +88,8 @@ class Connection(asyncio.Protocol):
         """What comes now is not read: the last request has come, or something that is none."""
         self._bad = False
         """What came after the request that is being answered is no HTTP."""
+        self._more = False
+        """The client goes on sending after its last request."""
         self._incoming: RequestWire | None = None
         self._current: RequestWire | None = None
         self._waiting: deque[tuple[RequestWire, Scope]] = deque()
@@ -202,6 +206,8 @@ class Connection(asyncio.Protocol):
             self._start(wire, scope)
         else:
             self._waiting.append((wire, scope))
+            if len(self._waiting) >= MOST_WAITING:
+                self._more, wire.keep_alive = True, False
             self.hold()
 
     def on_body(self, body: bytes) -> None:
@@ -351,7 +357,7 @@ class Connection(asyncio.Protocol):
     def _part(self, wire: RequestWire) -> None:
         """Close, once the client has what it was sent: to close while it sends would take that from it."""
         transport = self.transport
-        taken = wire.whole and not transport.get_write_buffer_size()
+        taken = wire.whole and not (self._more or transport.get_write_buffer_size())
         if taken or not transport.can_write_eof():
             transport.close()
             return

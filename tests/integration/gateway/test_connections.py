@@ -150,6 +150,20 @@ async def test_pipelined_requests_are_answered_in_order() -> None:
     assert answer.endswith(b"bye")
 
 
+async def test_of_very_many_pipelined_requests_the_first_are_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The others were never taken in: each would cost much more than its few bytes."""
+    monkeypatch.setattr(connections, "MOST_WAITING", 5)
+    async with talking() as (reader, writer):
+        asked = [post("/echo", b"<%d>" % number) for number in range(5000)]
+        writer.write(b"".join(asked))
+        answer = await reader.read()
+    bodies = [one.partition(b"\r\n\r\n")[2] for one in answer.split(b"HTTP/1.1 200 OK")[1:]]
+    assert bodies == [b"<%d>" % number for number in range(6)]
+    assert answer.count(b"connection: close") == 1
+
+
 async def test_an_old_connection_ends_with_a_whole_answer() -> None:
     stream = await answer_to(COUNT, age_s=0.0)
     piece = await answer_to(post("/echo", b"asked"), age_s=0.0)
