@@ -349,7 +349,7 @@ class Connection(asyncio.Protocol):
         self._deaf = self._deaf or not wire.keep_alive
 
     def _start(self, wire: RequestWire, scope: Scope) -> None:
-        self._current = wire
+        self._current, self._unsent = wire, math.inf
         task = self._loop.create_task(wire.run(self._app, scope))
         self._server.tasks.add(task)
         task.add_done_callback(self._server.tasks.discard)
