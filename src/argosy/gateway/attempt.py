@@ -53,12 +53,10 @@ class Attempt:
         except UpstreamError as error:
             if not error.untouched or self._clock() - self.last > STALE_S:
                 raise
-            # A kept connection that the replica closed meanwhile: it never saw the request.
+            # A kept connection that the replica closed meanwhile: it never saw the request, unless it is gone with it.
             self.head = asyncio.get_running_loop().create_future()
             self.end = asyncio.get_running_loop().create_future()
-            self.sent = False
             self._connection = await upstream.connect()
-            self.sent = True
             self._connection.ask(request, self)
 
     def deliver(self, take: Callable[[bytes], None]) -> None:

@@ -206,3 +206,34 @@ async def test_loads_that_nobody_has_do_not_keep_others_from_being_asked(kind: K
     async with behind(lambda path: whole(told.get(path, b"{}")), kind) as running:
         await running.probe()
         assert (await running.client.post(CHAT, json=BODY)).is_success
+
+
+async def test_a_request_that_replicas_die_of_costs_four_though_they_had_connections() -> None:
+    """One that is cut at once may have been closed before the request came: not where nobody is there any more."""
+    died = 0
+
+    async def dying(stack: contextlib.AsyncExitStack) -> ReplicaConfig:
+        writers: list[asyncio.StreamWriter] = []
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal died
+            writers.append(writer)
+            with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+                while CHAT.encode() not in await reader.readuntil(b"\r\n\r\n"):
+                    writer.write(whole(b"{}"))
+                died += 1
+                server.close()
+                for each in writers:
+                    each.transport.abort()
+            writer.close()
+
+        server = await stack.enter_async_context(await asyncio.start_server(serve, "127.0.0.1", 0))
+        return ReplicaConfig(
+            url=f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", kind="vllm"
+        )
+
+    async with contextlib.AsyncExitStack() as stack:
+        replicas = [await dying(stack) for _ in range(6)]
+        async with front([], *replicas) as running:
+            got = await running.client.post(CHAT, json=STREAM)
+    assert (got.status_code, died) == (502, 4)
