@@ -330,7 +330,6 @@ class Connection(asyncio.Protocol):
 
     def _go_on(self, scope: Scope, body: bytes) -> None:
         """A request came as a whole, whose head need not be parsed."""
-        self._idle.remove(self)
         wire = self._wire(scope, keep_alive=True, expects_continue=False)
         self._start(wire, scope)
         wire.came(body)
@@ -349,6 +348,7 @@ class Connection(asyncio.Protocol):
         self._deaf = self._deaf or not wire.keep_alive
 
     def _start(self, wire: RequestWire, scope: Scope) -> None:
+        self._idle.remove(self)  # also where it began to come before the last answer was whole
         self._current, self._unsent = wire, math.inf
         task = self._loop.create_task(wire.run(self._app, scope))
         self._server.tasks.add(task)

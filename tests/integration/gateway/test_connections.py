@@ -428,6 +428,31 @@ async def test_a_client_that_leaves_in_the_middle_of_its_body_ends_the_request()
         await ended.wait()
 
 
+async def test_who_is_being_answered_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though its request began to come while the one before was being answered."""
+    monkeypatch.setattr(listen, "KEEP_ALIVE_S", 0.1)
+    may = asyncio.Event()
+
+    async def wait(_request: Request) -> PlainTextResponse:
+        await may.wait()
+        return PlainTextResponse("first")
+
+    async def take_long(_request: Request) -> PlainTextResponse:
+        await asyncio.sleep(0.5)
+        return PlainTextResponse("second")
+
+    async with talking(Starlette(routes=[Route("/1", wait), Route("/2", take_long)])) as (
+        reader,
+        writer,
+    ):
+        begun, rest = b"GET /2 HTTP/1.1\r\n", b"host: x\r\n\r\n"
+        writer.write(b"GET /1 HTTP/1.1\r\nhost: x\r\n\r\n" + begun)
+        may.set()
+        await reader.readuntil(b"first")
+        writer.write(rest)
+        await reader.readuntil(b"second")
+
+
 # --- clients that say that they have said all ------------------------------------------------------
 
 
