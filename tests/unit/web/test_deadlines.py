@@ -68,8 +68,8 @@ async def test_one_timer_is_enough_for_what_is_added_again_and_again(
 async def test_one_that_fails_costs_no_other() -> None:
     loop, failed, went_on = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
     loop.set_exception_handler(lambda *_: failed.set())
-    ended = {"ill": lambda: 1 / 0, "well": went_on.set}
-    deadlines = Deadlines(0.005, lambda thing: ended[thing]())
+    ended: dict[str, Callable[[], object]] = {"ill": lambda: 1 / 0, "well": went_on.set}
+    deadlines: Deadlines[str] = Deadlines(0.005, lambda thing: ended[thing]())
     deadlines.add("ill")
     deadlines.add("well")
     await failed.wait()
