@@ -44,9 +44,7 @@ class Deadlines(Generic[T]):
                 if due > now:
                     return
                 del self._due[thing]
-                self._expired(
-                    thing
-                )  # what it adds needs no timer: there is one until the end of this
+                self._expired(thing)  # what that adds needs no timer: this is one until its end
         finally:
             self._timer = None
             if self._due:
