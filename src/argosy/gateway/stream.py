@@ -181,6 +181,8 @@ class ClientStream:
                 self._journey.exchange.cut()
         attempt = self._attempt
         if attempt is None:
+            if self._replica is not None:  # another is waited for
+                self._show_now_and_then(now, limits)
             return
         if self._shortcut is not None:
             self._catch_up(self._shortcut.news(), self._shortcut.beside)
@@ -188,15 +190,12 @@ class ClientStream:
         if self._pace is not None:
             self._pace.measure(self._told, now)
             self._pace.held = self._full
-        if self._full:
-            return
         patience = limits.first_token_s if self._first_at is None else limits.between_tokens_s
         if now - self._moved_at > patience:
             self.slow_down()
             attempt.abandon(f"nothing came for {patience:g} s")
-        elif now - max(self._moved_at, self._shown_at) > limits.keep_alive_s:
-            self._shown_at = now
-            self._show_life()
+        else:
+            self._show_now_and_then(now, limits)
 
     def _take(self, body: bytes) -> None:
         reader, attempt = self._reader, self._attempt
@@ -255,6 +254,11 @@ class ClientStream:
             self._attempt.take_back(rest)
             if self._full and self._attempt is not None:
                 self._attempt.pause()
+
+    def _show_now_and_then(self, now: float, limits: StreamLimits) -> None:
+        if now - max(self._moved_at, self._shown_at) > limits.keep_alive_s:
+            self._shown_at = now
+            self._show_life()
 
     def _show_life(self) -> None:
         self._read_on()

@@ -207,6 +207,19 @@ async def test_a_replica_that_only_says_that_it_is_there_stalls() -> None:
     assert journey.delivered.output_tokens == 0
 
 
+async def test_who_waits_for_another_replica_is_shown_that_somebody_is_there() -> None:
+    now = 0.0
+    told, _, stream, attempt = feeding(Shown(), lambda: now)
+    attempt.on_body(b": argosy 0 1\n\n")
+    stream.let_go()
+    shown = []
+    for second in range(1, 49):
+        now = float(second)
+        stream.tend(now, LIMITS)
+        shown.append(told.shown)
+    assert [shown[second - 1] for second in (15, 16, 31, 32, 47, 48)] == [0, 1, 1, 2, 2, 3]
+
+
 async def test_a_replica_whose_tokens_have_no_text_yet_gets_on() -> None:
     now = 0.0
     _, journey, stream, attempt = feeding(Shown(), lambda: now)
