@@ -184,7 +184,9 @@ class Connection(asyncio.Protocol):
         """Status and headers are whole."""
         status, headers = self._parser.get_status_code(), self._headers
         self._headers = []
-        if status >= 200 and self._sink is not None and not self._whole:
+        if status < 200:
+            self._framed = False  # what it says of its length is not of the answer
+        elif self._sink is not None and not self._whole:
             self._status = status
             self._sink.on_head(status, headers)
 

@@ -57,8 +57,12 @@ async def test_a_request_goes_out_whole_and_the_connection_is_kept() -> None:
         (b"HTTP/1.1 200 OK\r\n\r\nabcde", b"abcde"),
         (b"HTTP/1.0 200 OK\r\ncontent-length: 0\r\n\r\n", b""),
         (b"HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n" + OK, b"ok"),
+        (
+            b"HTTP/1.1 103 Early Hints\r\ncontent-length: 9\r\n\r\nHTTP/1.1 200 OK\r\n\r\nto the end",
+            b"to the end",
+        ),
     ],
-    ids=["chunked", "length", "until the end", "HTTP/1.0", "interim"],
+    ids=["chunked", "length", "until the end", "HTTP/1.0", "interim", "interim with a length"],
 )
 async def test_answers_of_every_framing_come_whole_in_any_pieces(
     answer: bytes, body: bytes
