@@ -14,6 +14,8 @@ class StreamReader(ABC):
     """The answer is whole before its server knows, which need not go on."""
     failure = ""
     """Why it will not become whole, if the server said so."""
+    status = 0
+    """The HTTP status that this would have been before the stream began, if the server said that too."""
 
     @property
     def steady(self) -> bool:

@@ -177,9 +177,9 @@ class Relay:
         finally:
             deadlines.remove(attempt)
         if outcome is not Outcome.SUCCESS or _has_begun(journey):
-            raise RefusedError(outcome, f"status {status}")
+            raise RefusedError(status, f"status {status}")
         if status == 200 and attempt.headers.get(b"content-type", b"").startswith(b"text/html"):
-            raise RefusedError(Outcome.FAILURE, "a page came, and no answer")
+            raise RefusedError(502, "a page came, and no answer")
         if not dialect.journal and is_broken_off(content):
             raise UpstreamError("it broke the answer off")
         return Whole(status, content, attempt.kind)
@@ -243,7 +243,7 @@ class Relay:
         return self._dispatcher.hedge(journey, others)
 
     def _failed(self, turn: Turn, failure: UpstreamError | RefusedError) -> None:
-        """Note that a replica failed the request. Raises ApiError when it was tried enough.
+        """Note that a replica failed the request. Raises ApiError when it was tried enough, or is itself at fault.
 
         What was carried on from a replica that died has to go somewhere: the time that recovery may take bounds it,
         and how many may be lost with it without getting on. What a full one refused waits as long for room. Of what
@@ -257,6 +257,9 @@ class Relay:
         model = journey.pool.model
         log.warning("attempt_failed", replica=replica.name, model=model, reason=str(failure))
         begun = journey.delivered.output_tokens > 0
+        if failure.outcome is Outcome.SUCCESS and isinstance(failure, RefusedError) and not begun:
+            message = f"The replica refused the request: {str(failure).rstrip('.')}."
+            raise ApiError(failure.status, "refused_by_replica", message)
         free = begun or failure.outcome is Outcome.BACKPRESSURE
         if isinstance(failure, UpstreamError):
             journey.losses += turn.attempt.sent

@@ -17,8 +17,9 @@ from argosy.gateway.pace import Pace
 from argosy.gateway.reader import StreamReader
 from argosy.gateway.replica import Replica
 from argosy.gateway.shortcut import Shortcut
+from argosy.gateway.turn import RefusedError
 from argosy.gateway.upstream_connection import UpstreamError
-from argosy.policy import service
+from argosy.policy import Outcome, classify, service
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,16 +99,22 @@ class ClientStream:
         attempt.deliver(self._take)
 
     def finish(self) -> None:
-        """Pass on the end of the attempt that has ended. Raises UpstreamError when that was no answer's end."""
+        """Pass on the end of the attempt that has ended. Raises UpstreamError when that was no answer's end.
+
+        RefusedError when the server has only now said that it does not take the request.
+        """
         self._measure()
         self._attempt = None
         self.settle()
-        assert self._reader is not None  # noqa: S101 - the attempt has fed it
-        if not self._reader.done:
-            raise UpstreamError(self._reader.failure or "the stream ended before its end")
+        reader = self._reader
+        assert reader is not None  # noqa: S101 - the attempt has fed it
+        if not reader.done:
+            if self._told == self._before and classify(reader.status or 500) is not Outcome.FAILURE:
+                raise RefusedError(reader.status, reader.failure)
+            raise UpstreamError(reader.failure or "the stream ended before its end")
         self._count_prompt()
         try:
-            self._push(self._reader.take_held())
+            self._push(reader.take_held())
         except ValueError as error:
             raise UpstreamError(f"the end of its stream cannot be read ({error})") from error
         self._journey.pool.answered(self._told / self._journey.ask.choices)
@@ -222,10 +229,10 @@ class ClientStream:
             if self._shortcut is not None and self._shortcut.passed_by():
                 # What was pushed is with the kernel by then.
                 asyncio.get_running_loop().call_soon(self._hurry)
-        if reader.failure:
-            attempt.abandon(reader.failure)
-        elif reader.over:
+        if reader.over or reader.status:  # what that status means is for `finish` to say
             attempt.leave()
+        elif reader.failure:
+            attempt.abandon(reader.failure)
 
     def _count_prompt(self) -> None:
         """There is an answer, so its prompt counts: about so many tokens, as long as no server says."""

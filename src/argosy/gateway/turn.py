@@ -14,7 +14,7 @@ from argosy.gateway.journey import Journey
 from argosy.gateway.pool import Picked
 from argosy.gateway.replica import Replica
 from argosy.gateway.upstream_connection import UpstreamError
-from argosy.policy import Outcome
+from argosy.policy import Outcome, classify
 
 
 class Whole(msgspec.Struct, frozen=True):
@@ -29,9 +29,10 @@ class Whole(msgspec.Struct, frozen=True):
 class RefusedError(Exception):
     """A replica answered, with what is no answer to the request."""
 
-    def __init__(self, outcome: Outcome, reason: str) -> None:
+    def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)
-        self.outcome = outcome
+        self.status = status
+        self.outcome = classify(status)
 
 
 Begun = Whole | Leg

@@ -22,6 +22,7 @@ from argosy.gateway.dialects.events import (
     data_of,
     error_of,
     is_error,
+    status_of,
 )
 from argosy.gateway.dialects.passing import Usage
 from argosy.gateway.dialects.told import Told, encode
@@ -96,7 +97,7 @@ class ChunkReader(StreamReader):
         try:
             chunk = _decode(data)
             if is_error(chunk):
-                self.failure = error_of(chunk)
+                self.failure, self.status = error_of(chunk), status_of(chunk)
                 return b""
             changed = self._take_in(chunk)
         except UNREADABLE as error:

@@ -25,6 +25,15 @@ BROKEN_OFF = frozenset({"abort", "error", "cancelled", "timeout"})
 The last two are TensorRT-LLM's (`CompletionOutput.finish_reason`).
 """
 
+_TGI = {
+    "Input validation error": 422,
+    "Template error": 422,
+    "Missing template": 422,
+    "Tool error": 422,
+    "Model is overloaded": 429,
+}
+"""Beginnings of TGI's errors that are not its own (`router/src/infer/mod.rs`), with their status before a stream."""
+
 
 def cut(stream: bytes) -> tuple[bytes, bytes]:
     """The whole events at the beginning, and the rest. Raises ValueError when an event does not end."""
@@ -58,3 +67,14 @@ def error_of(chunk: dict[str, Any]) -> str:
     error = chunk.get("error")
     said = error if isinstance(error, dict) else chunk
     return f"it reported an error in its stream: {str(said.get('message', error))[:200]}"
+
+
+def status_of(chunk: dict[str, Any]) -> int:
+    """The HTTP status that such an error would have been, had the stream not begun; 0: it does not say."""
+    error = chunk.get("error")
+    said = error if isinstance(error, dict) else chunk
+    if "http_status_code" in said:  # TGI's, and 422 whatever happened
+        message = str(said.get("message"))
+        return next((status for begin, status in _TGI.items() if message.startswith(begin)), 500)
+    code = said.get("code")
+    return code if isinstance(code, int) and 400 <= code < 600 else 0

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from argosy.gateway.dialects.events import BROKEN_OFF, DONE, END, cut, data_of, error_of
+from argosy.gateway.dialects.events import BROKEN_OFF, DONE, END, cut, data_of, error_of, status_of
 from argosy.gateway.journal import Delivered
 from argosy.gateway.reader import StreamReader
 from argosy.protocol import SSE_DONE
@@ -160,7 +160,8 @@ class PassReader(StreamReader):
         except (msgspec.DecodeError, RecursionError):
             return True  # no chunk, but perhaps its reader knows what it is
         if chunk.error is not None or chunk.object == "error":
-            self.failure = error_of(msgspec.json.decode(data))
+            error = msgspec.json.decode(data)
+            self.failure, self.status = error_of(error), status_of(error)
             return False
         if any(choice.finish_reason in BROKEN_OFF for choice in chunk.choices):
             self.failure = "it broke the answer off"
