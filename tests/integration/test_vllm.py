@@ -158,6 +158,23 @@ async def test_what_is_more_than_text_ends_with_an_error(
 
 
 @paths
+@pytest.mark.parametrize(
+    "asks",
+    [{"logit_bias": {"999999": 1}}, {"structured_outputs": {"regex": "(("}}],
+    ids="-".join,
+)
+async def test_what_it_refuses_in_a_stream_is_the_requests_own_fault(
+    servers: list[VllmServer], path: str, asks: dict[str, object]
+) -> None:
+    async with behind(servers) as (running, client, _):
+        for _ in range(8):
+            seen = await story(client, path, asks)
+            assert [error["code"] for error in seen.errors] == ["refused_by_replica"]
+            assert (seen.text, seen.done) == ("", 0)
+        assert all(replica.breaker.closed for replica in running.replicas)
+
+
+@paths
 async def test_a_stopped_server_is_left_for_another(servers: list[VllmServer], path: str) -> None:
     async with behind(servers) as (_, client, _):
         whole = await story(client, path, {})
@@ -200,6 +217,7 @@ async def test_an_ended_server_is_missed_by_nobody(
             streams = (story(client, COMPLETION, asks, each) for each in (hurt, None))
             for stream in await asyncio.gather(*streams):
                 same(stream, whole, asks)
+            servers[1].end()  # told to leave it may hang, so who tells it ends it at last
             for answer in await asyncio.gather(*at_once):
                 assert answer.json()["choices"] == undisturbed["choices"]
                 assert answer.json()["usage"] == undisturbed["usage"]

@@ -46,34 +46,42 @@ async def _close(writer: asyncio.StreamWriter) -> None:
         await writer.wait_closed()
 
 
+async def _join(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, socket: Path, knife: Knife
+) -> None:
+    """Pass on what two ends of a connection say, until one of them has said all."""
+    behind = await asyncio.open_unix_connection(socket)
+    ways = [_copy(reader, behind[1], Knife()), _copy(behind[0], writer, knife)]
+    copies = [asyncio.ensure_future(way) for way in ways]
+    try:
+        await asyncio.wait(copies, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        behind[1].close()
+        for copy in copies:
+            copy.cancel()
+        await asyncio.gather(*copies, return_exceptions=True)
+        await _close(behind[1])
+
+
 @contextlib.asynccontextmanager
 async def proxied(socket: Path, knife: Knife) -> AsyncIterator[str]:
     """The URL at which the server behind this Unix socket is reached through `knife`."""
-    tasks: set[asyncio.Task[None]] = set()
+    connections: dict[asyncio.StreamWriter, asyncio.Task[None]] = {}
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        tasks.add(task)
         with contextlib.suppress(OSError, asyncio.CancelledError):
-            behind = await asyncio.open_unix_connection(socket)
-            whole = Knife()
-            ways = [_copy(reader, behind[1], whole), _copy(behind[0], writer, knife)]
-            copies = [asyncio.ensure_future(way) for way in ways]
-            try:
-                await asyncio.wait(copies, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for copy in copies:
-                    copy.cancel()
-                await asyncio.gather(*copies, return_exceptions=True)
-                await _close(behind[1])
+            await _join(reader, writer, socket, knife)
         await _close(writer)
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections[writer] = asyncio.ensure_future(serve(reader, writer))
+
+    server = await asyncio.start_server(accept, "127.0.0.1", 0)
     try:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     finally:
         server.close()
-        for task in tasks:
+        for writer, task in connections.items():
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+            writer.close()
+        await asyncio.gather(*connections.values(), return_exceptions=True)
