@@ -108,16 +108,23 @@ class ClientStream:
         self.settle()
         reader = self._reader
         assert reader is not None  # noqa: S101 - the attempt has fed it
-        if not reader.done:
-            if self._told == self._before and classify(reader.status or 500) is not Outcome.FAILURE:
-                raise RefusedError(reader.status, reader.failure)
-            raise UpstreamError(reader.failure or "the stream ended before its end")
+        missing = b"" if reader.done else self._missing(reader)
         self._count_prompt()
         try:
-            self._push(reader.take_held())
+            self._push(missing or reader.take_held())
         except ValueError as error:
             raise UpstreamError(f"the end of its stream cannot be read ({error})") from error
         self._journey.pool.answered(self._told / self._journey.ask.choices)
+
+    def _missing(self, reader: StreamReader) -> bytes:
+        """What is still to be told of an answer whose stream ended without `[DONE]`. Raises as `finish` does."""
+        whole = self._carrier.is_finished and not reader.failure
+        ending = self._carrier.ending() if whole else None
+        if ending is not None:
+            return ending
+        if self._told == self._before and classify(reader.status or 500) is not Outcome.FAILURE:
+            raise RefusedError(reader.status, reader.failure)
+        raise UpstreamError(reader.failure or "the stream ended before its end")
 
     def end_with(self, events: bytes) -> None:
         """Pass on the end of an answer that its replica could no longer tell."""

@@ -94,6 +94,11 @@ class Carrier:
         """Whether there could be a server that goes on."""
         return not self._passed and self._told.only_text
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether each choice was told to have come to its end."""
+        return len(self._delivered.finished) == self._ask.choices
+
     def held_back(self) -> bytes:
         """What a server has given and the client has not, when the answer ends here."""
         return self._told.held_event()
@@ -101,7 +106,7 @@ class Carrier:
     def ending(self) -> bytes | None:
         """What still has to be told of an answer that had come to its end when its server failed."""
         told, limit = self._told, self._limit
-        if self._passing is not None and self._passing.done:
+        if self._passing is not None and (self._passing.done or self.is_finished):
             return SSE_DONE
         if told.first is None:
             return None
