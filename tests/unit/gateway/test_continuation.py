@@ -258,6 +258,35 @@ def test_a_conversation_that_ends_with_the_assistant_goes_on_in_its_message() ->
     assert json.loads(second.outgoing.body)["messages"][-1]["content"] == "Well, then"
 
 
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": {"url": "https://example.com/cat.png"}},
+        {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}},
+        {"video_url": {"url": "https://example.com/cat.mp4"}},
+    ],
+    ids=lambda part: [*part][-1],
+)
+def test_a_chat_with_more_than_text_keeps_that_where_it_goes_on(part: dict[str, object]) -> None:
+    """The token ids of its prompt only say where a picture stands."""
+    content = [{"type": "text", "text": "What is this?"}, part]
+    ask = ask_for(CHAT, messages=[{"role": "user", "content": content}])
+    carrier = Carrier(ask, CHAT.encode(), Delivered())
+    first = carrier.leg(dialect_of("vllm"), "cat", 64)
+    assert first is not None
+    chunk = {"id": "1", "prompt_token_ids": [1, 2, 2, 2], "choices": []}
+    delta = {"index": 0, "delta": {"content": "A cat"}, "token_ids": [7, 8]}
+    first.reader.feed(b"data: " + msgspec.json.encode(chunk | {"choices": [delta]}) + b"\n\n")
+    second = carrier.leg(dialect_of("vllm"), "cat", 64)
+    assert second is not None
+    assert second.outgoing.path == CHAT.encode()
+    messages = json.loads(second.outgoing.body)["messages"]
+    assert messages == [
+        {"role": "user", "content": content},
+        {"role": "assistant", "content": "A cat"},
+    ]
+
+
 def told(chunk: dict[str, Any], **more: object) -> bytes:
     """An event of a completion."""
     choices = [{"index": 0, "finish_reason": None, **chunk}] if chunk else []

@@ -49,6 +49,7 @@ _MORE_THAN_TEXT = frozenset(
         "regex",
         "ebnf",
         "prompt_logprobs",
+        "prompt_embeds",
         "echo",
         "suffix",
         "audio",
@@ -76,6 +77,18 @@ def is_plain_text(ask: Ask, path: bytes) -> bool:
         return True
     wanted = msgspec.json.decode(fields["response_format"])
     return path == CHAT_PATH and isinstance(wanted, dict) and wanted.get("type") == "text"
+
+
+def is_known_by_ids(ask: Ask, path: bytes) -> bool:
+    """Whether the token ids of its prompt say all of it: those of a picture or a sound only say where it stands."""
+    if path == COMPLETION_PATH:
+        return True
+    messages = msgspec.json.decode(ask.prompt, type=list[dict[str, Any]])
+    contents = [message.get("content") for message in messages]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return all(
+        isinstance(part, str) or (isinstance(part, dict) and "text" in part) for part in parts
+    )
 
 
 def has_stop_strings(ask: Ask) -> bool:

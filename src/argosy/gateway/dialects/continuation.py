@@ -14,6 +14,7 @@ from argosy.gateway.ask import Ask
 from argosy.gateway.dialects.asking import (
     asked,
     has_stop_strings,
+    is_known_by_ids,
     is_plain_text,
     journaled,
     kept_stops,
@@ -161,7 +162,8 @@ class Carrier:
         if not ask.drew_seed:
             told.fingerprint = CARRIED_ON
         aligned = told.gate is not None or not has_stop_strings(ask)
-        if path in dialect.ids and told.has_ids and told.prompt_ids and aligned:
+        exact = aligned and is_known_by_ids(ask, path)
+        if path in dialect.ids and told.has_ids and told.prompt_ids and exact:
             ids = [*told.prompt_ids, *told.ids]
             count = len(told.ids)
             from_ids = with_ids(ask, path, dialect, model, ids, told=count, room=room)
