@@ -33,8 +33,8 @@ NOT_THERE = frozenset({401, 403, 404, 405, 501})
 
 _HEADERS = [(b"content-type", b"application/json")]
 
-WRONG = (UpstreamError, TimeoutError, msgspec.DecodeError, RecursionError)
-"""What comes of asking a server that is not well, or none; what it answers may be nested too deeply to be read."""
+WRONG = (UpstreamError, TimeoutError, msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What comes of asking a server that is not well, or none; what it answers may be no text, or nested too deeply."""
 
 
 async def get(upstream: Upstream, path: bytes, *headers: tuple[bytes, bytes]) -> tuple[int, bytes]:

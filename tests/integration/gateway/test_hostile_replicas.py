@@ -237,3 +237,10 @@ async def test_a_request_that_replicas_die_of_costs_four_though_they_had_connect
         async with front([], *replicas) as running:
             got = await running.client.post(CHAT, json=STREAM)
     assert (got.status_code, died) == (502, 4)
+
+
+@pytest.mark.parametrize("kind", ["argosy", "vllm"])
+async def test_what_is_no_text_is_no_load_and_no_list(kind: Kind) -> None:
+    told = whole(b'{"state": "\xff", "models": ["\xff"], "data": [{"id": "\xff"}]}')
+    async with behind(lambda _: told, kind) as running:
+        await running.probe()

@@ -56,3 +56,11 @@ async def test_the_models_context_is_noted_where_it_is_told() -> None:
         return 200, json.dumps({"data": listed}).encode()
 
     assert await find(ask) == Found("vllm", {"a": 64, "b": None, "c": None})
+
+
+@pytest.mark.parametrize("path", [b"/v1/models", b"/info"])
+async def test_what_is_no_text_is_of_no_kind(path: bytes) -> None:
+    async def ask(asked: bytes) -> tuple[int, bytes]:
+        return 200, b'{"data": [{"id": "\xff"}], "\xff": 1}' if asked == path else b"{}"
+
+    assert await find(ask) == Found("openai", {})

@@ -29,6 +29,7 @@ SOMETHING = [
     b'{"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}',
     b'{"error": {"message": "no"}}',
     b'{"choices": 7}',
+    b'{"choices": [{"index": 0, "delta": {"content": "\xff"}}]}',
     b"[DONE]",
 ]
 

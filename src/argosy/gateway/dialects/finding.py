@@ -63,7 +63,7 @@ async def find(ask: Ask) -> Found | None:
 def _read(body: bytes) -> list[_Card]:
     try:
         return msgspec.json.decode(body, type=_Cards).data
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError):
         return []
 
 
@@ -72,6 +72,6 @@ async def _is_tgi(ask: Ask) -> bool:
     status, body = await ask(b"/info")
     try:
         info = msgspec.json.decode(body, type=dict[str, Any]) if status == 200 else {}
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError):
         return False
     return {"model_id", "max_total_tokens", "max_concurrent_requests"} <= info.keys()

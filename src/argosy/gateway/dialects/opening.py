@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from argosy.gateway.dialects.events import UNREADABLE
 from argosy.protocol import EventParser
 
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
@@ -26,7 +27,7 @@ def _says(data: bytes) -> bool:
     try:
         choices = _decode(data).get("choices")
         return choices is None or any(_choice_says(choice) for choice in choices)
-    except (AttributeError, TypeError, RecursionError, msgspec.DecodeError):
+    except UNREADABLE:
         return bool(data.strip())
 
 
