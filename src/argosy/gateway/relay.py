@@ -180,7 +180,7 @@ class Relay:
             raise RefusedError(status, f"status {status}")
         if status == 200 and attempt.headers.get(b"content-type", b"").startswith(b"text/html"):
             raise RefusedError(502, "a page came, and no answer")
-        if not dialect.journal and is_broken_off(content):
+        if status == 200 and not dialect.journal and is_broken_off(content):
             raise UpstreamError("it broke the answer off")
         return Whole(status, content, attempt.kind)
 

@@ -16,14 +16,15 @@ class Outcome(enum.Enum):
     BACKPRESSURE = "backpressure"
     """It is alive and full (429, 503): see `backpressure`; nothing is held against it."""
     FAILURE = "failure"
-    """No connection, a stall, a cut stream, any other 5xx; 401 too: our own key for it is wrong."""
+    """No connection, a stall, a cut stream, any other 5xx; 401 too: our own key for it is wrong; and 424: TGI's engine
+    failed."""
 
 
 def classify(status: int) -> Outcome:
     """The outcome for an HTTP status."""
     if status in {429, 503}:
         return Outcome.BACKPRESSURE
-    return Outcome.FAILURE if status >= 500 or status == 401 else Outcome.SUCCESS
+    return Outcome.FAILURE if status >= 500 or status in {401, 424} else Outcome.SUCCESS
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from tests.integration.gateway.doubles.behind import CHAT, COMPLETION, gateway, stream
+from tests.integration.gateway.doubles.behind import BODIES, CHAT, COMPLETION, gateway, stream
 from tests.integration.gateway.doubles.families import DONE, Hosted, Lmdeploy, Vllm
 from tests.integration.gateway.doubles.server import (
     ANSWER,
@@ -13,6 +13,7 @@ from tests.integration.gateway.doubles.server import (
     Asked,
     Double,
     Fault,
+    Json,
     Part,
     running,
 )
@@ -63,3 +64,20 @@ async def test_an_answer_that_is_finished_needs_no_more_to_be_whole(
             assert (seen.text, seen.finish, seen.errors, seen.done) == (WHOLE, ["stop"], [], 1)
         assert len(double.asked) == 4
         assert server.replicas[0].breaker.closed
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETION])
+async def test_an_error_that_comes_with_200_is_no_answer(path: str) -> None:
+    """Some hosted APIs begin their answers before they know."""
+
+    class Erring(Open):
+        def whole(self, asked: Asked, part: Part) -> Json:
+            return {"error": {"code": 502, "message": "the provider returned an error"}}
+
+    bad, good = Erring(), Open()
+    async with running(bad, good), gateway(*behind(bad, good)) as (_, client):
+        for _ in range(2):  # in turn
+            answer = await client.post(path, json=BODIES[path])
+            assert answer.json()["usage"]["completion_tokens"] == len(ANSWER)
+        assert bad.asked
+        assert len(good.asked) == 2

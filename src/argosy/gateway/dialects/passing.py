@@ -7,9 +7,19 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from argosy.gateway.dialects.events import BROKEN_OFF, DONE, END, cut, data_of, error_of, status_of
+from argosy.gateway.dialects.events import (
+    BROKEN_OFF,
+    DONE,
+    END,
+    UNREADABLE,
+    cut,
+    data_of,
+    error_of,
+    status_of,
+)
 from argosy.gateway.journal import Delivered
 from argosy.gateway.reader import StreamReader
+from argosy.policy import Outcome, classify
 from argosy.protocol import SSE_DONE
 
 Tokens = Annotated[int, Meta(ge=0, lt=2**31)]
@@ -68,29 +78,36 @@ class _Ending(msgspec.Struct):
 
 
 class _Endings(msgspec.Struct):
-    choices: list[_Ending] = []
+    choices: list[_Ending] | None = None
+    error: Any = None
 
 
 def is_broken_off(content: bytes) -> bool:
-    """Whether a server says that a whole answer is none: it did not bring it to its end."""
+    """Whether a server says that a whole answer is none: it did not bring it to its end, or failed after its head."""
     try:
-        endings = msgspec.json.decode(content, type=_Endings)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        told = msgspec.json.decode(content, type=_Endings)
+    except UNREADABLE:
         return False
-    return any(choice.finish_reason in BROKEN_OFF for choice in endings.choices)
+    if not told.choices and told.error is not None:
+        return classify(status_of({"error": told.error}) or 500) is not Outcome.SUCCESS
+    return any(choice.finish_reason in BROKEN_OFF for choice in told.choices or ())
 
 
 class _Delta(msgspec.Struct):
-    content: str | None = None
-    reasoning: str | None = None
-    reasoning_content: str | None = None
-    refusal: str | None = None
-    tool_calls: list[Any] | None = None
+    """Text mostly; some send parts."""
+
+    content: Any = None
+    reasoning: Any = None
+    reasoning_content: Any = None
+    refusal: Any = None
+    tool_calls: Any = None
+    function_call: Any = None
+    audio: Any = None
 
     @property
     def says(self) -> bool:
         more = self.reasoning or self.reasoning_content or self.refusal or self.tool_calls
-        return bool(self.content or more)
+        return bool(self.content or more or self.function_call or self.audio)
 
 
 class _Choice(msgspec.Struct):
@@ -105,10 +122,10 @@ class _Choice(msgspec.Struct):
 
 
 class _Chunk(msgspec.Struct):
-    choices: list[_Choice] = []
+    choices: list[_Choice] | None = None
     usage: Usage | None = None
     error: Any = None
-    object: str = ""
+    object: str | None = None
 
 
 class PassReader(StreamReader):
@@ -128,7 +145,7 @@ class PassReader(StreamReader):
         """What its events say of the answer."""
         try:
             return msgspec.json.decode(self._first, type=Identity)
-        except msgspec.DecodeError:
+        except UNREADABLE:
             return None
 
     def feed(self, body: bytes) -> bytes:
@@ -163,7 +180,7 @@ class PassReader(StreamReader):
             error = msgspec.json.decode(data)
             self.failure, self.status = error_of(error), status_of(error)
             return False
-        if any(choice.finish_reason in BROKEN_OFF for choice in chunk.choices):
+        if any(choice.finish_reason in BROKEN_OFF for choice in chunk.choices or ()):
             self.failure = "it broke the answer off"
             return False
         self._first = self._first or data
@@ -172,7 +189,7 @@ class PassReader(StreamReader):
 
     def _count(self, chunk: _Chunk) -> None:
         delivered, usage = self._delivered, chunk.usage
-        for choice in chunk.choices:
+        for choice in chunk.choices or ():
             if choice.says:
                 delivered.output_tokens += 1
             if choice.finish_reason:
