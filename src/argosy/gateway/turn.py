@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
+from email.utils import parsedate_to_datetime
 
 import msgspec
 
@@ -150,6 +152,15 @@ async def _try(
 
 
 def _retry_after(attempt: Attempt) -> float | None:
-    """What the replica said about coming back, in seconds."""
-    told = attempt.headers.get(b"retry-after", b"")
-    return float(told[:6]) if told.isdigit() else None
+    """In how many seconds the replica said that it may be asked again: as a number, or a date (RFC 9110, 10.2.3)."""
+    told = attempt.headers.get(b"retry-after", b"").decode("latin-1")
+    try:
+        seconds = float(told) if told[:1].isdigit() else _date(told) - time.time()
+    except (ValueError, OverflowError):
+        return None
+    return max(0.0, seconds)
+
+
+def _date(told: str) -> float:
+    """Seconds since 1970. Raises ValueError or OverflowError when it is no date."""
+    return parsedate_to_datetime(told).timestamp()
