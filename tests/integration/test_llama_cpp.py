@@ -144,6 +144,27 @@ async def test_a_grammar_is_not_carried_on_from_its_middle(model: Path, path: st
             assert not seen.done
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,a"}}]},
+        {"content": "whose is this?"},
+    ],
+    ids=["picture", "nobody's"],
+)
+async def test_what_it_cannot_read_is_the_requests_own_fault(
+    model: Path, message: dict[str, object], stream: bool
+) -> None:
+    async with servers(model, 1) as (one,):
+        replica = ReplicaConfig(url=f"unix:{one.socket}", model="mini")
+        async with gateway(replica) as (running, client):
+            body = {"model": "big", "stream": stream, "messages": [message]}
+            for _ in range(4):
+                assert (await client.post(CHAT, json=body)).status_code == 400
+            assert running.replicas[0].breaker.closed
+
+
 async def test_a_whole_answer_comes_from_the_server_that_lives(model: Path) -> None:
     async with servers(model, 2) as both:
         replicas = [ReplicaConfig(url=f"unix:{server.socket}", model="mini") for server in both]

@@ -20,6 +20,7 @@ from argosy.gateway.dialects import (
     Leg,
     is_broken_off,
     resumed_tokens,
+    status_meant,
     whole_request,
 )
 from argosy.gateway.dispatch import RETRY_AFTER_S, Dispatcher, unavailable
@@ -176,6 +177,8 @@ class Relay:
             content = await attempt.whole()
         finally:
             deadlines.remove(attempt)
+        status = status_meant(status, content, dialect.misread)
+        outcome = classify(status)
         if outcome is not Outcome.SUCCESS or _has_begun(journey):
             raise RefusedError(status, f"status {status}")
         if status == 200 and attempt.headers.get(b"content-type", b"").startswith(b"text/html"):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from tests.integration.gateway.doubles.behind import BODIES, CHAT, COMPLETION, gateway, stream
-from tests.integration.gateway.doubles.families import DONE, Hosted, Lmdeploy, Vllm
+from tests.integration.gateway.doubles.families import DONE, Hosted, LlamaCpp, Lmdeploy, Vllm
 from tests.integration.gateway.doubles.server import (
     ANSWER,
     WHOLE,
@@ -81,3 +81,35 @@ async def test_an_error_that_comes_with_200_is_no_answer(path: str) -> None:
             assert answer.json()["usage"]["completion_tokens"] == len(ANSWER)
         assert bad.asked
         assert len(good.asked) == 2
+
+
+MISREAD = [
+    "Failed to parse messages: Missing 'role' in message: {}",
+    "image input is not supported - hint: if this is unexpected, you may need to provide the mmproj",
+    "\n------------\nWhile executing CallExpression at line 1, column 2\nError: Jinja Exception: no such role",
+]
+
+
+@pytest.mark.parametrize("message", MISREAD, ids=["message", "picture", "template"])
+async def test_what_llama_cpp_cannot_read_is_not_its_failure(message: str) -> None:
+    """It answers 500 to that, which one that reads as it does would answer as well."""
+
+    class Misreading(LlamaCpp):
+        def error(self, status: int, _: str) -> Json:
+            return {"error": {"code": status, "message": message, "type": "server_error"}}
+
+    one, two = Misreading(), Misreading()
+    async with running(one, two), gateway(*behind(one, two)) as (server, client):
+        for count in range(1, 9):
+            one.faults.append(Fault("refuse", status=500))
+            answer = await client.post(CHAT, json=BODIES[CHAT] | {"stream": count % 2 == 0})
+            assert (answer.status_code, answer.json()) == (400, one.error(500, ""))
+            assert len(one.asked) + len(two.asked) == count
+        assert all(replica.breaker.closed for replica in server.replicas)
+
+
+async def test_what_llama_cpp_fails_at_is_made_up_for_by_another() -> None:
+    one, two = LlamaCpp(), LlamaCpp()
+    async with running(one, two), gateway(*behind(one, two)) as (_, client):
+        one.faults.append(Fault("refuse", status=500))
+        assert (await stream(client, CHAT)).text == WHOLE

@@ -12,7 +12,7 @@ from argosy.gateway.dialects.dialect import (
     LoadSource,
     Reading,
 )
-from argosy.gateway.dialects.events import UNREADABLE
+from argosy.gateway.dialects.events import UNREADABLE, status_meant
 from argosy.gateway.dialects.finding import Found, find
 from argosy.gateway.dialects.kv_sources import KvAddress, KvSource
 from argosy.gateway.dialects.opening import Opening
@@ -39,6 +39,7 @@ __all__ = [
     "is_broken_off",
     "resumed_tokens",
     "sent_salt",
+    "status_meant",
     "usage_of",
     "whole_request",
 ]

@@ -28,6 +28,20 @@ NONE: frozenset[bytes] = frozenset()
 CONTINUE = {"continue_final_message": True, "add_generation_prompt": False}
 """vLLM's way to say that the last message is to be carried on."""
 
+LLAMA_CPP_MISREAD = (
+    "Failed to parse messages",
+    "Failed to parse tools",
+    "Jinja Exception",
+    "While executing ",
+    "input is not supported",
+    "Failed to load image or audio file",
+    "Failed to download image",
+    "Invalid base64 value",
+    "does not support multimodal requests",
+    "Unknown reasoning format",
+)
+"""llama.cpp's (`tools/server/server-common.cpp`, `common/{chat,jinja/value,jinja/runtime}.cpp`)."""
+
 _DIALECTS = (
     Dialect("auto", health=b"/v1/models"),
     Dialect("argosy", journal=True, unknown=frozenset()),
@@ -77,6 +91,7 @@ _DIALECTS = (
         ),
         prefill=BOTH,
         prefill_flags=CONTINUE,
+        misread=LLAMA_CPP_MISREAD,
     ),
     Dialect("openai", health=b"/v1/models"),
 )

@@ -123,3 +123,5 @@ class Dialect:
     """Fields that are left out of bodies, because it does not know them or means something else by them."""
     completion_tokens: int | None = None
     """`max_tokens` of a completion that does not say; None: no limit."""
+    misread: tuple[str, ...] = ()
+    """What is said in answers with 500 that are the request's own fault: it could not be read, and would be nowhere."""

@@ -78,3 +78,14 @@ def status_of(chunk: dict[str, Any]) -> int:
         return next((status for begin, status in _TGI.items() if message.startswith(begin)), 500)
     code = said.get("code")
     return code if isinstance(code, int) and 400 <= code < 600 else 0
+
+
+def status_meant(status: int, content: bytes, misread: tuple[str, ...]) -> int:
+    """The status of an answer, 400 where it is 500 and the error says that the request is at fault: see `Dialect`."""
+    if status != 500 or not misread:
+        return status
+    try:
+        said = error_of(msgspec.json.decode(content))
+    except UNREADABLE:
+        return status
+    return 400 if any(told in said for told in misread) else status
