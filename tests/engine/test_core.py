@@ -174,6 +174,18 @@ def test_an_abort_frees_everything_at_once(core: EngineCore) -> None:
     assert finishes == dict.fromkeys("abc", "cancelled")
 
 
+def test_a_queue_that_has_gone_is_no_longer_told(core: EngineCore) -> None:
+    """Who chooses a replica would shun this one as long as nobody asks it, which is for ever."""
+    names = [f"r{number}" for number in range(4)]
+    for name in names:
+        core.add(request(name, prompt=[5] * 1500, domain=name))
+    told = [core.step().stats.queued_tokens]
+    core.abort(names)
+    while core.has_work:
+        told.append(core.step().stats.queued_tokens)
+    assert told[0] > told[-1] == 0
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

@@ -37,6 +37,7 @@ log = structlog.get_logger(__name__)
 MAX_FAILED_STEPS = 64
 """So many failed steps in a row mean that the worker itself is broken."""
 QUEUE_REPORT_S = 0.1
+"""What waits is summed up so often, and when nothing does: that holds until the next step, whenever it comes."""
 KV_REPORT_S = 0.05
 """What decoding makes of blocks is told so often; what prompts make of them, with their first tokens."""
 PREPARE_EVERY = 32
@@ -223,7 +224,7 @@ class EngineCore:
     def _stats(self, plan: Plan, begin: float, launched: float) -> Stats:
         scheduler, memory = self.scheduler, self.scheduler.memory
         now = self._clock()
-        if now - self._queued_at >= QUEUE_REPORT_S:
+        if now - self._queued_at >= QUEUE_REPORT_S or not scheduler.has_work:
             self._queued_at = now
             self._queued_tokens = scheduler.queued_tokens
         return Stats(
