@@ -60,6 +60,7 @@ HOSTILE: dict[str, tuple[str, bytes]] = {
     "deep template variables": (CHAT, raw(b'"chat_template_kwargs": ' + b'{"a":' * 100_000)),
     "unknown field": (CHAT, raw(b'"guided_regex": "a"')),
     "long unknown field": (CHAT, raw(b'"' + b"x" * 100_000 + b'": 1')),
+    "long unknown word": (CHAT, raw(b'"truncation_side": "' + b"x" * 100_000 + b'"')),
     "no messages": (CHAT, json.dumps({"model": MODEL, "messages": []}).encode()),
     "unknown model": (CHAT, json.dumps(chat() | {"model": "x" * 10_000}).encode()),
 }

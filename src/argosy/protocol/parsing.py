@@ -17,6 +17,7 @@ _UNKNOWN = re.compile(r"unknown field `([^`]*)`")
 _MISSING = re.compile(r"missing required field `([^`]*)`")
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 _LONGEST_NAME = 100
+_LONGEST_PROBLEM = 300
 _decoder: Callable[[Any], msgspec.json.Decoder[Any]] = functools.cache(msgspec.json.Decoder)
 """A type's, made once."""
 
@@ -58,13 +59,16 @@ def _refusal(problem: str) -> ApiError:
     if missing := _MISSING.search(problem):
         name = _join(path, missing[1])
         return invalid(f"Missing parameter '{name}'. Add it.", name, "missing_required_parameter")
-    what = _PATH.sub("", problem)
+    what = _cut(_PATH.sub("", problem), _LONGEST_PROBLEM)  # it may quote what was sent
     if not path:
         return invalid(f"The body does not fit: {what}.", code="invalid_type")
     return invalid(f"Invalid value for '{path}': {what}.", path, "invalid_type")
 
 
 def _join(path: str, name: str) -> str:
-    if len(name) > _LONGEST_NAME:
-        name = name[:_LONGEST_NAME] + "..."
+    name = _cut(name, _LONGEST_NAME)
     return f"{path}.{name}" if path else name
+
+
+def _cut(text: str, longest: int) -> str:
+    return text if len(text) <= longest else text[:longest] + "..."
