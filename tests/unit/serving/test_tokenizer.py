@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -120,6 +122,29 @@ def test_many_threads_encode_alike(kind: str) -> None:
     alone = [KINDS[kind].encode(text) for text in texts]
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(KINDS[kind].encode, texts)) == alone
+
+
+def test_nobody_waits_for_a_long_text_to_be_encoded(kind: str) -> None:
+    """Streams are written by another thread, which would stand still for as long as a prompt takes."""
+    text = "the cat sat on the mat 你好 " * 20_000
+    begun, ended = threading.Event(), threading.Event()
+
+    def encode() -> None:
+        begun.set()
+        KINDS[kind].encode(text)
+        ended.set()
+
+    patience = sys.getswitchinterval()
+    sys.setswitchinterval(600)  # nobody is interrupted: who goes on was let
+    try:
+        thread = threading.Thread(target=encode)
+        thread.start()
+        begun.wait()
+        before = not ended.is_set()
+        thread.join()
+    finally:
+        sys.setswitchinterval(patience)
+    assert before
 
 
 def test_truncation_and_padding_of_the_file_are_switched_off(tmp_path: Path) -> None:

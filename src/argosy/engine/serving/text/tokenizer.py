@@ -70,11 +70,18 @@ class Tokenizer:
         return self._special
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:  # noqa: FBT001, FBT002 - as Hugging Face's
-        """Token ids of `text`; ValueError when it is no valid Unicode (a lone surrogate)."""
+        """Token ids of `text`; ValueError when it is no valid Unicode (a lone surrogate).
+
+        Other threads go on meanwhile, which the library's `encode` of one text does not let them.
+        """
         try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            (encoded,) = self._backend.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
         except (UnicodeError, TypeError) as error:
             raise ValueError(f"the text is not valid Unicode: {error}") from error
+        ids: list[int] = encoded.ids
+        return ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:  # noqa: FBT001, FBT002 - as Hugging Face's
         """The text of a whole sequence; bytes that are no UTF-8 become U+FFFD, unknown ids nothing."""
