@@ -1,4 +1,4 @@
-"""What a process that serves has to do with the system: descriptors, signals, sockets, threads, what it refuses."""
+"""What a process that serves has to do with the system: descriptors, signals, sockets, threads, standard error."""
 
 from __future__ import annotations
 
@@ -6,15 +6,20 @@ import asyncio
 import contextlib
 import contextvars
 import functools
+import io
 import os
 import resource
+import select
 import signal
 import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 T = TypeVar("T")
 
@@ -22,6 +27,12 @@ LONGEST_SOCKET = 107
 """Bytes that the path of a Unix socket may have: see unix(7)."""
 OWN = 48
 """Descriptors that a server needs whoever is there: its files, its event loop, connections that are no client's."""
+LAST = 2
+"""Descriptor of standard error."""
+AT_ONCE = select.PIPE_BUF
+"""Bytes that a pipe takes at once when it takes any."""
+PATIENCE_MS = 500
+"""How long standard error waits for who reads it, until it has once waited in vain."""
 
 
 def raise_file_limit() -> None:
@@ -117,3 +128,40 @@ async def aside(call: Callable[..., T], *given: object) -> T:
 
     threading.Thread(target=run, name="aside", daemon=True).start()
     return await done
+
+
+def keep_standard_streams() -> None:
+    """What cannot be written to standard error, or not soon, is lost from now on, and nothing else is.
+
+    Those streams that are closed are opened on nothing, for this process and its children: else whatever is opened
+    next would be taken for them.
+    """
+    while (opened := os.open(os.devnull, os.O_RDWR)) <= LAST:
+        os.set_inheritable(opened, True)  # noqa: FBT003 - as the library has it
+    os.close(opened)
+    lossy = io.BufferedWriter(_Lossy(LAST, "w", closefd=False))
+    sys.stderr = io.TextIOWrapper(lossy, errors="backslashreplace", line_buffering=True)
+
+
+class _Lossy(io.FileIO):
+    """A file to which writing never fails, and never waits for long: a pipe may be full, and its reader asleep."""
+
+    _read = True
+    """It took something when it was last asked to."""
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        """All of `data`, as far as anybody can tell; of what is lost, mostly whole lines."""
+        told = bytes(data)
+        rest = told
+        with contextlib.suppress(OSError):
+            while rest and self._has_room():
+                end = rest.rfind(b"\n", 0, AT_ONCE) + 1
+                written = super().write(rest[: end or AT_ONCE])
+                rest = rest[written:] if written else b""
+        return len(told)
+
+    def _has_room(self) -> bool:
+        asked = select.poll()
+        asked.register(self, select.POLLOUT)
+        self._read = bool(asked.poll(PATIENCE_MS if self._read else 0))
+        return self._read

@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import ssl
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,8 +18,9 @@ import openai
 import psutil
 import pytest
 from openai.types.chat import ChatCompletionUserMessageParam
-from tests.e2e.server import Server, argosy, serving
+from tests.e2e.server import ARGOSY, Server, argosy, serving
 from tests.integration.gateway.certificates import Authority
+from tests.pipes import fill
 
 from argosy.models import BUNDLED
 
@@ -249,6 +251,29 @@ def test_wherever_temporary_files_are(name: str, monkeypatch: pytest.MonkeyPatch
         answer = client.completions.create(model=model, prompt="Say", max_tokens=3, timeout=30)
         assert answer.usage is not None
         assert answer.usage.completion_tokens
+
+
+def test_a_log_that_nobody_reads_stops_neither_gateway_nor_replica(tmp_path: Path) -> None:
+    socket = str(tmp_path / "argosy.sock")
+    reading, writing = os.pipe()
+    fill(writing)
+    options = ("--threads", "1", "--kv-memory", "64MiB", "--log-level", "info", "--uds", socket)
+    with subprocess.Popen([ARGOSY, "serve", *options], stderr=writing) as process:
+        os.close(writing)
+        try:
+            while not Path(socket).exists():
+                assert process.poll() is None
+            with httpx2.Client(
+                transport=httpx2.HTTPTransport(uds=socket), base_url="http://localhost", timeout=60
+            ) as client:
+                asked = {"model": "argosy-mini", "prompt": "Say", "max_tokens": 3}
+                for _ in range(3):
+                    assert client.post("/v1/completions", json=asked).status_code == 200
+            process.terminate()
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+            os.close(reading)
 
 
 def test_it_gives_up_loudly_when_no_replica_can_be_started_any_more(tmp_path: Path) -> None:

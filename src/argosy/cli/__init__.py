@@ -11,7 +11,7 @@ def main() -> None:
     from typer.main import get_command
 
     from argosy.cli.app import app
-    from argosy.cli.standard import keep_standard_streams
+    from argosy.process import keep_standard_streams
 
     keep_standard_streams()
     command = get_command(app)

@@ -38,7 +38,9 @@ def _serve(line: bytes, reports: int, early: EarlyCore) -> int:
 
     from argosy.engine import EngineFailedError, serve_replica
     from argosy.fleet.wire import Loading, Refused, ReplicaSpec, Report, Serving
-    from argosy.process import reason_of
+    from argosy.process import keep_standard_streams, reason_of
+
+    keep_standard_streams()
 
     def report(message: Report) -> None:
         os.write(reports, msgspec.json.encode(message) + b"\n")

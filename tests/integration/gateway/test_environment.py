@@ -18,10 +18,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx2
+import msgspec
 import psutil
 import pytest
 from tests.integration.gateway.certificates import Authority
 from tests.integration.rough_server import Asked, plain, rough_server
+from tests.pipes import fill
 from tests.waiting import until
 
 from argosy.gateway import GatewayConfig, GatewayServer, ModelConfig, ReplicaConfig
@@ -86,6 +88,25 @@ def test_who_cannot_say_anything_serves_all_the_same(
         assert healthy(tmp_path, process)
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
+
+
+def test_a_log_that_nobody_reads_stops_nobody(tmp_path: Path) -> None:
+    """Its pipe is full: what is said is lost, until somebody reads again."""
+    reading, writing = os.pipe()
+    stuffing = fill(writing)
+    with os.fdopen(reading, encoding="utf-8") as log:
+        config = str(configured(tmp_path, "log_format: json"))
+        with running(*GATEWAY, config, stderr=writing) as process:
+            os.close(writing)
+            assert healthy(tmp_path, process)
+            for _ in range(1000):  # a pipe more than full of lines
+                assert asked(tmp_path, "/v1/models")
+            assert log.read(stuffing) == "." * stuffing
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0
+            events = [msgspec.json.decode(line)["event"] for line in log]
+        assert "draining" in events
+        assert "ready" not in events
 
 
 def test_who_comes_while_another_drains_keeps_the_socket(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ from argosy.engine.serving.wire import (
     Stats,
     ToCore,
 )
+from argosy.process import keep_standard_streams
 from argosy.telemetry import LogFormat, configure_logs
 
 EXIT_FAILED = 1
@@ -247,6 +248,7 @@ def main() -> NoReturn:
     if not told:  # the parent has changed its mind
         os._exit(0)
     launch = msgspec.json.decode(told, type=Launch)
+    keep_standard_streams()
     configure_logs(launch.log_format, launch.log_level, launch.log_name)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     channel = _connect(context, zmq.DEALER, launch.channel)
