@@ -364,6 +364,8 @@ def test_the_audit_log_is_listed_and_checked(url: str) -> None:
     assert own["action"] == "organisation.create"
     assert "All 4 entries" in run("audit", "verify")
     assert told("audit", "verify")["broken"] is None
+    for part in ("--organisation", "--subject", "--limit"):
+        assert "verified as a whole" in refused("audit", "verify", part, "1")
 
 
 def test_as_a_user_runs_it(tmp_path: Path) -> None:

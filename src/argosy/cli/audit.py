@@ -15,6 +15,8 @@ from argosy.cli.tables import AsJson, show, show_json
 if TYPE_CHECKING:
     from argosy.store import AuditEntry, Verdict
 
+LISTED = 50
+
 
 def audit(
     what: Annotated[
@@ -24,17 +26,25 @@ def audit(
     *,
     subject: Annotated[str | None, typer.Option(help="Id of what was changed.")] = None,
     organisation: OfOrganisation = None,
-    limit: Annotated[int, typer.Option(min=1, max=10**6, help="Most entries to list.")] = 50,
+    limit: Annotated[
+        int | None,
+        typer.Option(min=1, max=10**6, help="Most entries to list.", show_default=str(LISTED)),
+    ] = None,
     store: StoreUrl = None,
     json: AsJson = False,
 ) -> None:
     """Show who changed accounts, or `verify` the log: it exits with 1 if an entry was altered."""
+    if what == "verify" and (subject, organisation, limit) != (None, None, None):
+        fail(
+            "each entry seals all before it, whosever they are: the log is verified as a whole;"
+            " leave out --subject, --organisation and --limit"
+        )
     with opened(store) as opened_store:
         if what == "verify":
             verdict = opened_store.audit.verify()
         else:
             of = id_of_organisation(opened_store, organisation)
-            entries = opened_store.audit.within(of).entries(subject=subject, limit=limit)
+            entries = opened_store.audit.within(of).entries(subject=subject, limit=limit or LISTED)
     if what == "verify":
         _tell(verdict, json=json)
     elif json:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
 
 
 def csv_lines(lines: Iterable[Sequence[object]]) -> str:
@@ -13,6 +14,12 @@ def csv_lines(lines: Iterable[Sequence[object]]) -> str:
     safe = ([_harmless(cell) for cell in line] for line in lines)
     csv.writer(file, lineterminator="\n").writerows(safe)
     return file.getvalue()
+
+
+def csv_moment(seconds: float) -> str:
+    """A moment, from seconds since the epoch: ISO 8601 in UTC, to the microsecond, as in logs."""
+    moment = datetime.fromtimestamp(seconds, UTC).replace(tzinfo=None)
+    return f"{moment.isoformat(timespec='microseconds')}Z"
 
 
 def _harmless(cell: object) -> object:

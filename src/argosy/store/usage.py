@@ -31,7 +31,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from argosy.store import schema
 from argosy.store.database import Database
 from argosy.store.records import OwnerKind, UsageRow
-from argosy.store.spreadsheet import csv_lines
+from argosy.store.spreadsheet import csv_lines, csv_moment
 
 Group = Literal[
     "day", "organisation", "project", "key", "user", "model", "asked", "route", "replica"
@@ -216,10 +216,13 @@ class UsageLog:
             page = query.where(tuple_(table.c.ended_at, table.c.request) > after)
 
     def csv(self, where: UsageFilter = ALL) -> Iterator[str]:
-        """The rows as CSV text, a piece at a time: a line of names, then the fields of each UsageRow."""
+        """The rows as CSV text, a piece at a time: a line of names, then the fields of each UsageRow.
+
+        Moments are in ISO 8601.
+        """
         yield csv_lines([UsageRow.__struct_fields__])
         for page in self.rows(where):
-            yield csv_lines([msgspec.structs.astuple(row) for row in page])
+            yield csv_lines(map(_csv_row, page))
 
     def csv_report(self, group_by: Sequence[Group], where: UsageFilter = ALL) -> str:
         """A report as CSV text: a line of names, then one for each group. Raises ValueError as `report` does."""
@@ -307,6 +310,11 @@ def _begun(where: UsageFilter) -> list[ColumnElement[bool]]:
     day = schema.usage_days.c.day
     since = [] if where.since is None else [day >= math.ceil(where.since / DAY_S)]
     return since if where.until is None else [*since, day < math.ceil(where.until / DAY_S)]
+
+
+def _csv_row(row: UsageRow) -> list[object]:
+    moments = {"started_at": csv_moment(row.started_at), "ended_at": csv_moment(row.ended_at)}
+    return [*(msgspec.structs.asdict(row) | moments).values()]
 
 
 def _values(row: UsageRow) -> tuple[Any, ...]:

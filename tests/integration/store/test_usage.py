@@ -224,9 +224,9 @@ def test_what_a_key_spent_is_also_what_it_was_rotated_from_did(store: Store, clo
     ],
 )
 def test_no_cell_of_a_csv_is_a_formula_or_ends_the_line(store: Store, user: str, told: str) -> None:
-    store.usage.add([usage_row("1", user=user, started_at=-1.0)])
+    store.usage.add([usage_row("1", user=user, nano_dollars=-1)])
     (line,) = csv.DictReader(io.StringIO("".join(store.usage.csv()), newline=""))
-    assert (line["user"], line["started_at"]) == (told, "-1.0")
+    assert (line["user"], line["nano_dollars"]) == (told, "-1")
 
 
 def test_reports_say_what_they_can_be_by(store: Store) -> None:
@@ -246,11 +246,20 @@ def test_csv_has_every_row_and_field(store: Store) -> None:
     assert len(pieces) > 3
     header, *lines = csv.reader(io.StringIO("".join(pieces), newline=""))
     assert tuple(header) == UsageRow.__struct_fields__
-    read = [
-        msgspec.convert(dict(zip(header, line, strict=True)), UsageRow, strict=False)
-        for line in lines
-    ]
-    assert read == rows
+    cells = [dict(zip(header, line, strict=True)) for line in lines]
+    for cell in cells:
+        for moment in ("started_at", "ended_at"):
+            cell[moment] = str(datetime.fromisoformat(cell[moment]).timestamp())
+    assert [msgspec.convert(cell, UsageRow, strict=False) for cell in cells] == rows
+
+
+def test_csv_tells_moments_as_people_and_programs_read_them(store: Store) -> None:
+    row = usage_row("1", started_at=0.0, ended_at=START + 0.25)
+    store.usage.add([row])
+    (line,) = csv.DictReader(io.StringIO("".join(store.usage.csv())))
+    assert line["started_at"] == "1970-01-01T00:00:00.000000Z"
+    assert line["ended_at"].endswith(".250000Z")
+    assert datetime.fromisoformat(line["ended_at"]) == datetime.fromtimestamp(row.ended_at, UTC)
 
 
 @pytest.mark.parametrize("text", ["a\0b", "\ud800", "é" * 3000, "x" * 9000, "' --", "\u202e"])
