@@ -99,7 +99,8 @@ class Books:
         if self._settling is not None:
             await asyncio.wait({self._settling}, timeout=LAST_S)
             if not self._settling.done():
-                log.warning("usage_left", waiting=self.spool.waiting, reason="the store hangs")
+                left = {"waiting": self.spool.waiting, "lost": self.spool.in_memory}
+                log.warning("usage_left", **left, reason="the store hangs")
                 self._settling.cancel()
                 return  # a thread waits for the store still, with rows of the journal
         await aside(self.spool.close)

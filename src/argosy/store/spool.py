@@ -15,7 +15,7 @@ ended is synced to the disk at each try. What runs at that moment is as old ther
 write-back.
 
 When the disk is full, requests go on, and memory takes the place of files: up to `MEMORY_TABLES`, and told in
-the log.
+the log. So are rows that are lost there, when neither the store nor the disk has had room for them until the end.
 """
 
 from __future__ import annotations
@@ -142,7 +142,10 @@ class Spool:
         return given
 
     def close(self) -> None:
-        """Let go of everything. Files that still hold rows are for whoever recovers them."""
+        """Let go of everything. Files that still hold rows are for whoever recovers them; rows in memory are lost."""
+        lost = self.in_memory
+        if lost:
+            log.error("usage_lost", rows=lost, folder=str(self._folder), reason="the disk is full")
         with self._lock:
             tables, self._tables = self._tables, []
         for table in tables:

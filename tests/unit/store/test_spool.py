@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import shutil
 import struct
@@ -19,6 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+from structlog.testing import capture_logs
 
 from argosy.policy import Rates
 from argosy.store import Slot, Spool, SpoolError, UsageRow, open_store
@@ -360,6 +362,18 @@ def old_slot(state: int, request: str, replica: bytes, ended_at: float) -> bytes
     times = struct.pack("=2d", NOW, ended_at)
     sizes = struct.pack("=3q", zlib.crc32(text), len(text), len(replica))
     return ((counts + times + sizes + text).ljust(896, b"\0") + replica).ljust(SLOT_BYTES, b"\0")
+
+
+def test_rows_that_a_full_disk_never_took_are_lost_aloud(tmp_path: Path) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with mock.patch("os.posix_fallocate", side_effect=full):
+        spool = Spool(tmp_path)
+        slots = [spool.begin(row(str(number))) for number in range(3)]
+        slots[0].end("completed", "here", 1.0)
+        with capture_logs() as logs:
+            spool.close()
+    (told,) = logs
+    assert (told["event"], told["log_level"], told["rows"]) == ("usage_lost", "error", 3)
 
 
 def test_an_interrupted_row_ends_when_its_owner_was_last_seen(tmp_path: Path) -> None:
