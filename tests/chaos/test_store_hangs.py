@@ -15,6 +15,7 @@ import pytest
 from tests.gateways import MODEL, GatewayProcess, tenants
 from tests.integration.rough_server import rough_server
 from tests.services import PostgresServer, running_postgres
+from tests.waiting import until
 
 from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig
 from argosy.store import StoreConfig
@@ -79,6 +80,23 @@ async def test_who_is_told_to_leave_while_it_hangs_leaves_and_no_row_is_lost(
             await second.start()
             assert [row.status for row in await store.settled(2)] == ["completed"] * 2
             await second.stop()
+
+
+async def test_the_log_says_when_accounts_are_as_they_were_and_when_no_longer(
+    own_postgres: PostgresServer, tmp_path: Path
+) -> None:
+    url = own_postgres.create("stale")
+
+    def says(event: str) -> bool:
+        return any(event in line for line in first.log)
+
+    async with rough_server() as replica:
+        with tenants(url), gateway(replica.url, url, tmp_path) as first:
+            await first.start()
+            with hanging(own_postgres):
+                await until(lambda: says("accounts_not_fresh"))
+            await until(lambda: says("accounts_fresh_again"))
+            await first.stop()
 
 
 async def test_who_is_told_to_leave_while_others_migrate_leaves(

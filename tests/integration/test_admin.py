@@ -457,7 +457,9 @@ async def test_nobody_sees_the_usage_or_requests_of_others(store: Store, keys: K
         path = "/admin/me/usage?key=key_other&project=proj_other"
         assert [row["requests"] for row in (await done(await client.get(path)))["data"]] == [0]
         assert await done(await client.get("/admin/requests/mine")) == cards["mine"]
-        assert told(await client.get("/admin/requests/theirs"))[:2] == (404, "not_found")
+        unknown = await client.get("/admin/requests/theirs")
+        assert told(unknown)[:2] == (404, "not_found")
+        assert "another gateway" in unknown.json()["error"]["message"]
         seen = await client.get("/admin/requests/theirs", headers=keys["viewer"])
         assert await done(seen) == cards["theirs"]
 

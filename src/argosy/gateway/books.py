@@ -25,6 +25,8 @@ from argosy.store import (
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
 FRESH_EACH_S = 1.0
+HANGS_AFTER_S = 5.0
+"""A store that has not answered for so long is said to be away."""
 FORGET_EACH_S = 3600.0
 DAY_S = 86_400.0
 LAST_S = 10.0
@@ -68,20 +70,36 @@ class Books:
     async def keep_fresh(self, update: Callable[[Directory], Awaitable[None]]) -> None:
         """Tell `update` of all accounts each second, for as long as the gateway runs."""
         failing = False
+
+        def stale(reason: str) -> None:
+            nonlocal failing
+            if not failing:
+                log.warning("accounts_not_fresh", reason=reason)
+            failing = True
+
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(FRESH_EACH_S):
                     await self._changed.wait()
             self._changed.clear()
+            freshening = asyncio.create_task(self._freshen(update))
             try:
-                self.directory = await aside(self._read)
-                await update(self.directory)
+                if not (await asyncio.wait({freshening}, timeout=HANGS_AFTER_S))[0]:
+                    stale("the store does not answer")
+                await freshening
             except StoreError as error:
-                if not failing:
-                    log.warning("accounts_not_fresh", reason=str(error))
-                failing = True
+                stale(str(error))
             else:
+                if failing:
+                    log.info("accounts_fresh_again")
                 failing = False
+            finally:
+                freshening.cancel()
+
+    async def _freshen(self, update: Callable[[Directory], Awaitable[None]]) -> None:
+        """Raises StoreError."""
+        self.directory = await aside(self._read)
+        await update(self.directory)
 
     async def forget(self) -> None:
         """Sum up old usage, if it is not to be kept, for as long as the gateway runs."""

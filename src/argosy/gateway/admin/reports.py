@@ -72,7 +72,8 @@ def explain_request(desk: Desk, call: Call) -> dict[str, Any]:
         own = card["caller"]["project"] == call.caller.project
         if own or allows(call.caller, "viewer"):
             return card
-    message = f"Nothing is known of a request {call.id[:200]!r}, or it is too long ago."
+    why = "there was none, it is too long ago, or another gateway was asked"
+    message = f"Nothing is known here of a request {call.id[:200]!r}: {why}."
     raise ApiError(404, "not_found", message)
 
 
