@@ -121,3 +121,23 @@ async def test_a_run_without_an_answer_is_no_success() -> None:
         )
     assert ran.exit_code == 1
     assert "slow down" in ran.output
+
+
+async def test_the_key_is_the_one_that_the_other_commands_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    heads: list[bytes] = []
+
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heads.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(b"HTTP/1.1 401 X\r\ncontent-length: 0\r\n\r\n")
+        await reader.read()
+        writer.close()
+
+    async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        for name in ("OPENAI_API_KEY", "ARGOSY_API_KEY"):
+            monkeypatch.setenv(name, f"key-of-{name}")
+            ran = await asyncio.to_thread(cli, "--url", url)
+            assert ran.exit_code == 2, ran.output
+            assert f"Bearer key-of-{name}".encode() in heads[-1]

@@ -31,7 +31,11 @@ Api = Annotated[
 ]
 ApiKey = Annotated[
     str | None,
-    Option(help="Sent as a bearer token.", envvar="OPENAI_API_KEY", rich_help_panel=SERVER),
+    Option(
+        help="Sent as a bearer token.",
+        envvar=["ARGOSY_API_KEY", "OPENAI_API_KEY"],
+        rich_help_panel=SERVER,
+    ),
 ]
 Header = Annotated[
     list[str] | None,
