@@ -19,7 +19,7 @@ from tests.services import PostgresServer, RedisServer, running_postgres, runnin
 
 from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig
 from argosy.gateway.identity import AuthConfig
-from argosy.gateway.limits import LimitsConfig
+from argosy.gateway.stages.limits import LimitsConfig
 from argosy.protocol import EventParser
 from argosy.store import StoreConfig, UsageRow
 

@@ -23,7 +23,7 @@ from tests.waiting import until
 
 from argosy.gateway import ReplicaConfig
 from argosy.gateway.dialects import KvAddress
-from argosy.gateway.pool import Picked
+from argosy.gateway.replicas.pool import Picked
 from argosy.policy import BLOCK_BYTES, ExactIndex, PrefixIndex, block_names
 
 pytestmark = [

@@ -11,7 +11,7 @@ from argosy.gateway.config import (
 from argosy.gateway.identity import AuthConfig, check_exposure, is_loopback
 from argosy.gateway.routes import RouteConfig
 from argosy.gateway.server import GatewayServer, serve_gateway
-from argosy.gateway.upstream_tls import UpstreamTls
+from argosy.gateway.upstream import UpstreamTls
 
 __all__ = [
     "AuthConfig",

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 
 import structlog
 
-from argosy.gateway.ledger import settle_forever
+from argosy.gateway.stages import settle_forever
 from argosy.process import aside
 from argosy.store import (
     Directory,

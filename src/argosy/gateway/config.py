@@ -11,13 +11,13 @@ import msgspec
 from msgspec import Meta
 
 from argosy.gateway.dialects import Carry, Kind, KvAddress
-from argosy.gateway.discovery import Discover
 from argosy.gateway.explain import ExplainConfig
 from argosy.gateway.identity import AuthConfig
-from argosy.gateway.limits import LimitsConfig
+from argosy.gateway.replicas import Discover
 from argosy.gateway.routes import RouteConfig, check_route, route_name
 from argosy.gateway.settings_file import decode
-from argosy.gateway.upstream_tls import UpstreamTls
+from argosy.gateway.stages import LimitsConfig
+from argosy.gateway.upstream import UpstreamTls
 from argosy.policy import Rule
 from argosy.store import IdempotencyConfig, StoreConfig
 from argosy.web import TlsConfig

@@ -10,13 +10,13 @@ from importlib.metadata import version
 import msgspec
 import structlog
 
+from argosy.gateway.answering import Serving
 from argosy.gateway.caller import ANYONE, Caller
 from argosy.gateway.config import GatewayConfig
-from argosy.gateway.limits import Limits
 from argosy.gateway.models import Models
 from argosy.gateway.operating import Operating
 from argosy.gateway.passing import METRICS, REPLICAS, Passing
-from argosy.gateway.serving import Serving
+from argosy.gateway.stages import Limits
 from argosy.protocol import Status, Version
 from argosy.telemetry import GatewayMetrics, name_request
 from argosy.web import App, Exchange, Receive, Scope, Send, answered, check_method, nothing_at

@@ -14,11 +14,9 @@ import structlog
 
 from argosy.gateway.ask import Ask
 from argosy.gateway.caller import Caller
-from argosy.gateway.dialects import CHAT_PATH, COMPLETION_PATH
+from argosy.gateway.dialects import CHAT_PATH, COMPLETION_PATH, Delivered
 from argosy.gateway.explain import Trace, Try
-from argosy.gateway.journal import Delivered
-from argosy.gateway.pool import Picked, Pool
-from argosy.gateway.replica import Replica
+from argosy.gateway.replicas import Picked, Pool, Replica
 from argosy.protocol import ApiError
 from argosy.web import Exchange
 

@@ -8,12 +8,11 @@ from collections.abc import Callable
 
 import msgspec
 
+from argosy.gateway.answering import RETRY_AFTER_S
 from argosy.gateway.caller import Caller
-from argosy.gateway.dispatch import RETRY_AFTER_S
 from argosy.gateway.identity import check_role
 from argosy.gateway.models import Models
-from argosy.gateway.pool import Pool
-from argosy.gateway.replica import Replica
+from argosy.gateway.replicas import Pool, Replica
 from argosy.protocol import ApiError, Status
 from argosy.telemetry import (
     CONTENT_TYPE,

@@ -9,16 +9,14 @@ from collections.abc import Iterable
 import msgspec
 from msgspec import Raw
 
+from argosy.gateway.answering import unavailable
 from argosy.gateway.ask import fields_of
-from argosy.gateway.attempt import Attempt
 from argosy.gateway.caller import Caller
-from argosy.gateway.dispatch import unavailable
 from argosy.gateway.identity import check_role
-from argosy.gateway.limits import Limits
 from argosy.gateway.models import Models
-from argosy.gateway.pool import Pool
-from argosy.gateway.replica import Replica
-from argosy.gateway.upstream_connection import UpstreamError
+from argosy.gateway.replicas import Pool, Replica
+from argosy.gateway.stages import Limits
+from argosy.gateway.upstream import Attempt, UpstreamError
 from argosy.policy import Outcome, classify
 from argosy.protocol import ApiError, parse
 from argosy.web import JSON, DisconnectedError, Exchange

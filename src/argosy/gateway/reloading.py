@@ -9,8 +9,7 @@ import msgspec
 import structlog
 
 from argosy.gateway.config import GatewayConfig
-from argosy.gateway.pools import Behind, read_models
-from argosy.gateway.served import Served
+from argosy.gateway.models import Behind, Served, read_models
 from argosy.process import aside
 
 Reread = Callable[[], GatewayConfig]

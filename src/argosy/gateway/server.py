@@ -15,26 +15,18 @@ import structlog
 import uvloop
 
 from argosy.gateway.admin import build_admin
+from argosy.gateway.answering import FastPath, Serving, load_fast_path
 from argosy.gateway.books import Books
-from argosy.gateway.care import Care, look_after
 from argosy.gateway.config import GatewayConfig
-from argosy.gateway.discovery import LookUp, look_up
 from argosy.gateway.explain import Traces
-from argosy.gateway.fast_path import FastPath, load_fast_path
 from argosy.gateway.front import Front
-from argosy.gateway.idempotency import Idempotency, kept_answers
 from argosy.gateway.identity import Identity, check_exposure
 from argosy.gateway.journey import Stage
-from argosy.gateway.ledger import Ledger
-from argosy.gateway.limits import Limits, shared_state
-from argosy.gateway.models import Models
+from argosy.gateway.models import Models, Served, read_models
 from argosy.gateway.operating import Operating, read_replicas
-from argosy.gateway.pools import read_models
-from argosy.gateway.recorder import Recorder
 from argosy.gateway.reloading import Reloading, Reread
-from argosy.gateway.replica import Replica
-from argosy.gateway.served import Served
-from argosy.gateway.serving import Serving
+from argosy.gateway.replicas import Care, LookUp, Replica, look_after, look_up
+from argosy.gateway.stages import Idempotency, Ledger, Limits, Recorder, kept_answers, shared_state
 from argosy.native import NativeUnavailable
 from argosy.process import heeding, raise_file_limit
 from argosy.store import Directory, StoreConfig

@@ -12,6 +12,8 @@ import httpx2
 from tests.waiting import until
 
 from argosy.gateway.admin import build_admin
+from argosy.gateway.answering.fast_path import FastPath, load_fast_path
+from argosy.gateway.answering.serving import Serving
 from argosy.gateway.config import (
     GatewayConfig,
     ModelConfig,
@@ -20,18 +22,16 @@ from argosy.gateway.config import (
     Timeouts,
 )
 from argosy.gateway.explain import ExplainConfig, Traces
-from argosy.gateway.fast_path import FastPath, load_fast_path
 from argosy.gateway.front import Front
 from argosy.gateway.identity import Identity
 from argosy.gateway.journey import ANY, Alone, Journey, Stage, Visit
 from argosy.gateway.kv import TextsOf, follow
-from argosy.gateway.models import Models
+from argosy.gateway.models.models import Models
+from argosy.gateway.models.pools import build_models, read_models
 from argosy.gateway.operating import Operating
-from argosy.gateway.pools import build_models, read_models
-from argosy.gateway.probing import Prober
-from argosy.gateway.recorder import Recorder
-from argosy.gateway.replica import Replica
-from argosy.gateway.serving import Serving
+from argosy.gateway.replicas.probing import Prober
+from argosy.gateway.replicas.replica import Replica
+from argosy.gateway.stages.recorder import Recorder
 from argosy.policy import Outcome
 from argosy.protocol import ApiError
 from argosy.store import Directory

@@ -8,10 +8,10 @@ from typing import Any, cast
 
 from argosy.gateway.ask import read
 from argosy.gateway.caller import Caller
-from argosy.gateway.held import Held
 from argosy.gateway.journey import CHAT, Journey, Status, Visit
-from argosy.gateway.limits import Limits
-from argosy.gateway.pool import Pool
+from argosy.gateway.replicas.pool import Pool
+from argosy.gateway.stages.held import Held
+from argosy.gateway.stages.limits import Limits
 from argosy.protocol import ApiError
 from argosy.store import (
     Clock,

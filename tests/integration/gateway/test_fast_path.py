@@ -27,11 +27,11 @@ from tests.waiting import until
 
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.gateway import GatewayConfig, GatewayServer, ModelConfig, ReplicaConfig
-from argosy.gateway.answer import Streamed
-from argosy.gateway.fast_path import FastPath, News, Ride, load_fast_path
-from argosy.gateway.journal import Delivered, JournalReader
+from argosy.gateway.answering.answer import Streamed
+from argosy.gateway.answering.fast_path import FastPath, News, Ride, load_fast_path
+from argosy.gateway.answering.stream import ClientStream
+from argosy.gateway.dialects.journal import Delivered, JournalReader
 from argosy.gateway.journey import ANY
-from argosy.gateway.stream import ClientStream
 from argosy.web import Exchange
 
 DONE = b"data: [DONE]\n\n"

@@ -13,7 +13,8 @@ from tests.integration.rough_server import Answer, Asked, plain, rough_server
 from tests.integration.serving import MODEL, serve
 
 from argosy.engine.serving.text.tokenizer import Tokenizer
-from argosy.gateway import ReplicaConfig, probing
+from argosy.gateway import ReplicaConfig
+from argosy.gateway.replicas import probing
 
 
 async def fails(asked: Asked) -> None:

@@ -20,7 +20,7 @@ from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.gateway import ReplicaConfig, Timeouts
 from argosy.gateway.dialects import Kind
 from argosy.gateway.journey import Journey
-from argosy.gateway.replica import Replica
+from argosy.gateway.replicas.replica import Replica
 from argosy.policy.hedging import RESERVE, SHARE
 from argosy.protocol import event
 from argosy.telemetry import GatewayReading

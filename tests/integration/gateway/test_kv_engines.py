@@ -31,9 +31,9 @@ from argosy.gateway import ReplicaConfig, load_config
 from argosy.gateway.dialects import Kind, KvAddress
 from argosy.gateway.kv.following import follow
 from argosy.gateway.kv.texts import TextsOf
-from argosy.gateway.pool import Picked
-from argosy.gateway.replica import Replica
-from argosy.gateway.upstream import Upstream
+from argosy.gateway.replicas.pool import Picked
+from argosy.gateway.replicas.replica import Replica
+from argosy.gateway.upstream.upstream import Upstream
 from argosy.policy import BLOCK_BYTES, ExactIndex, PrefixIndex, block_names
 from argosy.protocol import parse_endpoint
 

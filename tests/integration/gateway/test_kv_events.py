@@ -19,8 +19,8 @@ from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.engine.serving.wire import KvChange
 from argosy.gateway.kv.following import follow
 from argosy.gateway.kv.texts import TextsOf
-from argosy.gateway.replica import Replica
-from argosy.gateway.upstream import Upstream
+from argosy.gateway.replicas.replica import Replica
+from argosy.gateway.upstream.upstream import Upstream
 from argosy.policy import ExactIndex
 from argosy.protocol import EventParser, KvEvent, pack_names, parse_endpoint, unpack_names
 

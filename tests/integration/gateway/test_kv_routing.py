@@ -15,8 +15,8 @@ from tests.waiting import until
 
 from argosy.engine.serving.core.client import EngineClient
 from argosy.gateway import ReplicaConfig
-from argosy.gateway.pool import Picked
-from argosy.gateway.replica import Replica
+from argosy.gateway.replicas.pool import Picked
+from argosy.gateway.replicas.replica import Replica
 from argosy.policy import BLOCK_BYTES, ExactIndex, PrefixIndex
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -20,8 +20,8 @@ from tests.waiting import until
 from argosy.gateway.ask import read
 from argosy.gateway.caller import Caller
 from argosy.gateway.journey import CHAT, Journey, Status
-from argosy.gateway.ledger import Ledger, settle_forever
-from argosy.gateway.pool import Pool
+from argosy.gateway.replicas.pool import Pool
+from argosy.gateway.stages.ledger import Ledger, settle_forever
 from argosy.protocol import ApiError
 from argosy.store import Directory, Price, Spool, SpoolFullError, UsageRow, open_store
 from argosy.web import Exchange

@@ -25,8 +25,8 @@ from tests.integration.gateway.limit_world import (
 
 from argosy.gateway.books import Books
 from argosy.gateway.journey import Status
-from argosy.gateway.limit_words import duration
-from argosy.gateway.limits import LimitsConfig, shared_state
+from argosy.gateway.stages.limit_words import duration
+from argosy.gateway.stages.limits import LimitsConfig, shared_state
 from argosy.store import (
     Directory,
     Limit,

@@ -15,9 +15,9 @@ from tests.waiting import until
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.engine.serving.wire import Stats
 from argosy.gateway import ReplicaConfig
-from argosy.gateway.probing import Prober
-from argosy.gateway.replica import Replica
-from argosy.gateway.upstream import Upstream
+from argosy.gateway.replicas.probing import Prober
+from argosy.gateway.replicas.replica import Replica
+from argosy.gateway.upstream.upstream import Upstream
 from argosy.policy import BLOCK_BYTES, BLOCK_TOKENS, Outcome, PrefixIndex, ReplicaLoad, chain
 from argosy.protocol import parse_endpoint
 

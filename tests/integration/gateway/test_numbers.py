@@ -40,8 +40,8 @@ from argosy.gateway.caller import Caller
 from argosy.gateway.config import Timeouts
 from argosy.gateway.explain import ExplainConfig, Traces
 from argosy.gateway.journey import Journey, Visit
-from argosy.gateway.limits import Limits
-from argosy.gateway.recorder import Recorder
+from argosy.gateway.stages.limits import Limits
+from argosy.gateway.stages.recorder import Recorder
 from argosy.protocol import ApiError
 from argosy.store import Directory, Limit, UsageRow, open_shared
 from argosy.telemetry import GatewayMetrics, GatewayReading

@@ -45,8 +45,8 @@ Json = dict[str, Any]
 
 @pytest.fixture(autouse=True)
 def _quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("argosy.gateway.probing.OTHERS_EACH_S", 0.05)
-    monkeypatch.setattr("argosy.gateway.served.RETIRED_EACH_S", 0.01)
+    monkeypatch.setattr("argosy.gateway.replicas.probing.OTHERS_EACH_S", 0.05)
+    monkeypatch.setattr("argosy.gateway.models.served.RETIRED_EACH_S", 0.01)
 
 
 @dataclass
@@ -299,7 +299,7 @@ async def test_certificates_that_the_gateway_shows_are_taken_in_again(
 async def test_names_keep_their_addresses_when_their_settings_change(
     file: File, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("argosy.gateway.discovery.EACH_S", 0.01)
+    monkeypatch.setattr("argosy.gateway.replicas.discovery.EACH_S", 0.01)
     answers = asyncio.Event()
     answers.set()
 

@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 from tests.integration.gateway.wire import CHUNKED, OK, Kept, ask, read_request, serving
 from tests.waiting import still
 
-from argosy.gateway import attempt as attempts
-from argosy.gateway import upstream_connection
-from argosy.gateway.attempt import Attempt
-from argosy.gateway.upstream import NEXT_ADDRESS_S, Upstream
-from argosy.gateway.upstream_connection import Connection, UpstreamError
+from argosy.gateway.upstream import attempt as attempts
+from argosy.gateway.upstream import connection as upstream_connection
+from argosy.gateway.upstream.attempt import Attempt
+from argosy.gateway.upstream.connection import Connection, UpstreamError
+from argosy.gateway.upstream.upstream import NEXT_ADDRESS_S, Upstream
 from argosy.protocol import parse_endpoint
 
 

@@ -8,8 +8,8 @@ import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
-from argosy.gateway.upstream import Upstream
-from argosy.gateway.upstream_connection import Connection, UpstreamError
+from argosy.gateway.upstream.connection import Connection, UpstreamError
+from argosy.gateway.upstream.upstream import Upstream
 from argosy.protocol import parse_endpoint
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]

@@ -23,7 +23,7 @@ from tests.integration.gateway.doubles.server import ANSWER, WHOLE, Asked, Doubl
 
 from argosy.gateway.ask import Ask, read
 from argosy.gateway.dialects import Carrier, Carry, Dialect, Kind, Leg, dialect_of
-from argosy.gateway.journal import Delivered
+from argosy.gateway.dialects.journal import Delivered
 from argosy.protocol import EventParser
 
 KINDS: dict[Kind, type[Double]] = {

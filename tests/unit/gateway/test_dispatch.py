@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from tests.integration.gateway.limit_world import request
 
 from argosy.gateway import GatewayConfig, ModelConfig, QueueConfig, ReplicaConfig
+from argosy.gateway.answering.dispatch import Dispatcher
 from argosy.gateway.caller import Caller
-from argosy.gateway.dispatch import Dispatcher
 from argosy.gateway.journey import Journey
-from argosy.gateway.pools import build_models, read_models
+from argosy.gateway.models.pools import build_models, read_models
 from argosy.policy import Outcome
 
 STEPS = st.lists(

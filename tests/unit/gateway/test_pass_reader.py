@@ -9,8 +9,8 @@ import pytest
 
 from argosy.gateway.ask import read
 from argosy.gateway.dialects import CHAT_PATH, Carrier, dialect_of
-from argosy.gateway.journal import Delivered
-from argosy.gateway.reader import StreamReader
+from argosy.gateway.dialects.journal import Delivered
+from argosy.gateway.dialects.reader import StreamReader
 
 ASKED = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "stream": True}
 

@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from argosy.gateway.ask import read
-from argosy.gateway.pool import Pool
-from argosy.gateway.replica import Replica
-from argosy.gateway.upstream import Upstream
+from argosy.gateway.replicas.pool import Pool
+from argosy.gateway.replicas.replica import Replica
+from argosy.gateway.upstream.upstream import Upstream
 from argosy.protocol import parse_endpoint
 
 PROMPT = "Tell me of the king. " * 100

@@ -15,8 +15,8 @@ from structlog.testing import capture_logs
 from argosy.gateway import ModelConfig, ReplicaConfig, RouteConfig, load_config
 from argosy.gateway.caller import Caller
 from argosy.gateway.config import GatewayConfig
-from argosy.gateway.models import Models, Target
-from argosy.gateway.pools import build_models, read_models
+from argosy.gateway.models.models import Models, Target
+from argosy.gateway.models.pools import build_models, read_models
 from argosy.protocol import ApiError
 from argosy.store import Directory, Limit, Organisation, Price, Project
 

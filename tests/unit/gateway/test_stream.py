@@ -13,17 +13,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from argosy.gateway.answering.stream import ClientStream, StreamLimits
 from argosy.gateway.ask import read
-from argosy.gateway.attempt import Attempt
 from argosy.gateway.caller import ANYONE
 from argosy.gateway.dialects import Carrier
-from argosy.gateway.journal import Delivered, JournalReader
+from argosy.gateway.dialects.journal import Delivered, JournalReader
 from argosy.gateway.journey import ANY, CHAT, Alone, Journey
-from argosy.gateway.pool import Pool
-from argosy.gateway.replica import Replica
-from argosy.gateway.stream import ClientStream, StreamLimits
-from argosy.gateway.upstream import Upstream
-from argosy.gateway.upstream_connection import UpstreamError
+from argosy.gateway.replicas.pool import Pool
+from argosy.gateway.replicas.replica import Replica
+from argosy.gateway.upstream.attempt import Attempt
+from argosy.gateway.upstream.connection import UpstreamError
+from argosy.gateway.upstream.upstream import Upstream
 from argosy.policy import service
 from argosy.protocol import EventParser, parse_endpoint
 from argosy.web import Exchange

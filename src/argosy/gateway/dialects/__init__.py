@@ -14,9 +14,11 @@ from argosy.gateway.dialects.dialect import (
 )
 from argosy.gateway.dialects.events import UNREADABLE, status_meant
 from argosy.gateway.dialects.finding import Found, find
+from argosy.gateway.dialects.journal import Delivered
 from argosy.gateway.dialects.kv_sources import KvAddress, KvSource
 from argosy.gateway.dialects.opening import Opening
 from argosy.gateway.dialects.passing import Identity, is_broken_off, usage_of
+from argosy.gateway.dialects.reader import StreamReader
 
 __all__ = [
     "CHAT_PATH",
@@ -24,6 +26,7 @@ __all__ = [
     "UNREADABLE",
     "Carrier",
     "Carry",
+    "Delivered",
     "Dialect",
     "Found",
     "Identity",
@@ -34,6 +37,7 @@ __all__ = [
     "LoadSource",
     "Opening",
     "Reading",
+    "StreamReader",
     "dialect_of",
     "find",
     "is_broken_off",

@@ -24,10 +24,10 @@ from argosy.gateway.dialects.events import (
     is_error,
     status_of,
 )
+from argosy.gateway.dialects.journal import Delivered
 from argosy.gateway.dialects.passing import Usage
+from argosy.gateway.dialects.reader import StreamReader
 from argosy.gateway.dialects.told import Told, encode
-from argosy.gateway.journal import Delivered
-from argosy.gateway.reader import StreamReader
 from argosy.protocol import SSE_DONE
 
 _decode = msgspec.json.Decoder(dict[str, Any]).decode

@@ -28,11 +28,11 @@ from argosy.gateway.dialects.asking import (
 )
 from argosy.gateway.dialects.chunks import ChunkReader, View
 from argosy.gateway.dialects.dialect import COMPLETION_PATH, Dialect
+from argosy.gateway.dialects.journal import Delivered, JournalReader
 from argosy.gateway.dialects.passing import Identity, PassReader
+from argosy.gateway.dialects.reader import StreamReader
 from argosy.gateway.dialects.stops import StopGate
 from argosy.gateway.dialects.told import CARRIED_ON, Told
-from argosy.gateway.journal import Delivered, JournalReader
-from argosy.gateway.reader import StreamReader
 from argosy.protocol import SSE_DONE
 
 

@@ -17,8 +17,8 @@ from argosy.gateway.dialects.events import (
     error_of,
     status_of,
 )
-from argosy.gateway.journal import Delivered
-from argosy.gateway.reader import StreamReader
+from argosy.gateway.dialects.journal import Delivered
+from argosy.gateway.dialects.reader import StreamReader
 from argosy.policy import Outcome, classify
 from argosy.protocol import SSE_DONE
 

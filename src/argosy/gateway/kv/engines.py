@@ -14,9 +14,8 @@ from argosy.gateway.dialects import KvAddress, KvSource
 from argosy.gateway.kv.batches import Batches, Cleared, Removed, Stored
 from argosy.gateway.kv.feed import Feed, LostError, UnmetError
 from argosy.gateway.kv.texts import AGAIN_S, LATER_S, WRONG, TextsOf, TooMuchError, texts_of
-from argosy.gateway.probing import TIMEOUT_S, get
-from argosy.gateway.replica import Replica
-from argosy.gateway.upstream_connection import UpstreamError
+from argosy.gateway.replicas import PROBE_TIMEOUT_S, Replica
+from argosy.gateway.upstream import UpstreamError, get
 from argosy.policy import MOST_TOLD, EngineBlocks, ExactIndex, PrefixIndex
 from argosy.protocol import KvReading
 
@@ -67,7 +66,7 @@ class EngineFollower:
 
     async def _find(self) -> KvAddress | None:
         """Ask the server where it publishes. Raises UpstreamError, TimeoutError, or one of `WRONG`."""
-        async with asyncio.timeout(TIMEOUT_S):
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
             status, body = await get(self._replica.upstream, self._source.path)
         ports = self._source.read(body) if status == 200 else None
         return None if ports is None else ports.at(self._replica.upstream.endpoint)

@@ -12,11 +12,9 @@ import time
 import msgspec
 import structlog
 
-from argosy.gateway.attempt import Attempt
 from argosy.gateway.kv.texts import AGAIN_S, LATER_S, WRONG, TextsOf, TooMuchError, texts_of
-from argosy.gateway.probing import NOT_THERE
-from argosy.gateway.replica import Replica
-from argosy.gateway.upstream_connection import UpstreamError
+from argosy.gateway.replicas import NOT_THERE, Replica
+from argosy.gateway.upstream import Attempt, UpstreamError
 from argosy.policy import MOST_HELD, ExactIndex, PrefixIndex
 from argosy.protocol import EventParser, KvEvent, KvReading, unpack_names
 

@@ -7,7 +7,7 @@ import asyncio
 from argosy.gateway.kv.engines import EngineFollower
 from argosy.gateway.kv.events import EventFollower
 from argosy.gateway.kv.texts import AGAIN_S, TextsOf
-from argosy.gateway.replica import Replica
+from argosy.gateway.replicas import Replica
 
 
 async def follow(replica: Replica, texts: TextsOf) -> None:

@@ -8,11 +8,9 @@ from collections.abc import Sequence
 
 import structlog
 
-from argosy.gateway.discovery import LookUp
-from argosy.gateway.members import Members
-from argosy.gateway.pool import Pool
-from argosy.gateway.pools import Behind, build_models, hedging_of, named
-from argosy.gateway.replica import Replica
+from argosy.gateway.models.members import Members
+from argosy.gateway.models.pools import Behind, build_models, hedging_of, named
+from argosy.gateway.replicas import LookUp, Pool, Replica
 from argosy.gateway.routes import RouteConfig
 
 FIRST_S = 5.0

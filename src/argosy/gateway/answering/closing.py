@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from argosy.gateway.answer import usage
+from argosy.gateway.answering.answer import usage
 from argosy.gateway.dialects import Identity
 from argosy.gateway.journey import CHAT, Journey
 from argosy.protocol import SSE_DONE, event

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from argosy.gateway.answer import Streamed
-from argosy.gateway.attempt import Attempt
-from argosy.gateway.fast_path import FastPath, News, Ride
+from argosy.gateway.answering.answer import Streamed
+from argosy.gateway.answering.fast_path import FastPath, News, Ride
 from argosy.gateway.journey import ANY, Visit
+from argosy.gateway.upstream import Attempt
 
 WORTHWHILE = 16
 """Pieces after which it was worth the way there and back."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from argosy.gateway.replica import Replica
+from argosy.gateway.replicas import Replica
 
 
 class Pace:

@@ -20,12 +20,11 @@ class UpstreamTls(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     server_name: str | None = None
     """The name that is asked for (SNI) and verified, where the URL has an address or another name."""
 
-
-def digest(config: UpstreamTls) -> bytes:
-    """Differs when the files have other contents. Raises OSError."""
-    paths = (config.ca, config.certificate, config.key)
-    found = [Path(path).read_bytes() for path in paths if path is not None]
-    return hashlib.blake2b(b"\0".join(found)).digest()
+    def digest(self) -> bytes:
+        """Differs when the files have other contents. Raises OSError."""
+        paths = (self.ca, self.certificate, self.key)
+        found = [Path(path).read_bytes() for path in paths if path is not None]
+        return hashlib.blake2b(b"\0".join(found)).digest()
 
 
 def client_context(config: UpstreamTls) -> ssl.SSLContext:

@@ -10,9 +10,12 @@ from dataclasses import dataclass
 
 import structlog
 
-from argosy.gateway.answer import Out
+from argosy.gateway.answering.answer import Out
+from argosy.gateway.answering.dispatch import RETRY_AFTER_S, Dispatcher, unavailable
+from argosy.gateway.answering.headers import request_headers
+from argosy.gateway.answering.stream import ClientStream
+from argosy.gateway.answering.turn import Begun, Race, RefusedError, Turn, Whole
 from argosy.gateway.ask import Ask
-from argosy.gateway.attempt import Attempt
 from argosy.gateway.config import Timeouts
 from argosy.gateway.dialects import (
     Carrier,
@@ -23,14 +26,9 @@ from argosy.gateway.dialects import (
     status_meant,
     whole_request,
 )
-from argosy.gateway.dispatch import RETRY_AFTER_S, Dispatcher, unavailable
-from argosy.gateway.headers import request_headers
 from argosy.gateway.journey import Journey
-from argosy.gateway.pool import Picked
-from argosy.gateway.replica import Replica
-from argosy.gateway.stream import ClientStream
-from argosy.gateway.turn import Begun, Race, RefusedError, Turn, Whole
-from argosy.gateway.upstream_connection import UpstreamError
+from argosy.gateway.replicas import Picked, Replica
+from argosy.gateway.upstream import Attempt, UpstreamError
 from argosy.policy import Outcome, backoff_s, classify
 from argosy.protocol import ApiError
 from argosy.web import Deadlines

@@ -9,13 +9,18 @@ from functools import partial
 
 import structlog
 
-from argosy.gateway.care import Care, look_after
-from argosy.gateway.discovery import Discover, Discovery, LookUp
 from argosy.gateway.kv import TextsOf, follow
-from argosy.gateway.pool import Pool
-from argosy.gateway.pools import Entry
-from argosy.gateway.probing import Prober
-from argosy.gateway.replica import Replica
+from argosy.gateway.models.pools import Entry
+from argosy.gateway.replicas import (
+    Care,
+    Discover,
+    Discovery,
+    LookUp,
+    Pool,
+    Prober,
+    Replica,
+    look_after,
+)
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 

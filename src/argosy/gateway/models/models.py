@@ -11,7 +11,7 @@ import structlog
 
 from argosy.gateway.caller import Caller
 from argosy.gateway.identity import check_model, may_use
-from argosy.gateway.pool import Pool
+from argosy.gateway.replicas import Pool
 from argosy.gateway.routes import Route, RouteConfig, read_routes
 from argosy.protocol import ApiError, ModelCard, ModelList
 from argosy.store import Directory, Limit, Price

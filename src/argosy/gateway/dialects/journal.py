@@ -10,7 +10,7 @@ from array import array
 
 import msgspec
 
-from argosy.gateway.reader import StreamReader
+from argosy.gateway.dialects.reader import StreamReader
 
 _END = b"\n\n"
 _MARK = b": argosy "

@@ -8,7 +8,7 @@ from functools import lru_cache
 from urllib.parse import quote
 
 from argosy.gateway.journey import Journey
-from argosy.gateway.replica import Replica
+from argosy.gateway.replicas import Replica
 
 _FIXED = [(b"content-type", b"application/json"), (b"accept-encoding", b"identity")]
 _TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(?:-[!-~]{0,64})?")

@@ -13,9 +13,9 @@ import structlog
 
 from argosy.gateway.ask import DEFAULT_OUTPUT
 from argosy.gateway.caller import TIERS, Caller
-from argosy.gateway.held import Held, Party, Unsure, wants_of
 from argosy.gateway.journey import Journey
-from argosy.gateway.limit_words import Headers, kept_out, let_in, refused, unavailable
+from argosy.gateway.stages.held import Held, Party, Unsure, wants_of
+from argosy.gateway.stages.limit_words import Headers, kept_out, let_in, refused, unavailable
 from argosy.policy import (
     Meter,
     OutputEstimates,

@@ -13,7 +13,7 @@ from msgspec import Raw
 
 from argosy.gateway.ask import BYTES_PER_TOKEN, DEFAULT_OUTPUT, Ask
 from argosy.gateway.dialects import sent_salt
-from argosy.gateway.replica import RANKS, Replica, nobody_waits
+from argosy.gateway.replicas.replica import RANKS, Replica, nobody_waits
 from argosy.policy import (
     BLOCK_BYTES,
     CHOOSERS,

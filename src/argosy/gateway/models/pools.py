@@ -8,12 +8,10 @@ from typing import NamedTuple
 import msgspec
 
 from argosy.gateway.config import GatewayConfig, ModelConfig, ReplicaConfig, Timeouts, headers_of
-from argosy.gateway.models import Models
-from argosy.gateway.pool import Pool
-from argosy.gateway.replica import Replica
+from argosy.gateway.models.models import Models
+from argosy.gateway.replicas import Pool, Replica
 from argosy.gateway.routes import RouteConfig
-from argosy.gateway.upstream import Upstream
-from argosy.gateway.upstream_tls import client_context, digest
+from argosy.gateway.upstream import Upstream, client_context
 from argosy.policy import Absence, Hedging
 from argosy.protocol import parse_endpoint
 
@@ -31,7 +29,7 @@ class Entry:
         self._model = config.model or model
         self._headers = headers_of(config)
         self._tls = client_context(config.tls) if self.endpoint.tls else None
-        self._files = digest(config.tls)
+        self._files = config.tls.digest()
         self._timeouts = timeouts
 
     def replica(self, address: str | None = None) -> Replica:

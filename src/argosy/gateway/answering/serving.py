@@ -9,15 +9,17 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from argosy.gateway.answer import Gathered, Out, Streamed
+from argosy.gateway.answering.answer import Gathered, Out, Streamed
+from argosy.gateway.answering.dispatch import RETRY_AFTER_S, Dispatcher
+from argosy.gateway.answering.fast_path import FastPath
+from argosy.gateway.answering.relay import Relay, Ways
+from argosy.gateway.answering.shortcut import Shortcut
+from argosy.gateway.answering.stream import ClientStream, StreamLimits
 from argosy.gateway.ask import Ask, read
-from argosy.gateway.attempt import Attempt
 from argosy.gateway.caller import TIERS, Caller
 from argosy.gateway.config import GatewayConfig
 from argosy.gateway.dialects import Carrier
-from argosy.gateway.dispatch import RETRY_AFTER_S, Dispatcher
 from argosy.gateway.explain import Trace
-from argosy.gateway.fast_path import FastPath
 from argosy.gateway.journey import (
     CHAT,
     COMPLETION,
@@ -30,10 +32,8 @@ from argosy.gateway.journey import (
     leave,
 )
 from argosy.gateway.models import Models
-from argosy.gateway.pool import Pool
-from argosy.gateway.relay import Relay, Ways
-from argosy.gateway.shortcut import Shortcut
-from argosy.gateway.stream import ClientStream, StreamLimits
+from argosy.gateway.replicas import Pool
+from argosy.gateway.upstream import Attempt
 from argosy.protocol import ApiError, event
 from argosy.web import Deadlines, DisconnectedError, Exchange, SlowReaderError
 

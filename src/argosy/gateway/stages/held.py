@@ -9,7 +9,7 @@ import msgspec
 
 from argosy.gateway.ask import DEFAULT_OUTPUT
 from argosy.gateway.journey import UNANSWERED, Alone, Journey
-from argosy.gateway.limit_words import Headers, kept_out
+from argosy.gateway.stages.limit_words import Headers, kept_out
 from argosy.policy import (
     Meter,
     OutputEstimates,

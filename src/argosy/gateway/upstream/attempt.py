@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from argosy.gateway.upstream import Upstream
-from argosy.gateway.upstream_connection import Connection, UpstreamError
+from argosy.gateway.upstream.connection import Connection, UpstreamError
+from argosy.gateway.upstream.upstream import Upstream
 from argosy.web import JSON
 
 _HARMLESS = frozenset({JSON, b"text/plain", b"text/event-stream", b"application/openmetrics-text"})

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from argosy.gateway.caller import TIERS
 from argosy.gateway.config import QueueConfig
 from argosy.gateway.journey import Journey
-from argosy.gateway.pool import Picked, Pool
-from argosy.gateway.replica import Replica
+from argosy.gateway.replicas import Picked, Pool, Replica
 from argosy.policy import (
     DispatchQueue,
     Waiting,

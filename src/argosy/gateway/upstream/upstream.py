@@ -6,7 +6,7 @@ import asyncio
 import socket
 import ssl
 
-from argosy.gateway.upstream_connection import Connection, UpstreamError
+from argosy.gateway.upstream.connection import Connection, UpstreamError
 from argosy.protocol import Endpoint
 from argosy.web import Deadlines
 

@@ -15,7 +15,7 @@ import structlog
 from argosy.gateway.caller import Caller
 from argosy.gateway.explain import KeyLine
 from argosy.gateway.journey import Alone, Journey
-from argosy.gateway.limits import LimitsConfig, redis_password
+from argosy.gateway.stages.limits import LimitsConfig, redis_password
 from argosy.protocol import SSE_CONTENT_TYPE, ApiError, invalid
 from argosy.store import Answer, Answers, Claim, IdempotencyConfig, open_answers
 

@@ -10,8 +10,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from argosy.gateway.dialects import UNREADABLE
-from argosy.gateway.journal import Delivered
+from argosy.gateway.dialects import UNREADABLE, Delivered
 from argosy.gateway.journey import CHAT, Journey
 from argosy.protocol import ApiError, CachedTokens, EventParser, Usage, comment
 from argosy.web import Exchange

@@ -6,19 +6,17 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from argosy.gateway.answer import Out
+from argosy.gateway.answering.answer import Out
+from argosy.gateway.answering.closing import closing
+from argosy.gateway.answering.fast_path import News
+from argosy.gateway.answering.pace import Pace
+from argosy.gateway.answering.shortcut import Shortcut
+from argosy.gateway.answering.turn import RefusedError
 from argosy.gateway.ask import BYTES_PER_TOKEN
-from argosy.gateway.attempt import Attempt
-from argosy.gateway.closing import closing
-from argosy.gateway.dialects import Carrier, Identity, usage_of
-from argosy.gateway.fast_path import News
+from argosy.gateway.dialects import Carrier, Identity, StreamReader, usage_of
 from argosy.gateway.journey import Journey, Visit
-from argosy.gateway.pace import Pace
-from argosy.gateway.reader import StreamReader
-from argosy.gateway.replica import Replica
-from argosy.gateway.shortcut import Shortcut
-from argosy.gateway.turn import RefusedError
-from argosy.gateway.upstream_connection import UpstreamError
+from argosy.gateway.replicas import Replica
+from argosy.gateway.upstream import Attempt, UpstreamError
 from argosy.policy import Outcome, classify, service
 
 

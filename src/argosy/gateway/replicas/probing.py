@@ -8,11 +8,9 @@ import time
 import msgspec
 import structlog
 
-from argosy.gateway.attempt import Attempt
 from argosy.gateway.dialects import CHAT_PATH, Found, LoadSource, find
-from argosy.gateway.replica import Replica
-from argosy.gateway.upstream import Upstream
-from argosy.gateway.upstream_connection import UpstreamError
+from argosy.gateway.replicas.replica import Replica
+from argosy.gateway.upstream import UpstreamError, answer_to, get
 from argosy.policy import BLOCK_TOKENS, Outcome, classify
 from argosy.protocol import Load
 
@@ -23,7 +21,7 @@ SHARED_EACH_S = 0.25
 """One of ours that other gateways use too: what they have there changes."""
 LOADS_EACH_S = 1.0
 OTHERS_EACH_S = 5.0
-TIMEOUT_S = 2.0
+PROBE_TIMEOUT_S = 2.0
 TOKEN_S = 10.0
 """For the token that a replica has to give before it gets requests again."""
 WAITING_TOKENS = 512
@@ -35,21 +33,6 @@ _HEADERS = [(b"content-type", b"application/json")]
 
 WRONG = (UpstreamError, TimeoutError, msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What comes of asking a server that is not well, or none; what it answers may be no text, or nested too deeply."""
-
-
-async def get(upstream: Upstream, path: bytes, *headers: tuple[bytes, bytes]) -> tuple[int, bytes]:
-    """Status and body of what a server has there. Raises UpstreamError."""
-    return await _answer(upstream, upstream.request(b"GET", path, b"", [*headers]))
-
-
-async def _answer(upstream: Upstream, request: bytes) -> tuple[int, bytes]:
-    attempt = Attempt(time.monotonic)
-    try:
-        await attempt.send(upstream, request)
-        return await attempt.head, await attempt.whole()
-    except BaseException:
-        attempt.abandon("the probe took too long")
-        raise
 
 
 class Prober:
@@ -95,7 +78,7 @@ class Prober:
             self._loads = list(replica.dialect.loads)
         outcome, well = Outcome.FAILURE, False
         try:
-            async with asyncio.timeout(TIMEOUT_S):
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
                 well = (self._met or await self._meet()) and await self._look()
             if well:
                 outcome = await self._try_out() if probing else Outcome.SUCCESS
@@ -181,7 +164,7 @@ class Prober:
         asked = {"model": self._replica.model, "messages": [message], "max_tokens": 1}
         request = upstream.request(b"POST", CHAT_PATH, msgspec.json.encode(asked), _HEADERS)
         async with asyncio.timeout(TOKEN_S):
-            status, _ = await _answer(upstream, request)
+            status, _ = await answer_to(upstream, request)
         return classify(status)
 
     async def _ask(self, path: bytes) -> tuple[int, bytes]:

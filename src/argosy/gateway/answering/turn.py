@@ -9,13 +9,11 @@ from email.utils import parsedate_to_datetime
 
 import msgspec
 
-from argosy.gateway.attempt import Attempt
 from argosy.gateway.dialects import Leg, Opening
 from argosy.gateway.explain import Try
 from argosy.gateway.journey import Journey
-from argosy.gateway.pool import Picked
-from argosy.gateway.replica import Replica
-from argosy.gateway.upstream_connection import UpstreamError
+from argosy.gateway.replicas import Picked, Replica
+from argosy.gateway.upstream import Attempt, UpstreamError
 from argosy.policy import Outcome, classify
 
 

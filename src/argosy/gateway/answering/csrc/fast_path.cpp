@@ -2,11 +2,11 @@
 //
 // A stream comes here in the middle: between two chunks (RFC 9112, 7.1) of its replica's answer, with all that was sent
 // to its client taken by the kernel. Pieces are regular that are whole events, each sealed by a block that names
-// its token ids (see argosy/gateway/journal.py): they go to the client without the blocks, in chunks of their own, and
+// its token ids (see argosy/gateway/dialects/journal.py): they go to the client without the blocks, in chunks of their own, and
 // are counted. Whatever else comes, or is in the way, gives the stream back with the bytes that are left on either side.
 //
 // Each stream has descriptors of its own for its two sockets, so nothing that is closed elsewhere can make it write into
-// another's. One thread of the interpreter calls; the functions are told of in argosy/gateway/fast_path.py.
+// another's. One thread of the interpreter calls; the functions are told of in argosy/gateway/answering/fast_path.py.
 
 #include <fcntl.h>
 #include <sys/epoll.h>

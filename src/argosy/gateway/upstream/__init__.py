@@ -1,0 +1,17 @@
+"""Connections to the servers behind the gateway, and what is asked on them."""
+
+from argosy.gateway.upstream.asking import answer_to, get
+from argosy.gateway.upstream.attempt import Attempt
+from argosy.gateway.upstream.connection import UpstreamError
+from argosy.gateway.upstream.tls import UpstreamTls, client_context
+from argosy.gateway.upstream.upstream import Upstream
+
+__all__ = [
+    "Attempt",
+    "Upstream",
+    "UpstreamError",
+    "UpstreamTls",
+    "answer_to",
+    "client_context",
+    "get",
+]
