@@ -32,6 +32,11 @@ _MEDIA = re.compile(rb'"(?:data:[^",]{0,100},)?[A-Za-z0-9+/\\]{512,}={0,2}"')
 _SEVERAL = re.compile(rb'\[\s*["[]')
 """Texts or lists of ids, and not one text, one list of ids, or a chat's messages."""
 
+_IDS = re.compile(rb"\[[\s0-9,]*+\]")
+"""One list of ids."""
+_MESSAGES = re.compile(rb"\[\s*\{")
+"""A chat's."""
+
 
 class _StreamOptions(msgspec.Struct, gc=False):
     include_usage: bool | None = None
@@ -71,10 +76,6 @@ class _Message(msgspec.Struct, gc=False):
         return len(self.content or "")
 
 
-_Prompt = str | list[int | str | list[int] | _Message]
-"""A completion's, or a chat's messages."""
-
-
 class Ask(msgspec.Struct, frozen=True, eq=False):
     """One request for chat or completions."""
 
@@ -108,13 +109,12 @@ class Ask(msgspec.Struct, frozen=True, eq=False):
 
         Of messages only what everybody's template shows counts. What makes no sense is for a replica to refuse.
         """
-        if len(self.prompt) <= tokens or "truncate_prompt_tokens" in self.fields:
+        if "truncate_prompt_tokens" in self.fields:
             return False
         try:
-            given = msgspec.json.decode(self.prompt, type=_Prompt)
+            return _exceeds(self.prompt, tokens)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return False
-        return _least_tokens(given) > tokens
 
     @property
     def gathers(self) -> bool:
@@ -160,15 +160,20 @@ def read(raw: bytes, prompt_field: str, domain: str = "", session: str = "") -> 
     )
 
 
-def _least_tokens(given: _Prompt) -> int:
-    """Tokens that the longest prompt has at least."""
-    if isinstance(given, str):
-        return len(given) // LONGEST_TOKEN_BYTES
-    texts = [len(one) // LONGEST_TOKEN_BYTES for one in given if isinstance(one, str)]
-    lists = [len(one) for one in given if isinstance(one, list)]
-    said = sum(one.length for one in given if isinstance(one, _Message)) // LONGEST_TOKEN_BYTES
-    ids = sum(isinstance(one, int) for one in given)
-    return max([*texts, *lists, said, ids])
+def _exceeds(prompt: bytes, tokens: int) -> bool:
+    """See `Ask.exceeds`. Decodes no more than it has to: there may be millions of ids. Raises DecodeError."""
+    if len(prompt) <= tokens:
+        return False
+    if _IDS.fullmatch(prompt):
+        return prompt.count(b",") >= tokens
+    if not prompt.startswith(b"["):
+        return len(msgspec.json.decode(prompt, type=str)) // LONGEST_TOKEN_BYTES > tokens
+    if _MESSAGES.match(prompt):
+        if len(prompt) // LONGEST_TOKEN_BYTES <= tokens:
+            return False
+        messages = msgspec.json.decode(prompt, type=list[_Message])
+        return sum(one.length for one in messages) // LONGEST_TOKEN_BYTES > tokens
+    return any(_exceeds(bytes(one), tokens) for one in msgspec.json.decode(prompt, type=list[Raw]))
 
 
 def fields_of(raw: bytes, prompt_bytes: int) -> dict[str, Raw]:

@@ -20,13 +20,27 @@ _LONGEST_NAME = 100
 _LONGEST_PROBLEM = 300
 _decoder: Callable[[Any], msgspec.json.Decoder[Any]] = functools.cache(msgspec.json.Decoder)
 """A type's, made once."""
+_MARKS = {
+    b'"': (1 << 20, "strings"),
+    b"[": (1 << 19, "lists"),
+    b"{": (1 << 19, "objects"),
+    b",": (1 << 21, "values"),
+}
+"""Most that a body may have of each, and what there are too many of then.
+
+Millions of tiny values take seconds to decode, in which nothing else runs, and many times their bytes. Within a text
+each of these is about a token, so none is too long for it that a model could take.
+"""
+_FEW = min(most for most, _ in _MARKS.values())
 
 
 def parse(body_type: type[T], body: bytes) -> T:
-    """Decode the JSON `body`. Raises ApiError (400) for whatever is wrong with it.
+    """Decode the JSON `body`. Raises ApiError (400) for whatever is wrong with it, 413 for too many values.
 
     An unknown or missing field is named in `param`, a wrong type with its path (`messages[0].role`).
     """
+    if len(body) > _FEW:
+        _refuse_many(body)
     decoder: msgspec.json.Decoder[T] = _decoder(body_type)
     try:
         return decoder.decode(body)
@@ -40,6 +54,13 @@ def parse(body_type: type[T], body: bytes) -> T:
     except RecursionError as error:
         message = "The body is nested too deeply. Flatten it."
         raise invalid(message, code="invalid_json") from error
+
+
+def _refuse_many(body: bytes) -> None:
+    for mark, (most, what) in _MARKS.items():
+        if body.count(mark) > most:
+            message = f"The body has too many {what}. Send less in one request."
+            raise ApiError(413, "request_too_large", message)
 
 
 def parse_query(query_type: type[T], parameters: Mapping[str, str]) -> T:

@@ -110,3 +110,20 @@ def test_a_body_is_its_prompt_and_not_much_beside() -> None:
         read(b'{"model":"m","prompt":"x"' + many + b"}", "prompt")
     assert caught.value.status == 413
     assert read(b'{"model":"m","prompt":"' + many.hex().encode() + b'"}', "prompt").choices == 1
+
+
+@pytest.mark.parametrize(
+    "item", ["[1]", "1", '"a"', "{}"], ids=["lists", "ids", "texts", "objects"]
+)
+def test_a_prompt_of_millions_of_values_is_refused_before_they_are_made(item: str) -> None:
+    """They took the event loop for ten seconds."""
+    many = ",".join([item] * 3_000_000)
+    for field in ("prompt", "messages"):
+        with pytest.raises(ApiError) as caught:
+            read(f'{{"model":"m","{field}":[{many}]}}'.encode(), field)
+        assert (caught.value.status, caught.value.code) == (413, "request_too_large")
+
+
+def test_a_text_may_be_as_long_as_any_context_whatever_it_is_of() -> None:
+    rows = [{"id": number, "tags": ["a", "b"]} for number in range(50_000)]
+    assert completion(json.dumps(rows)).choices == 1
