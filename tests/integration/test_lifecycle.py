@@ -98,7 +98,7 @@ async def test_an_address_in_use_is_refused_with_a_remedy(
     first = server(engine, uds, [])
     running = asyncio.create_task(first.run())
     assert (await client.get("/health")).status_code == 200
-    with pytest.raises(OSError, match="choose another --uds"):
+    with pytest.raises(OSError, match="choose another path"):
         await server(engine, uds, []).run()
     first.stop()
     await running

@@ -119,7 +119,7 @@ def bind_unix(path: Path) -> socket.socket:
         unix.listen(BACKLOG)
     except OSError as error:
         unix.close()
-        message = f"cannot listen on {path} ({error.strerror or error}); choose another --uds"
+        message = f"cannot listen on {path} ({error.strerror or error}); choose another path (uds)"
         raise OSError(error.errno, message) from error
     return unix
 
