@@ -103,9 +103,10 @@ async def test_without_redis_each_gateway_knows_its_own(
 async def answers(
     server: RedisServer,
     config: IdempotencyConfig = IdempotencyConfig(),  # noqa: B008 - immutable
+    alive_s: float = QUICK_S,
 ) -> AsyncIterator[RedisAnswers]:
     """Those of a gateway that dies in the end."""
-    made = RedisAnswers(server.url, None, config, MemoryAnswers(config), wait_s=10, alive_s=QUICK_S)
+    made = RedisAnswers(server.url, None, config, MemoryAnswers(config), wait_s=10, alive_s=alive_s)
     await made.start()
     try:
         yield made
@@ -195,7 +196,7 @@ async def test_an_answer_in_the_place_of_an_expired_one_counts_once(redis: Redis
 
 
 async def test_of_many_claims_at_a_time_all_are_known_elsewhere(redis: RedisServer) -> None:
-    async with answers(redis) as one, answers(redis) as other:
+    async with answers(redis, alive_s=60) as one, answers(redis) as other:
         names = [f"crowd{number}" for number in range(500)]
         assert not any(await asyncio.gather(*(one.claim(name, FIRST) for name in names)))
         assert one.up
