@@ -58,8 +58,10 @@ class ReplicaProcess:
         """Whatever is left of it, the core included."""
         assert self.process is not None
         if self.process.returncode is None:
-            own = psutil.Process(self.process.pid)
-            family = [*own.children(recursive=True), own]
+            family: list[psutil.Process] = []
+            with contextlib.suppress(psutil.NoSuchProcess):  # it may just have left by itself
+                own = psutil.Process(self.process.pid)
+                family = [*own.children(recursive=True), own]
             for one in family:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     one.kill()
