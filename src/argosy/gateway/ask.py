@@ -125,7 +125,7 @@ class Ask(msgspec.Struct, frozen=True, eq=False):
 def read(raw: bytes, prompt_field: str, domain: str = "", session: str = "") -> Ask:
     """Read the body of who has `domain`; `session` is what the headers say of that.
 
-    Raises ApiError 400: a field that is needed is missing or ill-typed.
+    Raises ApiError 400: a field that is needed is missing or ill-typed; 413: more than can be looked at.
     """
     known = parse(_Known, raw)
     prompt = bytes(known.messages if prompt_field == "messages" else known.prompt)

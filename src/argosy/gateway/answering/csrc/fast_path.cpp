@@ -2,8 +2,9 @@
 //
 // A stream comes here in the middle: between two chunks (RFC 9112, 7.1) of its replica's answer, with all that was sent
 // to its client taken by the kernel. Pieces are regular that are whole events, each sealed by a block that names
-// its token ids (see argosy/gateway/dialects/journal.py): they go to the client without the blocks, in chunks of their own, and
-// are counted. Whatever else comes, or is in the way, gives the stream back with the bytes that are left on either side.
+// its token ids (see argosy/gateway/dialects/journal.py): they go to the client without the blocks, in chunks of their
+// own, and are counted. Whatever else comes, or is in the way, gives the stream back with the bytes that are left on
+// either side.
 //
 // Each stream has descriptors of its own for its two sockets, so nothing that is closed elsewhere can make it write into
 // another's. One thread of the interpreter calls; the functions are told of in argosy/gateway/answering/fast_path.py.
@@ -31,7 +32,7 @@ namespace {
 
 constexpr size_t CHUNK_BYTES = 64 * 1024;  // larger ones are not for here
 constexpr ptrdiff_t SIZE_DIGITS = 8;
-constexpr int ID_DIGITS = 10;
+constexpr int ID_DIGITS = 10;  // of a token id: longer ones are none
 constexpr size_t READ_BYTES = 64 * 1024;
 constexpr int EVENTS = 256;
 constexpr int BUSY = 4;  // streams that have something at once: then a moment more lets the interpreter work meanwhile,
