@@ -134,6 +134,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     fast_path: Literal["auto", "off"] = "auto"
     """Streams that need no decision are passed on by native code, where a compiler is there to build it."""
     drain_deadline_s: Annotated[float, Meta(ge=0)] = 30.0
+    drain_idle_s: Annotated[float, Meta(ge=0)] = 1.0
+    """So long a connection of a gateway that leaves waits for a request that may be on its way."""
     log_format: Literal["json", "console"] = "console"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 

@@ -225,15 +225,19 @@ class GatewayServer:
     async def _drain(self, front: Front, listener: Listener) -> None:
         """Let what runs end, for as long as it may."""
         log.info("draining", in_flight=front.in_flight)
-        listener.retire()
-        idle = asyncio.create_task(front.idle())
+
+        async def end() -> None:
+            await listener.retire(self._config.drain_idle_s)
+            await front.idle()
+
+        ended = asyncio.create_task(end())
         at_once = asyncio.create_task(self._at_once.wait())
         await asyncio.wait(
-            {idle, at_once},
+            {ended, at_once},
             timeout=self._config.drain_deadline_s,
             return_when=asyncio.FIRST_COMPLETED,
         )
-        idle.cancel()
+        ended.cancel()
         at_once.cancel()
         listener.force_exit = front.in_flight > 0
 

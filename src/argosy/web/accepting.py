@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 import socket
@@ -53,11 +54,14 @@ class Acceptor:
         self._loop.add_reader(listening, self._accept)
 
     def close(self) -> None:
-        """Accept nobody any more: who connects from now on is refused, and does not wait for the end."""
+        """Accept those that wait, and nobody any more: who connects from now on is refused, and does not wait."""
         if self._again is not None:
             self._again.cancel()
         if self._listening.fileno() >= 0:
             self._loop.remove_reader(self._listening)
+            with contextlib.suppress(OSError):
+                while self._take():
+                    pass
             leave(self._listening)
 
     async def wait_closed(self) -> None:
@@ -68,22 +72,29 @@ class Acceptor:
         await asyncio.gather(*opening, return_exceptions=True)
 
     def _accept(self) -> None:
-        for _ in range(AT_ONCE):
-            if len(self._clients) + len(self._opening) >= self._most:
-                self._rest("there is room for no more clients")
-                return
-            try:
-                accepted, _ = self._listening.accept()
-            except BlockingIOError:
-                return
-            except OSError as error:
-                if error.errno in _FULL:
-                    self._rest(str(error.strerror))
+        try:
+            for _ in range(AT_ONCE):
+                if not self._take():
                     return
-                continue  # it has gone again
-            opening = self._loop.create_task(self._open(accepted))
-            self._opening.add(opening)
-            opening.add_done_callback(self._opening.discard)
+        except OSError as error:
+            self._rest(str(error.strerror))
+
+    def _take(self) -> bool:
+        """Accept one that waits; whether there was one. Raises OSError when there is no room for it."""
+        if len(self._clients) + len(self._opening) >= self._most:
+            raise OSError(errno.EMFILE, "there is room for no more clients")
+        try:
+            accepted, _ = self._listening.accept()
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno in _FULL:
+                raise
+            return True  # it has gone again
+        opening = self._loop.create_task(self._open(accepted))
+        self._opening.add(opening)
+        opening.add_done_callback(self._opening.discard)
+        return True
 
     def _rest(self, reason: str) -> None:
         """Let those that wait do so: perhaps somebody leaves."""

@@ -13,13 +13,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import httptools
-import msgspec
 from uvicorn.protocols.utils import get_local_addr, get_remote_addr, is_ssl
 from uvicorn.server import ServerState
 
 from argosy.web.deadlines import Deadlines
 from argosy.web.exchange import WIRE, App, Scope
 from argosy.web.head import LIMIT_BYTES, Head, HeadTemplate, template_of
+from argosy.web.refusing import no_http
 from argosy.web.wire import RequestWire
 
 MOST_DIFFER = 8
@@ -224,7 +224,12 @@ class Connection(asyncio.Protocol):
         if wire is not None:
             self._all_came(wire)
 
-    # --- uvicorn's server's ----------------------------------------------------------------------
+    # --- uvicorn's server's, and the listener's ----------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is being answered."""
+        return self._current is not None
 
     def shutdown(self) -> None:
         """Close, once what is being answered is."""
@@ -378,18 +383,7 @@ class Connection(asyncio.Protocol):
             self._bad = True
 
     def _refuse(self) -> None:
-        detail = {
-            "message": "Invalid HTTP request received.",
-            "type": "invalid_request_error",
-            "param": None,
-            "code": "bad_http",
-        }
-        body = msgspec.json.encode({"error": detail, "request_id": ""})
-        head = (
-            "HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
-        )
-        self.transport.write(head.encode() + body)
+        self.transport.write(no_http())
         self.transport.close()
 
 

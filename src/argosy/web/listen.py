@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import math
@@ -27,6 +28,8 @@ HEADER_TIMEOUT_S = 30
 """A connection whose request line and headers take longer is dropped."""
 QUIET_S = 0.05
 """How often it is looked whether a client that has closed its sending direction is there, while it waits."""
+LOOK_S = 0.02
+"""How often it is looked whether connections are left."""
 GOODBYE_S = 5
 """How long connections may take to close once everything has been answered."""
 
@@ -74,11 +77,21 @@ class Listener(uvicorn.Server):
         ]
         self.started = True
 
-    def retire(self) -> None:
-        """Accept nobody any more, and let connections end with the answers that they are giving."""
+    async def retire(self, idle_s: float) -> None:
+        """Accept nobody any more, and let connections end with the answers that they are giving, or their next ones.
+
+        Those that get no request for `idle_s` are closed: not at once, for one may be on its way.
+        """
         self._state.retired = True
         for server in self.servers:
             server.close()
+        for connection in self._state.connections:
+            if connection.busy:  # type: ignore[union-attr] # it is one of ours
+                connection.shutdown()
+        loop = asyncio.get_running_loop()
+        until = loop.time() + idle_s
+        while self._state.connections and loop.time() < until:  # noqa: ASYNC110 - uvicorn's set tells nobody
+            await asyncio.sleep(LOOK_S)
         for connection in tuple(self._state.connections):
             connection.shutdown()
 

@@ -62,3 +62,13 @@ def nothing_at(path: str, known: Callable[[str], bool]) -> ApiError:
         else "see /openapi.json for what there is"
     )
     return ApiError(404, "not_found", f"There is nothing at {path[:200]!r}, {remedy}.")
+
+
+def no_http() -> bytes:
+    """The whole answer to what is no request."""
+    body = ApiError(400, "bad_http", "Invalid HTTP request received.").body("")
+    head = (
+        "HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+    )
+    return head.encode() + body

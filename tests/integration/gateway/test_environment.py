@@ -128,6 +128,40 @@ def test_who_comes_while_another_drains_keeps_the_socket(tmp_path: Path) -> None
             assert healthy(tmp_path, second)
 
 
+def test_what_is_on_its_way_when_a_gateway_leaves_is_answered(tmp_path: Path) -> None:
+    """On a connection that is kept; then nothing keeps the gateway any more."""
+    config = str(configured(tmp_path, "drain_deadline_s: 60\ndrain_idle_s: 60"))
+    with running(*GATEWAY, config) as process, socket.socket(socket.AF_UNIX) as client:
+        assert healthy(tmp_path, process)
+        client.connect(str(tmp_path / "gateway.sock"))
+        client.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        assert client.recv(4096).startswith(b"HTTP/1.1 200 ")
+        process.send_signal(signal.SIGTERM)
+        while (tmp_path / "gateway.sock").exists() and listens(tmp_path):
+            time.sleep(0.05)
+        client.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        answer = client.makefile("rb").read()  # to the connection's end
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        assert b"connection: close\r\n" in answer
+        assert process.wait(30) == 0
+
+
+def test_who_connected_before_a_gateway_leaves_is_answered(tmp_path: Path) -> None:
+    """It had no time to accept them."""
+    with running(*GATEWAY, str(configured(tmp_path))) as process, contextlib.ExitStack() as leaving:
+        assert healthy(tmp_path, process)
+        process.send_signal(signal.SIGSTOP)
+        clients = [leaving.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(500)]
+        for client in clients:
+            client.connect(str(tmp_path / "gateway.sock"))
+            client.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGCONT)
+        answers = [client.makefile("rb").read() for client in clients]
+        assert [answer[:13] for answer in answers] == [b"HTTP/1.1 200 "] * len(clients)
+        assert process.wait(30) == 0
+
+
 def hears_sighup() -> None:
     """Whatever these tests run under: nohup has it ignored."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
