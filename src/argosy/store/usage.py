@@ -6,7 +6,7 @@ A row counts for the moment when its request ended; days are those of UTC.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any, Literal, get_args
 
@@ -45,6 +45,8 @@ LONGEST = 200
 """Characters of a text."""
 MOST_GROUPS = 10_000
 """Of one report."""
+MOST_OWNERS = 5000
+"""Who are asked for at a time."""
 
 _GROUPS: tuple[Group, ...] = get_args(Group)
 _COUNTED = ("input_tokens", "cached_tokens", "output_tokens", "nano_dollars")
@@ -160,16 +162,25 @@ class UsageLog:
         return rows
 
     def _report(
-        self, groups: Sequence[Group], where: UsageFilter, requests: ColumnElement[Any]
+        self,
+        groups: Sequence[Group],
+        where: UsageFilter,
+        requests: ColumnElement[Any],
+        among: Sequence[str] | None = None,
     ) -> list[ReportRow]:
-        """The same; `requests` says of which rows they are counted."""
+        """The same, however many, of these of the first group; `requests` says which rows are counted as such."""
+
+        def owned(table: Table) -> list[ColumnElement[bool]]:
+            some = [] if among is None else [table.c[groups[0]].in_(among)]
+            return some + self._owned(table, where)
+
         both = union_all(
-            _sums(schema.usage, requests, groups, _ended(where) + self._owned(schema.usage, where)),
+            _sums(schema.usage, requests, groups, _ended(where) + owned(schema.usage)),
             _sums(
                 schema.usage_days,
                 func.sum(schema.usage_days.c.requests),
                 groups,
-                _begun(where) + self._owned(schema.usage_days, where),
+                _begun(where) + owned(schema.usage_days),
             ),
         ).subquery()
         columns = [both.c[name] for name in groups]
@@ -177,26 +188,35 @@ class UsageLog:
             cast(func.coalesce(func.sum(both.c[name]), 0), BigInteger).label(name)
             for name in ("requests", *_COUNTED)
         ]
-        query = select(*columns, *sums).group_by(*columns).order_by(*columns).limit(MOST_GROUPS + 1)
+        query = select(*columns, *sums).group_by(*columns).order_by(*columns)
+        if among is None:
+            query = query.limit(MOST_GROUPS + 1)
         with self._database.read() as connection:
             return [_report_row(row._asdict()) for row in connection.execute(query)]
 
     def spent(
-        self, owner_kind: OwnerKind, owner: str, since: float, model: str | None = None
-    ) -> UsageSum:
-        """What the owner with this id used since a moment, of one model or of all, as limits count it.
+        self, owner_kind: OwnerKind, owners: Collection[str], since: float
+    ) -> dict[str, list[ReportRow]]:
+        """What each of the owners with these ids used since a moment, as limits count it: rows for each model.
 
-        A key used also what those did that it was rotated from. A request for which nothing was done is none.
+        Who used nothing is left out. A key used also what those did that it was rotated from. A request for which
+        nothing was done is none.
         """
-        where = UsageFilter(since=since, model=model)
-        owners = self._line(owner, since) if owner_kind == "key" else [owner]
-        rows = [
-            row
-            for one in owners
-            for row in self._report((), msgspec.structs.replace(where, **{owner_kind: one}), _DONE)
-        ]
-        names = UsageSum.__struct_fields__
-        return UsageSum(**{name: sum(getattr(row, name) for row in rows) for name in names})
+        lines = (
+            self._lines(owners, since) if owner_kind == "key" else {one: [one] for one in owners}
+        )
+        heirs: dict[str, list[str]] = {}
+        for owner, line in lines.items():
+            for one in line:
+                heirs.setdefault(one, []).append(owner)
+        found: dict[str, list[ReportRow]] = {}
+        ids, where = list(heirs), UsageFilter(since=since)
+        for start in range(0, len(ids), MOST_OWNERS):
+            among = ids[start : start + MOST_OWNERS]
+            for row in self._report((owner_kind, "model"), where, _DONE, among):
+                for owner in heirs[getattr(row, owner_kind)]:
+                    found.setdefault(owner, []).append(row)
+        return found
 
     def rows(self, where: UsageFilter = ALL) -> Iterator[list[UsageRow]]:
         """The rows themselves, by the time they ended, page by page; no transaction is open in between."""
@@ -241,18 +261,18 @@ class UsageLog:
             gone += self._forget_until((oldest // DAY_S + 1) * DAY_S)
         return gone
 
-    def _line(self, key: str, since: float) -> list[str]:
-        """The key with this id, and those it was rotated from that still worked at a moment or later."""
-        keys, line = schema.keys.c, [key]
+    def _lines(self, owners: Collection[str], since: float) -> dict[str, list[str]]:
+        """Each of the keys with these ids, and those it was rotated from that still worked at a moment or later."""
+        keys = schema.keys.c
+        query = select(keys.replaced_by, keys.id)
+        query = query.where(keys.replaced_by.is_not(None), keys.expires_at >= since)
         with self._database.read() as connection:
-            while True:
-                before = select(keys.id).where(
-                    keys.replaced_by == line[-1], keys.expires_at >= since
-                )
-                found: str | None = connection.execute(before).scalar()
-                if found is None:
-                    return line
-                line.append(found)
+            before = {row.replaced_by: row.id for row in connection.execute(query)}
+        lines = {key: [key] for key in owners}
+        for line in lines.values():
+            while line[-1] in before:
+                line.append(before[line[-1]])
+        return lines
 
     def _owned(self, table: Table, where: UsageFilter) -> list[ColumnElement[bool]]:
         asked = {name: getattr(where, name) for name in _GROUPS if name != "day"}

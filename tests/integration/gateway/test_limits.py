@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Collection
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from argosy.store import (
     Limit,
     MemoryState,
     Price,
+    ReportRow,
     Spool,
     StoreConfig,
     UsageRow,
@@ -363,6 +365,30 @@ async def test_after_a_restart_the_ledger_tells_what_was_used(clock: Clock, tmp_
     await limits.enter(journey)
     assert journey.trace.limits[0].used == 2  # the one at 3000 s is past
     store.close()
+
+
+async def test_thousands_of_limits_are_looked_up_together(clock: Clock) -> None:
+    """A gateway that starts waits for it."""
+    asked = list[float]()
+
+    def spent(kind: str, owners: Collection[str], since: float) -> dict[str, list[ReportRow]]:
+        assert (kind, len(owners)) == ("key", 3000)
+        asked.append(since)
+        return {owner: [ReportRow(model="big", requests=int(owner))] for owner in owners}
+
+    limits = Gate(MemoryState(), clock)
+    some = limit("requests", 3000, "minute"), limit("requests", 5000, "month")
+    every = [
+        msgspec.structs.replace(one, id=f"{one.id}{number}", owner=str(number))
+        for one in some
+        for number in range(3000)
+    ]
+    limits.update(directory(*every))
+    await limits.seed(spent)
+    assert len(asked) == len(set(asked)) <= 10
+    journey = request(msgspec.structs.replace(CALLER, key="2000"))
+    await limits.enter(journey)
+    assert [line.used for line in journey.trace.limits] == [2000, 2000]
 
 
 async def test_what_a_gateway_that_died_had_not_settled_counts_at_the_next_start(

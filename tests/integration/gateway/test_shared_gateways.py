@@ -93,7 +93,7 @@ async def test_hammering_three_gateways(
                             up not in (await client.get(f"{base}/metrics", headers=operator)).text
                         ):
                             pass
-    spent = store.usage.spent("project", shop.id, 0.0)
+    (spent,) = store.usage.spent("project", [shop.id], 0.0)[shop.id]
     store.close()
     assert statuses.count(429) > 0
     assert spent.requests == statuses.count(200)

@@ -8,7 +8,7 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -32,7 +32,7 @@ from tests.services import RedisServer, running_redis
 from argosy.gateway.journey import Journey
 from argosy.policy import Ask, Grant, period
 from argosy.protocol import ApiError
-from argosy.store import Limit, Unsure, UsageSum, steady
+from argosy.store import Limit, ReportRow, Unsure, steady
 from argosy.store.redis_state import RedisState
 from argosy.telemetry import SharedLimitsReading
 
@@ -311,7 +311,7 @@ async def test_a_redis_that_comes_back_empty_learns_from_the_ledger(server: Redi
         with another(server):
 
             async def full() -> bool:
-                await stage.seed(lambda *_: UsageSum(requests=50))
+                await stage.seed(lambda *_: {"k1": [ReportRow(model="big", requests=50)]})
                 refused = await refusal(stage, request())
                 return refused is not None and "50 requests per month" in refused.message
 
@@ -343,16 +343,16 @@ async def test_hammering_while_redis_is_killed_passes_the_limit_by_no_more_than_
 async def test_a_budget_that_is_set_later_counts_what_the_ledger_has(server: RedisServer) -> None:
     asked = list[str]()
 
-    def spent(kind: str, owner: str, since: float, model: str | None) -> UsageSum:
-        asked.append(f"{kind} {owner} {model}")
-        return UsageSum(requests=48)
+    def spent(kind: str, owners: Collection[str], since: float) -> dict[str, list[ReportRow]]:
+        asked.append(f"{kind} {owners}")
+        return {"shop": [ReportRow(model="big", requests=48), ReportRow(model="small", requests=9)]}
 
     async with gateways(server, count=2) as stages:
         for stage in stages:
             stage.update(directory(limit("requests", 50, "month", "project", "big")))
             await stage.seed(spent)
             await stage.seed(spent)
-        assert asked == ["project shop big"] * 2
+        assert asked == ["project {'shop'}"] * 2
         got = [await let_in(stage) is not None for stage in stages * 2]
         assert got == [True, True, False, False]
         assert await _kept(server, f"project-requests-month-big:big:{_month()}") == 50

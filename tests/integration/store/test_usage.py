@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.integration.store.conftest import START, Clock, at_once
 from tests.integration.store.rows import usage_row
 
-from argosy.store import Group, ReportRow, Store, UsageFilter, UsageRow, UsageSum
+from argosy.store import Group, ReportRow, Store, UsageFilter, UsageRow
 from argosy.store.usage import PAGE
 
 DAY = 86_400.0
@@ -172,12 +172,29 @@ def test_what_an_owner_spent(store: Store) -> None:
             usage_row("4", key="other", ended_at=START + 9, nano_dollars=8),
         ]
     )
-    assert store.usage.spent("key", "k", START).nano_dollars == 6
-    assert store.usage.spent("key", "k", START, model="n") == UsageSum(
-        requests=1, input_tokens=10, cached_tokens=4, output_tokens=3, nano_dollars=4
+    first, second = store.usage.spent("key", ["k"], START)["k"]
+    assert first.nano_dollars == 2
+    assert second == ReportRow(
+        key="k",
+        model="n",
+        requests=1,
+        input_tokens=10,
+        cached_tokens=4,
+        output_tokens=3,
+        nano_dollars=4,
     )
-    assert store.usage.spent("organisation", "org_a", START - 5).requests == 4
-    assert store.usage.spent("user", "nobody", 0) == UsageSum()
+    spent = store.usage.spent("key", ["k", "other", "nobody"], START - 5)
+    assert {key: money(rows) for key, rows in spent.items()} == {"k": 7, "other": 8}
+    (whole,) = store.usage.spent("organisation", ["org_a"], START - 5).values()
+    assert sum(row.requests for row in whole) == 4
+    assert not store.usage.spent("user", ["nobody"], 0)
+
+
+def test_what_more_owners_spent_than_are_asked_for_at_a_time(store: Store) -> None:
+    keys = [f"k{number}" for number in range(12_000)]
+    store.usage.add([usage_row(key, key=key, nano_dollars=1) for key in keys])
+    spent = store.usage.spent("key", keys, 0)
+    assert {key: money(rows) for key, rows in spent.items()} == dict.fromkeys(keys, 1)
 
 
 def test_what_got_nothing_because_of_us_is_not_spent(store: Store) -> None:
@@ -191,7 +208,8 @@ def test_what_got_nothing_because_of_us_is_not_spent(store: Store) -> None:
             usage_row("died with us", status="interrupted", replica="", key="k"),
         ]
     )
-    assert store.usage.spent("key", "k", 0).requests == 3
+    ((counted,),) = store.usage.spent("key", ["k"], 0).values()
+    assert counted.requests == 3
     (whole,) = store.usage.report()
     assert whole.requests == 5
 
@@ -211,9 +229,16 @@ def test_what_a_key_spent_is_also_what_it_was_rotated_from_did(store: Store, clo
         ]
     )
     accounts.revoke_key(line[1], actor="me")
-    assert store.usage.spent("key", line[2], START).nano_dollars == 111
-    assert store.usage.spent("key", line[2], START + 101).nano_dollars == 110, "the first had ended"
-    assert store.usage.spent("key", line[1], START).nano_dollars == 11
+    spent = store.usage.spent("key", line, START)
+    assert [money(spent[key]) for key in line] == [1, 11, 111]
+    spent = store.usage.spent("key", [line[2]], START + 101)
+    assert {key: money(rows) for key, rows in spent.items()} == {line[2]: 110}, (
+        "the first had ended"
+    )
+
+
+def money(rows: Sequence[ReportRow]) -> int:
+    return sum(row.nano_dollars for row in rows)
 
 
 @pytest.mark.parametrize(

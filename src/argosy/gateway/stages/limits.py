@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from itertools import pairwise
 
 import msgspec
@@ -33,8 +33,8 @@ from argosy.store import (
     Directory,
     Limit,
     OwnerKind,
+    ReportRow,
     SharedState,
-    UsageSum,
     open_shared,
     steady,
 )
@@ -74,8 +74,8 @@ def redis_password(config: LimitsConfig) -> str | None:
     return password
 
 
-Spent = Callable[[OwnerKind, str, float, str | None], UsageSum]
-"""What an owner used since a moment, of one model or of all: `store.usage.spent`."""
+Spent = Callable[[OwnerKind, Collection[str], float], Mapping[str, Sequence[ReportRow]]]
+"""What owners used since a moment: `store.usage.spent`."""
 
 
 class Limits:
@@ -131,7 +131,7 @@ class Limits:
             if meter.counter.unknown
         ]
         if new:
-            told = await aside(lambda: [_used(spent, *one, now) for one in new])
+            told = await aside(_used, spent, new, now)
             for (_, meter, _), used in zip(new, told, strict=True):
                 meter.counter.recall(used)
 
@@ -240,6 +240,8 @@ class Limits:
         """
         if limit.id in self._meters:
             known, meter = self._meters[limit.id]
+            if known == limit:
+                return meter
             if known == msgspec.structs.replace(limit, amount=known.amount, owner=known.owner):
                 meter.counter.limit = limit.amount
                 return meter
@@ -277,14 +279,32 @@ class Limits:
 
 
 def _used(
-    spent: Spent, limit: Limit, meter: Meter, since: Sequence[float], now: float
-) -> list[tuple[float, int]]:
-    """What was used between each of the moments and the next, as of the next."""
-    sums = []
-    for moment in since:
-        told = spent(limit.owner_kind, limit.owner, moment, limit.model)
-        tokens = told.input_tokens + told.output_tokens
-        use = Use(told.requests, tokens, told.input_tokens, told.output_tokens, told.nano_dollars)
-        sums.append(meter.of(use))
-    parts = [max(0, more - less) for more, less in pairwise([*sums, 0])]
-    return list(zip([*since[1:], now], parts, strict=True))
+    spent: Spent, new: Sequence[tuple[Limit, Meter, tuple[float, ...]]], now: float
+) -> list[list[tuple[float, int]]]:
+    """What was used of each limit between each of its moments and the next, as of the next.
+
+    It is asked for all that have the same moments at once: there may be thousands.
+    """
+    owners: defaultdict[tuple[OwnerKind, tuple[float, ...]], set[str]] = defaultdict(set)
+    for limit, _, since in new:
+        owners[limit.owner_kind, since].add(limit.owner)
+    told = {
+        (kind, since): [spent(kind, those, moment) for moment in since]
+        for (kind, since), those in owners.items()
+    }
+    used = []
+    for limit, meter, since in new:
+        rows = (each.get(limit.owner, ()) for each in told[limit.owner_kind, since])
+        sums = [sum(meter.of(_use(row)) for row in each if _counts(limit, row)) for each in rows]
+        parts = [max(0, more - less) for more, less in pairwise([*sums, 0])]
+        used.append(list(zip([*since[1:], now], parts, strict=True)))
+    return used
+
+
+def _counts(limit: Limit, row: ReportRow) -> bool:
+    return limit.model is None or limit.model == row.model
+
+
+def _use(row: ReportRow) -> Use:
+    tokens = row.input_tokens + row.output_tokens
+    return Use(row.requests, tokens, row.input_tokens, row.output_tokens, row.nano_dollars)
