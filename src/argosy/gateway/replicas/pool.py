@@ -180,12 +180,16 @@ class Pool:
 
         Of seats that other gateways share, those that are this one's, whatever comes next.
         """
-        free, all_seats = [0 for _ in RANKS], 0
+        free, alike, all_seats = [0 for _ in RANKS], 0, 0
         for replica in self.alive():
-            all_seats += replica.part(RANKS[-1], now)
+            ours, busy = replica.part(RANKS[-1], now), replica.load.in_flight
+            all_seats += ours
+            if replica.parts is None:
+                alike += max(0, ours - busy)
+                continue
             for tier in RANKS:
-                free[tier] += max(0, replica.part(tier, now) - replica.load.in_flight)
-        return free, all_seats
+                free[tier] += max(0, replica.part(tier, now) - busy)
+        return [those + alike for those in free], all_seats
 
     def went(self, now: float) -> None:
         """A request went to a replica: what may be tried again, and twice, is a part of those that do."""
