@@ -5,6 +5,7 @@ from argosy.policy.affinity import (
     BLOCK_BYTES,
     BLOCK_TOKENS,
     Answered,
+    LastPlaces,
     Prefixes,
     PrefixIndex,
     Read,
@@ -38,6 +39,7 @@ from argosy.policy.prices import NO_CHARGE, Priced, PriceList, Rates
 from argosy.policy.retries import RetryBudget, backoff_s
 from argosy.policy.routing import (
     CHOOSERS,
+    SEES_ALL,
     BoundedHash,
     Candidate,
     Chooser,
@@ -68,6 +70,7 @@ __all__ = [
     "OUTPUT_PRICE",
     "PROMOTED_EACH",
     "QUANTUM",
+    "SEES_ALL",
     "Absence",
     "Account",
     "Action",
@@ -93,6 +96,7 @@ __all__ = [
     "Hedging",
     "Held",
     "Hold",
+    "LastPlaces",
     "Lease",
     "LeastCost",
     "Life",

@@ -156,3 +156,31 @@ class PrefixIndex:
     def _trim(self) -> None:
         while len(self._held) > self._capacity:
             self._held.popitem(last=False)
+
+
+class LastPlaces:
+    """Which replica prompts with a certain beginning went to last: found without asking each of very many."""
+
+    REMEMBERED = 1 << 16
+    """Beginnings; some 10 MB."""
+
+    def __init__(self) -> None:
+        self._places: OrderedDict[bytes, str] = OrderedDict()
+        """Key of a beginning -> name, the least recent first."""
+
+    def went(self, keys: Sequence[bytes], name: str) -> None:
+        """A prompt with these blocks went there."""
+        for key in _marks(keys):
+            self._places[key] = name
+            self._places.move_to_end(key)
+        while len(self._places) > self.REMEMBERED:
+            self._places.popitem(last=False)
+
+    def find(self, keys: Sequence[bytes]) -> str | None:
+        """Where the last prompt went that had at least half of the blocks that any had in common with this one."""
+        return next((self._places[key] for key in _marks(keys) if key in self._places), None)
+
+
+def _marks(keys: Sequence[bytes]) -> list[bytes]:
+    """The keys of the beginnings of 1, 2, 4 blocks and so on, the longest first."""
+    return [keys[(1 << depth) - 1] for depth in reversed(range(len(keys).bit_length()))]

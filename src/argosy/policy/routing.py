@@ -229,6 +229,9 @@ def _place(key: str) -> int:
 Rule = Literal["least-cost", "round-robin", "power-of-two", "latency", "hash"]
 """As a pool's setting names it."""
 
+SEES_ALL: frozenset[Rule] = frozenset({"round-robin", "hash"})
+"""Rules that go by who is there; the others look for a good one, and need not see all of very many."""
+
 CHOOSERS: dict[Rule, Callable[[], Chooser]] = {
     "least-cost": LeastCost,
     "round-robin": RoundRobin,

@@ -6,7 +6,7 @@ import math
 import random
 from array import array
 from binascii import a2b_base64
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from msgspec import Raw
@@ -17,10 +17,12 @@ from argosy.gateway.replicas.replica import RANKS, Replica, nobody_waits
 from argosy.policy import (
     BLOCK_BYTES,
     CHOOSERS,
+    SEES_ALL,
     Answered,
     Candidate,
     Cost,
     Hedging,
+    LastPlaces,
     Mean,
     Read,
     ReplicaLoad,
@@ -33,6 +35,8 @@ from argosy.policy import (
 )
 from argosy.protocol import unpack_names
 
+COMPARED = 64
+"""Of more replicas than that, so many are compared for a request: each takes two millionths of a second."""
 LONGEST_AFFINITY_BYTES = 64 * 1024
 OUTPUT_HALF_LIFE = 32.0
 SHAPING = frozenset(
@@ -110,6 +114,7 @@ class Pool:
         """How long it makes sense to wait for those that were removed: others may take their places."""
         self._changed: Callable[[], None] = nobody_waits
         self._chooser = CHOOSERS[rule]()
+        self._places = LastPlaces()
         self._outputs = Mean(OUTPUT_HALF_LIFE, DEFAULT_OUTPUT)
 
     @property
@@ -208,14 +213,13 @@ class Pool:
 
         One that fails and is in use for want of others gets it only where no other has room.
         """
-        left = [replica for replica in self.room(tier, now) if replica.name not in tried]
-        warm = [replica for replica in left if replica.breaker.closed] or left
-        if not warm:
-            return None
         salt = _salt(domain, self.model, ask.fields)
         keys = chain(salt, ask.prompt[:LONGEST_AFFINITY_BYTES], BLOCK_BYTES)
+        left = self._left(keys, tier, tried, now)
+        if not left:
+            return None
         found, candidates, output = {}, [], self.expected(ask)
-        for replica in warm:
+        for replica in left:
             found[replica.name] = held = replica.prefixes.find(keys)
             cached = len(held) * BLOCK_BYTES // BYTES_PER_TOKEN
             uncached = max(0, ask.prompt_tokens - cached)
@@ -226,6 +230,8 @@ class Pool:
         chosen = self._chooser.choose(candidates, key, draw, now)
         replica = self.replicas[chosen.load.name]
         replica.prefixes.sent(keys)
+        if len(self.replicas) > COMPARED:
+            self._places.went(keys, replica.name)
         replica.absence.asked(now)
         return Picked(
             replica,
@@ -235,6 +241,28 @@ class Pool:
             found=found[replica.name],
             keys=keys,
         )
+
+    def _left(
+        self, keys: Sequence[bytes], tier: int, tried: Collection[str], now: float
+    ) -> list[Replica]:
+        """Those that a prompt may go to; of very many, only some of those that have not just failed."""
+        alive, left = self.alive(), list[Replica]()
+        for some in (self._drawn(alive, keys), alive):
+            left = [each for each in some if each.name not in tried and each.has_room(tier, now)]
+            well = [each for each in left if each.breaker.closed]
+            if well:
+                return well
+        return left
+
+    def _drawn(self, alive: Sequence[Replica], keys: Sequence[bytes]) -> list[Replica]:
+        """Of very many, some by chance, and who had the most of the prompt last; none where all can be compared."""
+        if len(alive) <= COMPARED or self.rule in SEES_ALL:
+            return []
+        start = random.randrange(len(alive))  # noqa: S311 - spreads load, guards nothing
+        drawn = [*alive[start : start + COMPARED], *alive[: max(0, start + COMPARED - len(alive))]]
+        last = self._places.find(keys)
+        drawn += [each for each in alive if each.name == last]
+        return list({each.name: each for each in drawn}.values())
 
     def expected(self, ask: Ask) -> int:
         """Tokens of its answer, going by those of others."""
