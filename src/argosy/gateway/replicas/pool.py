@@ -35,7 +35,7 @@ from argosy.policy import (
 )
 from argosy.protocol import unpack_names
 
-COMPARED = 64
+COMPARED = 32
 """Of more replicas than that, so many are compared for a request: each takes two millionths of a second."""
 LONGEST_AFFINITY_BYTES = 64 * 1024
 OUTPUT_HALF_LIFE = 32.0
