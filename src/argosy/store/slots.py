@@ -24,8 +24,10 @@ FREE, RUNNING, ENDED = 0, 1, 2
 
 MOST_NANO_DOLLARS = 2**63 - 1
 """What a database can hold; only a price that is a mistake leads there."""
-LATEST = 2.0**40
-"""Later than any moment that a row may tell of, in seconds since the epoch."""
+LATEST = 253_402_300_800.0
+"""The year 10000: later than any moment that a row may tell of, in seconds since the epoch."""
+LARGEST = 2**40
+"""No count of tokens is more, and no rate: the sums of what a failing disk leaves may be more than a database holds."""
 
 SLOT_BYTES = 1024
 SLOT_WORDS = SLOT_BYTES // 8
@@ -104,11 +106,16 @@ class Slot:
 
     @property
     def sound(self) -> bool:
-        """Whether it can be read whose it is, how it ended and when. Only a failing disk, or power, leaves others."""
+        """Whether it can be read whose it is, how it ended, when, and what it counted.
+
+        Only a failing disk, or power, leaves others.
+        """
         words, at = self._words, self._at
         return (
             FREE <= words[at + STATE] < ENDED + len(ENDINGS)
             and all(is_time(self.table.times[at + word]) for word in (STARTED_AT, ENDED_AT))
+            and all(0 <= words[at + word] <= LARGEST for word in range(INPUT, RATE_OUTPUT + 1))
+            and words[at + TEXT_SIZE] > 0
             and zlib.crc32(self._read(TEXT, TEXT_SIZE)) == words[at + CHECK]
         )
 

@@ -29,8 +29,12 @@ from argosy.store.slots import SLOT_BYTES
 
 RATES = Rates(3, 1, 5)
 NOW = 1000.0
-DAMAGE = [(0, 99), (0, -1), (3, -5), (8, -1), (9, 0), (10, -1), (11, 1 << 40)]
+DAMAGE = [
+    *((0, 99), (0, -1), (3, -5), (8, -1), (9, 0), (10, -1), (11, 1 << 40)),
+    *((word, value) for word in range(1, 7) for value in (1 << 62, -(1 << 63))),
+]
 """Words of a slot, and what they never hold."""
+YEAR_10000 = 253_402_300_800.0
 
 Counts = tuple[int, int, int]
 Fate = tuple[str, Counts] | None
@@ -406,7 +410,8 @@ def test_a_torn_row_costs_itself_only(tmp_path: Path) -> None:
     ("word", "value"),
     [
         *((word, struct.pack("=q", value)) for word, value in DAMAGE),
-        *((word, struct.pack("=d", math.nan)) for word in (7, 8)),
+        *((word, struct.pack("=d", at)) for word in (7, 8) for at in (math.nan, YEAR_10000)),
+        (9, bytes(16)),  # the sum over no text, and its size
     ],
 )
 def test_a_row_with_a_damaged_word_keeps_no_other_from_the_store(
@@ -421,7 +426,7 @@ def test_a_row_with_a_damaged_word_keeps_no_other_from_the_store(
     (file,) = tmp_path.glob("*.usage")
     content = bytearray(file.read_bytes())
     at = content.index(b"damaged") // SLOT_BYTES * SLOT_BYTES + word * 8
-    content[at : at + 8] = value
+    content[at : at + len(value)] = value
     file.write_bytes(content)
     second, store = Spool(tmp_path), open_store(f"sqlite:///{tmp_path}/store.db")
     store.migrate()
@@ -429,6 +434,8 @@ def test_a_row_with_a_damaged_word_keeps_no_other_from_the_store(
     second.drain(store.usage.add)
     assert "whole" in [one.request for rows in store.usage.rows() for one in rows]
     assert second.waiting == 0
+    assert "whole" in "".join(store.usage.csv())
+    assert store.usage.report(["day"])
     store.close()
     second.close()
 
