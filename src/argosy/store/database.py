@@ -34,11 +34,14 @@ _POSTGRES_PATIENCE = {
     "tcp_user_timeout": 20_000,  # milliseconds
 }
 """A server that has vanished is noticed in seconds, not when TCP gives up."""
+_POSTGRES_TEXT = {"client_encoding": "utf8"}
+"""Else text is what the database's encoding makes of it: bytes, where that is SQL_ASCII."""
 
 _READ_ONLY = ("read-only transaction", "during recovery")
 """What PostgreSQL says where only the primary may do something."""
 _PRIMARY = (
     "It is a standby: give the address of the primary, or all with target_session_attrs=read-write."
+    " Or it was made read-only, as where its disk is full: see default_transaction_read_only."
 )
 
 _ADVICE = (
@@ -59,6 +62,8 @@ _ADVICE = (
     ("disk I/O error", "Look after its disk."),
     ("malformed", "It is damaged: put it back from a backup, or move it away to begin anew."),
     ("unable to open database file", "See that its folder is there, and descriptors are left."),
+    ("no equivalent in encoding", "Copy it (`argosy store copy`) into one with ENCODING 'UTF8'."),
+    ("permission denied", "Let this user make and change its tables: GRANT, or own its schema."),
     ("connection slots", "Let more connect: raise its max_connections."),
     ("too many clients", "Let more connect: raise its max_connections."),
     ("authentication failed", "Check the user and the password in the URL."),
@@ -195,8 +200,9 @@ def _sqlite(url: URL) -> Engine:
 
 def _postgres(url: URL) -> Engine:
     patience = {name: s for name, s in _POSTGRES_PATIENCE.items() if name not in url.query}
+    args = patience | _POSTGRES_TEXT
     try:
-        return create_engine(url, connect_args=patience, pool_pre_ping=True, hide_parameters=True)
+        return create_engine(url, connect_args=args, pool_pre_ping=True, hide_parameters=True)
     except ImportError as error:
         raise StoreError("PostgreSQL needs its driver: pip install 'argosy[postgres]'.") from error
 
