@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import re
 import sys
@@ -41,7 +42,14 @@ _UNREAD = (OSError, ValueError, AttributeError)
 """Raised by standard error that nobody reads any more: a closed pipe, a full disk, or none at all."""
 _OF_LINES = frozenset({"event", "exception", "stack"})
 """Fields that we write, and that may have several lines."""
-_encode = msgspec.json.Encoder(enc_hook=repr).encode
+_encode_text = msgspec.json.Encoder(enc_hook=repr).encode
+
+
+def _encode(event: EventDict) -> bytes:
+    try:
+        return _encode_text(event)
+    except UnicodeEncodeError:  # a file's name, which may be any bytes
+        return json.dumps(event, default=repr).encode()
 
 
 def _json_line(replica: str) -> Processor:

@@ -102,6 +102,24 @@ def test_what_cannot_be_logged_is_lost_and_nothing_else(log_format: str) -> None
     assert "before" in done.stderr
 
 
+UNICODE_HAS_NOT = """
+import logging, structlog
+from argosy.telemetry import configure_logs
+configure_logs("json")
+structlog.get_logger("argosy.test").error("full", folder="/srv/caf\\udce9", rows=2)
+logging.getLogger("library").warning("in %s", "/srv/caf\\udce9")
+"""
+
+
+def test_names_of_files_may_be_any_bytes() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", UNICODE_HAS_NOT], capture_output=True, text=True, check=True
+    )
+    ours, theirs = map(json.loads, done.stderr.splitlines())
+    assert (ours["event"], ours["folder"], ours["rows"]) == ("full", "/srv/caf\udce9", 2)
+    assert theirs["event"] == "in /srv/caf\udce9"
+
+
 UNDER_A_LOOP = """
 import asyncio, os, signal, structlog, sys
 from argosy.telemetry import configure_logs
