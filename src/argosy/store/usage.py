@@ -6,6 +6,7 @@ A row counts for the moment when its request ended; days are those of UTC.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any, Literal, get_args
@@ -43,6 +44,9 @@ BATCH = 500
 PAGE = 1000
 LONGEST = 200
 """Characters of a text."""
+FORGOTTEN_AT_ONCE = 5000
+PAUSE_S = 0.25
+"""After so many rows, others have so long to write: those who wait for an SQLite file look each 0.1 s."""
 MOST_GROUPS = 10_000
 """Of one report."""
 MOST_OWNERS = 5000
@@ -258,7 +262,9 @@ class UsageLog:
         kept_from = before // DAY_S * DAY_S
         gone = 0
         while (oldest := self._oldest()) is not None and oldest < kept_from:
-            gone += self._forget_until((oldest // DAY_S + 1) * DAY_S)
+            if gone:
+                time.sleep(PAUSE_S)
+            gone += self._forget_some(kept_from)
         return gone
 
     def _lines(self, owners: Collection[str], since: float) -> dict[str, list[str]]:
@@ -287,14 +293,18 @@ class UsageLog:
             ended_at: float | None = connection.execute(oldest).scalar_one()
             return ended_at
 
-    def _forget_until(self, midnight: float) -> int:
-        """Forget what ended before; a day at a time, so that nobody has to wait long."""
+    def _forget_some(self, midnight: float) -> int:
+        """Forget the first of what ended before; not all at a time, so that nobody has to wait long."""
         rows, days = schema.usage, schema.usage_days
         past = rows.c.ended_at < midnight
         with self._database.write() as connection:
             if connection.dialect.name == "postgresql":
                 # A row that came between the sum and the removal would be lost.
                 connection.execute(text("LOCK TABLE usage IN SHARE ROW EXCLUSIVE MODE"))
+            ended = select(rows.c.ended_at).where(past).order_by(rows.c.ended_at)
+            last = connection.execute(ended.offset(FORGOTTEN_AT_ONCE - 1).limit(1)).scalar()
+            if last is not None:
+                past = rows.c.ended_at <= last
             insert = _INSERTS[connection.dialect.name](days)
             sums = _sums(rows, func.count(), _GROUPS, [past])
             counted = ("requests", *_COUNTED)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -17,6 +18,7 @@ from tests.integration.store.conftest import START, Clock, at_once
 from tests.integration.store.rows import usage_row
 
 from argosy.store import Group, ReportRow, Store, UsageFilter, UsageRow
+from argosy.store import usage as usage_module
 from argosy.store.usage import PAGE
 
 DAY = 86_400.0
@@ -161,6 +163,26 @@ def test_forgetting_tells_how_many_rows_went(store: Store) -> None:
     assert store.usage.forget(MIDNIGHT) == 0
     assert store.usage.forget(MIDNIGHT + 2 * DAY) == 4
     assert store.usage.forget(MIDNIGHT + 2 * DAY) == 0
+
+
+def test_others_write_while_much_is_forgotten_and_totals_stay(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[ReportRow]] = []
+
+    def others(_: float) -> None:
+        store.accounts.create_organisation(f"meanwhile {len(seen)}", actor="test")
+        seen.append(store.usage.report(["day", "model"]))
+
+    monkeypatch.setattr(usage_module, "FORGOTTEN_AT_ONCE", 3)
+    monkeypatch.setattr(time, "sleep", others)
+    ended = [MIDNIGHT + n // 2 for n in range(10)] + [MIDNIGHT + DAY] * 8
+    store.usage.add([usage_row(f"r{n}", ended_at=at) for n, at in enumerate(ended)])
+    before = store.usage.report(["day", "model"])
+    assert store.usage.forget(MIDNIGHT + 2 * DAY) == len(ended)
+    assert len(seen) == 2
+    assert all(told == before for told in [*seen, store.usage.report(["day", "model"])])
+    assert list(store.usage.rows()) == []
 
 
 def test_what_an_owner_spent(store: Store) -> None:
