@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 from argosy.cli.app import app
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.gateway import GatewayConfig, GatewayServer, ModelConfig, ReplicaConfig
+from argosy.gateway.explain import ExplainConfig
 from argosy.store import Price, Project, Store, StoreConfig, UsageRow, open_store
 
 TOKENS = list(range(100, 130))
@@ -62,7 +63,9 @@ class Shop:
 
 
 @contextlib.asynccontextmanager
-async def shop(folder: Path, tokenizer: Tokenizer, *, daily: int = 1000) -> AsyncIterator[Shop]:
+async def shop(
+    folder: Path, tokenizer: Tokenizer, *, daily: int = 1000, explained_s: float = 3600.0
+) -> AsyncIterator[Shop]:
     """The tenant "web" may have `daily` output tokens. Its terms name the model by an alias."""
     store_url = f"sqlite:///{folder / 'argosy.db'}"
     store = open_store(store_url)
@@ -96,6 +99,7 @@ async def shop(folder: Path, tokenizer: Tokenizer, *, daily: int = 1000) -> Asyn
                 )
             ],
             store=StoreConfig(url=store_url),
+            explain=ExplainConfig(seconds=explained_s),
             drain_deadline_s=0.5,
         )
         url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -212,6 +216,15 @@ async def test_a_request_is_explained_to_its_tenant_and_to_operators(
         refused = await asyncio.to_thread(CliRunner().invoke, app, arguments)
         assert refused.exit_code == 2
         assert "Nothing is known" in refused.output
+
+
+async def test_a_request_is_explained_no_longer_than_it_is_to_be_though_no_other_comes(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    async with shop(tmp_path, tokenizer, explained_s=0.0) as here, here.client("web") as client:
+        name = (await client.post(CHATS, json=BODY)).json()["id"]
+        await here.rows(1)  # it has ended
+        assert (await client.get(f"/admin/requests/{name}")).status_code == 404
 
 
 async def test_metrics_are_for_those_who_look_after_the_gateway(

@@ -251,6 +251,10 @@ class Traces:
         """It has ended: from now on its trace does not change."""
         self._running.pop(trace.id, None)
         self._kept[trace.id] = _Kept(now, trace.caller.organisation, trace.request, _pack(trace))
+        self.forget(now)
+
+    def forget(self, now: float) -> None:
+        """Those that ended too long ago, or before too many others, can no longer be found."""
         oldest = now - self._config.seconds
         while self._kept:
             name, kept = next(iter(self._kept.items()))

@@ -208,6 +208,7 @@ class GatewayServer:
             return None
 
     def _explain(self, request: str, organisation: str | None) -> dict[str, Any] | None:
+        self._traces.forget(time.monotonic())
         trace = self._traces.find(request, organisation)
         return None if trace is None else trace.tell()
 
