@@ -8,7 +8,7 @@ import threading
 import pytest
 from tests.waiting import until
 
-from argosy.gateway.admin.turns import AT_ONCE, MOST_WAITING, Turns
+from argosy.gateway.admin.turns import AT_ONCE, MOST_AT_ONCE, MOST_WAITING, Turns
 from argosy.protocol import ApiError
 
 
@@ -35,6 +35,25 @@ async def test_an_organisation_has_so_many_at_a_time_and_others_have_their_own()
     done = await asyncio.gather(*asked[:-1])
     assert done == [f"{n}" for n in range(many - 1)]
     assert await turns.aside("acme", call, "again") == "again"
+
+
+async def test_all_organisations_together_leave_the_gateway_some_connections() -> None:
+    turns, go_on = Turns(), threading.Event()
+    running: list[str] = []
+
+    def call(name: str) -> str:
+        running.append(name)
+        go_on.wait()
+        return name
+
+    names = [f"org{n // AT_ONCE}" for n in range(MOST_AT_ONCE + 2 * AT_ONCE)]
+    asked = [asyncio.create_task(turns.aside(name, call, name)) for name in names]
+    await until(lambda: len(running) >= MOST_AT_ONCE)
+    for _ in range(10):  # whoever may run besides has had time to begin
+        await asyncio.to_thread(running.copy)
+    assert len(running) == MOST_AT_ONCE
+    go_on.set()
+    assert await asyncio.gather(*asked) == names
 
 
 async def test_what_a_call_raises_leaves_room() -> None:

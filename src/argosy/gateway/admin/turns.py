@@ -11,6 +11,8 @@ from argosy.process import aside
 from argosy.protocol import ApiError
 
 AT_ONCE = 4
+MOST_AT_ONCE = 10
+"""Of all organisations: a store has 15 connections, and the gateway needs some for accounts and usage."""
 MOST_WAITING = 100
 """Calls of one organisation, before more are refused."""
 RETRY_AFTER_S = 1.0
@@ -32,6 +34,7 @@ class Turns:
 
     def __init__(self) -> None:
         self._lines: dict[str, _Line] = {}
+        self._places = asyncio.Semaphore(MOST_AT_ONCE)
 
     async def aside(self, organisation: str, call: Callable[..., T], *given: object) -> T:
         """What the call returns, or raises, in a thread, once it is the organisation's turn.
@@ -46,7 +49,7 @@ class Turns:
             raise ApiError(429, "overloaded", message, retry_after_s=RETRY_AFTER_S)
         line.count += 1
         try:
-            async with line.places:
+            async with line.places, self._places:
                 return await aside(call, *given)
         finally:
             line.count -= 1
