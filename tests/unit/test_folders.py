@@ -57,11 +57,30 @@ def test_what_can_be_made_again_needs_no_home(tmp_path: Path) -> None:
         ("postgresql:///db?host=/run/a", "postgresql:///db?host=/run/b"),
         ("postgresql://host/db?port=1", "postgresql://host/db?port=2"),
         ("postgresql://host/a", "postgresql://host/b"),
+        ("postgresql://ann@host", "postgresql://bob@host"),
+        ("postgresql://host?dbname=a", "postgresql://host?dbname=b"),
+        ("postgresql:///db?service=a", "postgresql:///db?service=b"),
+        ("postgresql:///db?hostaddr=127.0.0.1", "postgresql:///db?hostaddr=127.0.0.2"),
+        (
+            "postgresql://host/db?options=-csearch_path%3Da",
+            "postgresql://host/db?options=-csearch_path%3Db",
+        ),
         ("sqlite:////data/a#1.db", "sqlite:////data/a#2.db"),
     ],
 )
 def test_the_usage_of_two_databases_does_not_mix(one: str, other: str) -> None:
     assert usage_folder(one) != usage_folder(other)
+
+
+@pytest.mark.parametrize("name", ["PGHOST", "PGHOSTADDR", "PGPORT", "PGSERVICE", "PGDATABASE"])
+def test_nor_does_it_where_the_environment_says_which(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = []
+    for value in ("1", "2"):
+        monkeypatch.setenv(name, value)
+        folders.append(usage_folder("postgresql://"))
+    assert folders[0] != folders[1]
 
 
 @pytest.mark.parametrize("scheme", ["postgres", "postgresql", "postgresql+psycopg"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,15 @@ from argosy.store.usage import UsageLog
 
 EXPIRED_STAY_S = 30 * 86_400
 """How long an expired key stays in the directory."""
+_PLACE = {
+    "host": "PGHOST",
+    "port": "PGPORT",
+    "dbname": "PGDATABASE",
+    "hostaddr": "PGHOSTADDR",
+    "service": "PGSERVICE",
+    "options": "PGOPTIONS",
+}
+"""What says which database of PostgreSQL is meant, in a URL or in the environment: tables may be in several schemas."""
 
 
 class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -136,11 +146,13 @@ def usage_folder(url: str) -> Path:
     parsed = parse_url(url)
     if parsed.get_backend_name() == "sqlite":
         return Path(f"{parsed.database}.usage")
-    host, port = (
-        given or parsed.query.get(name)
-        for given, name in ((parsed.host, "host"), (parsed.port, "port"))
+    written = {"host": parsed.host, "port": parsed.port, "dbname": parsed.database}
+    host, port, database, *others = (
+        written.get(name) or parsed.query.get(name) or os.environ.get(variable)
+        for name, variable in _PLACE.items()
     )
-    place = f"postgresql://{host}:{port}/{parsed.database}"
+    place = f"postgresql://{host}:{port}/{database or parsed.username}"
+    place = " ".join([place, *(str(other) for other in others if other)])
     name = hashlib.sha256(place.encode()).hexdigest()[:16]
     try:
         return state_folder() / "usage" / name
