@@ -220,5 +220,6 @@ usage_days = Table(
     Column("cached_tokens", BigInteger, nullable=False),
     Column("output_tokens", BigInteger, nullable=False),
     Column("nano_dollars", BigInteger, nullable=False),
+    Column("unanswered", BigInteger, nullable=False, server_default="0"),
 )
-"""What is left of the rows that were forgotten."""
+"""What is left of the rows that were forgotten. The `unanswered` of their requests count against no limit."""

@@ -59,11 +59,18 @@ _INSERTS: dict[str, Callable[[Table], sqlite.Insert | postgresql.Insert]] = {
     "postgresql": postgresql.insert,
 }
 _COLUMNS = (*UsageRow.__struct_fields__, "day")
-_DONE = func.count().filter(
-    or_(
-        schema.usage.c.output_tokens > 0,
-        and_(schema.usage.c.status.not_in(("failed", "refused")), schema.usage.c.replica != ""),
-    )
+_days = schema.usage_days.c
+Requests = tuple[ColumnElement[Any], ColumnElement[Any]]
+"""Which of them are counted as such: of rows, and of days that have been forgotten."""
+_ALL: Requests = (func.count(), func.sum(_days.requests))
+_DONE: Requests = (
+    func.count().filter(
+        or_(
+            schema.usage.c.output_tokens > 0,
+            and_(schema.usage.c.status.not_in(("failed", "refused")), schema.usage.c.replica != ""),
+        )
+    ),
+    func.sum(_days.requests - _days.unanswered),
 )
 """Requests that count against limits: not those that got nothing because of us, or never went to a replica."""
 _NAMES = ", ".join(f'"{name}"' for name in _COLUMNS)
@@ -159,7 +166,7 @@ class UsageLog:
         unknown = set(group_by) - set(_GROUPS)
         if unknown:
             raise ValueError(f"A report is by {', '.join(_GROUPS)}; not by {min(unknown)!r}.")
-        rows = self._report(tuple(dict.fromkeys(group_by)), where, func.count())
+        rows = self._report(tuple(dict.fromkeys(group_by)), where, _ALL)
         if len(rows) > MOST_GROUPS:
             remedy = "Ask for less time, or by less; or for the ledger's own rows, as CSV."
             raise ValueError(f"The report has more than {MOST_GROUPS} rows. {remedy}")
@@ -169,7 +176,7 @@ class UsageLog:
         self,
         groups: Sequence[Group],
         where: UsageFilter,
-        requests: ColumnElement[Any],
+        requests: Requests,
         among: Sequence[str] | None = None,
     ) -> list[ReportRow]:
         """The same, however many, of these of the first group; `requests` says which rows are counted as such."""
@@ -179,10 +186,10 @@ class UsageLog:
             return some + self._owned(table, where)
 
         both = union_all(
-            _sums(schema.usage, requests, groups, _ended(where) + owned(schema.usage)),
+            _sums(schema.usage, requests[0], groups, _ended(where) + owned(schema.usage)),
             _sums(
                 schema.usage_days,
-                func.sum(schema.usage_days.c.requests),
+                requests[1],
                 groups,
                 _begun(where) + owned(schema.usage_days),
             ),
@@ -307,7 +314,8 @@ class UsageLog:
                 past = rows.c.ended_at <= last
             insert = _INSERTS[connection.dialect.name](days)
             sums = _sums(rows, func.count(), _GROUPS, [past])
-            counted = ("requests", *_COUNTED)
+            sums = sums.add_columns(func.count() - _DONE[0])
+            counted = ("requests", *_COUNTED, "unanswered")
             connection.execute(
                 insert.from_select([*_GROUPS, *counted], sums).on_conflict_do_update(
                     index_elements=list(_GROUPS),

@@ -230,10 +230,12 @@ def test_what_got_nothing_because_of_us_is_not_spent(store: Store) -> None:
             usage_row("died with us", status="interrupted", replica="", key="k"),
         ]
     )
-    ((counted,),) = store.usage.spent("key", ["k"], 0).values()
-    assert counted.requests == 3
-    (whole,) = store.usage.report()
-    assert whole.requests == 5
+    for _ in range(2):
+        ((counted,),) = store.usage.spent("key", ["k"], 0).values()
+        assert counted.requests == 3
+        (whole,) = store.usage.report()
+        assert whole.requests == 5
+        store.usage.forget(START + DAY)
 
 
 def test_what_a_key_spent_is_also_what_it_was_rotated_from_did(store: Store, clock: Clock) -> None:
