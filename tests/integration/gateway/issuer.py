@@ -43,6 +43,9 @@ class Issuer:
     def __init__(self) -> None:
         self.keys = [public_jwk(RSA_KEY, "rsa"), public_jwk(EC_KEY, "ec"), public_jwk(ED_KEY, "ed")]
         self.broken = False
+        self.named: str | None = None
+        """What it calls itself; None: what it is."""
+        self.status = 200
         self.drips = False
         """Its keys come a byte at a time, and never to their end."""
         self.asked = 0
@@ -77,7 +80,7 @@ class Issuer:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 body = issuer.document(self.path)
-                self.send_response(500 if body is None else 200)
+                self.send_response(500 if body is None else issuer.status)
                 self.send_header("content-type", "application/json")
                 self.end_headers()
                 with contextlib.suppress(OSError):
@@ -96,7 +99,8 @@ class Issuer:
         if self.broken:
             return None
         if path == "/.well-known/openid-configuration":
-            return json.dumps({"issuer": self.url, "jwks_uri": f"{self.url}/keys"}).encode()
+            said = {"issuer": self.named or self.url, "jwks_uri": f"{self.url}/keys"}
+            return json.dumps(said).encode()
         self.asked += 1
         return json.dumps({"keys": self.keys}).encode()
 

@@ -334,11 +334,19 @@ def test_many_wrong_keys_have_to_wait_and_right_ones_never() -> None:
 
 def test_an_attacker_with_many_addresses_takes_no_memory() -> None:
     who = identity(key("a"))
+    first = bearer("wrong", "203.0.113.1")
+    assert [refusal(who, first)[0] for _ in range(21)][-2:] == [401, 429]
     for n in range(6000):
         refusal(who, bearer("wrong", f"10.{n >> 16}.{n >> 8 & 255}.{n & 255}"))
     for n in range(30):
         last = refusal(who, bearer("wrong", f"2001:db8:0:1::{n + 1:x}"))[0]
     assert last == 429, "addresses of one /64 count as one"
+    assert refusal(who, first)[0] == 401, "the oldest is forgotten first"
+
+
+def test_callers_whose_address_nobody_knows_count_as_one() -> None:
+    who = identity(key("a"))
+    assert [refusal(who, bearer("wrong", ""))[0] for _ in range(21)] == [401] * 20 + [429]
 
 
 # --- what callers may do -------------------------------------------------------------------------

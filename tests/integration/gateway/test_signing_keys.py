@@ -5,19 +5,24 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
-from tests.integration.gateway.issuer import OTHER_RSA_KEY, issuer, public_jwk
+from tests.integration.gateway.issuer import OTHER_RSA_KEY, RSA_KEY, Issuer, issuer, public_jwk
 from tests.integration.gateway.people import bearer
 from tests.integration.gateway.test_tokens import (
     DEADLINE_S,
     Clock,
     identify,
+    refusal,
     trusting,
     until_refused,
 )
+
+from argosy.gateway.identity import Identity, signing_keys
+from argosy.protocol import ApiError
 
 LATER_S = 3700.0
 
@@ -56,6 +61,56 @@ def test_a_file_that_cannot_be_read_to_its_end_is_not_read_for_each_request(tmp_
             assert identify(who, bearer(token)).project == "proj_chat"
             time.sleep(0.01)
     assert [line["event"] for line in logs] == ["signing_keys_unavailable"]
+
+
+def _calls_itself_another(issuing: Issuer) -> None:
+    issuing.named = "https://another.test"
+
+
+def _answers_with_an_error(issuing: Issuer) -> None:
+    issuing.status = 500
+
+
+def _has_more_than_anybody_needs(issuing: Issuer) -> None:
+    issuing.keys.append({"kty": "oct", "k": "x" * signing_keys.SIZE_LIMIT_BYTES})
+
+
+@pytest.mark.parametrize(
+    ("does", "said"),
+    [
+        (_calls_itself_another, "calls itself https://another.test"),
+        (_answers_with_an_error, "answered with status 500"),
+        (_has_more_than_anybody_needs, "answered with more than"),
+    ],
+)
+def test_keys_are_taken_of_nobody_who_is_not_the_issuer_and_well(
+    does: Callable[[Issuer], None], said: str
+) -> None:
+    with issuer() as issuing, capture_logs() as logs:
+        does(issuing)
+        who = trusting(issuing)
+        token, deadline = issuing.token(project="chat"), time.monotonic() + DEADLINE_S
+        while not logs and time.monotonic() < deadline:
+            assert _status(who, token) == 503
+        assert _status(who, token) == 503
+    assert [line["event"] for line in logs] == ["signing_keys_unavailable"]
+    assert said in logs[0]["reason"]
+
+
+def test_a_key_is_good_for_the_algorithm_that_it_was_published_for() -> None:
+    with issuer() as issuing:
+        issuing.keys = [public_jwk(RSA_KEY, "rsa", alg="RS512")]
+        who = trusting(issuing, algorithms=("RS256", "RS512"))
+        identify(who, bearer(issuing.token(project="chat", algorithm="RS512")))
+        status, message = refusal(who, issuing.token(project="chat", algorithm="RS256"))
+        assert status == 401
+        assert "its key is of another kind" in message
+
+
+def _status(who: Identity, token: str) -> int:
+    with pytest.raises(ApiError) as caught:
+        who.identify(bearer(token))
+    return caught.value.status
 
 
 def _refuse(thread: threading.Thread) -> None:

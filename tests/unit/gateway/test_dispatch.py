@@ -15,6 +15,7 @@ from argosy.gateway.caller import Caller
 from argosy.gateway.journey import Journey
 from argosy.gateway.models.pools import build_models, read_models
 from argosy.policy import Outcome
+from argosy.protocol import ApiError
 
 STEPS = st.lists(
     st.tuples(st.sampled_from(["ask", "ask", "ask", "end", "fail", "leave"]), st.integers(0, 30)),
@@ -158,3 +159,50 @@ async def test_old_requests_wait_on_while_only_higher_tiers_have_seats_beside_ot
     replica.shared_with([])
     queue.pump()
     await asyncio.gather(old, *others)
+
+
+async def refused(queue: Dispatcher, journey: Journey) -> str:
+    """What a request is told that may not wait; empty where it does."""
+    task = asyncio.create_task(queue.place(journey))
+    for _ in range(4):
+        await asyncio.sleep(0)
+    if not task.done():
+        return ""
+    error = task.exception()
+    assert isinstance(error, ApiError)
+    assert (error.status, error.code, error.retry_after_s) == (429, "overloaded", 1.0)
+    return error.message
+
+
+async def test_no_more_bytes_wait_than_may() -> None:
+    world = World()
+    world.queue = queue = Dispatcher(world.pool, QueueConfig(bytes=5000), lambda: 0.0)
+    for _ in range(6):
+        await queue.place(request(Caller()))
+    assert "the queue is full" in await refused(queue, request(Caller(tier=0), prompt=2000))
+    assert not await refused(queue, request(Caller(tier=0, project="a"), prompt=500))
+    assert not await refused(queue, request(Caller(tier=0, project="b"), prompt=500))
+    assert "the queue is full" in await refused(queue, request(Caller(tier=0), prompt=500))
+
+
+async def test_what_can_be_served_soon_is_for_higher_tiers() -> None:
+    """By how long a tenant's own requests have waited, and by what waits in the replicas."""
+    world, now = World(), 0.0
+    queue = Dispatcher(world.pool, QueueConfig(wait_s=60.0), lambda: now)
+    for _ in range(6):
+        await queue.place(request(Caller(tier=0)))
+    free, paid = Caller(tier=2, project="free"), Caller(tier=1, project="paid")
+    assert not await refused(queue, request(free))
+    assert not await refused(queue, request(paid))
+    now = 29.0
+    assert not await refused(queue, request(free))
+    now = 31.0
+    assert "is for higher tiers" in await refused(queue, request(free))
+    assert not await refused(queue, request(Caller(tier=2, project="another")))
+    assert not await refused(queue, request(paid))
+    now = 46.0
+    assert "is for higher tiers" in await refused(queue, request(paid))
+    for replica in world.pool.replicas.values():
+        replica.load.capacity, replica.load.waiting = 10, 9
+    assert "is for higher tiers" in await refused(queue, request(Caller(tier=1, project="new")))
+    assert not await refused(queue, request(Caller(tier=0, project="new")))

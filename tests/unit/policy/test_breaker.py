@@ -73,8 +73,10 @@ def test_one_that_is_never_well_for_long_is_left_alone_for_longer() -> None:
 def test_what_began_before_it_opened_neither_closes_nor_prolongs_it() -> None:
     breaker = opened()
     until = breaker.open_until
+    breaker.record(Outcome.FAILURE, 0.1)
     breaker.record(Outcome.SUCCESS, 0.1)
-    breaker.record(Outcome.FAILURE, 0.2)
+    for _ in range(30):
+        breaker.record(Outcome.FAILURE, 0.2)
     assert breaker.open_until == until
     breaker.probe_sent()
     breaker.record(Outcome.SUCCESS, 2.1)

@@ -154,6 +154,26 @@ def test_in_the_end_what_counts_is_what_was_used(
         assert used(limits) == [count, total, 0]
 
 
+def test_what_was_used_beyond_what_was_held_counts_too() -> None:
+    limits = meters(100)
+    held = reserve(limits, tokens(10), tokens(1), 0.0)
+    assert isinstance(held, Reservation)
+    held.settle(done(30), 0.0)
+    assert used(limits) == [1, 30, 0]
+
+
+def test_of_a_long_stream_only_the_last_parts_are_remembered() -> None:
+    limits = meters(100)
+    held = reserve(limits, tokens(1), tokens(1), 0.0)
+    assert isinstance(held, Reservation)
+    for second in range(1, 30):
+        assert held.extend(tokens(second + 1), float(second)) is None
+    assert used(limits) == [1, 30, 1]
+    assert max(len(hold.slots) for hold in held.holds) == 8
+    held.settle(done(25), 30.0)
+    assert used(limits) == [1, 25, 0]
+
+
 @given(st.integers(0, 50), st.integers(1, 50), st.integers(0, 3))
 def test_who_needs_nothing_of_a_limit_is_let_in_however_far_it_was_passed_or_lowered(
     used_up: int, passed_by: int, free: int

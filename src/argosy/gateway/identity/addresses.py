@@ -31,7 +31,7 @@ def parse_networks(texts: Iterable[str]) -> tuple[Network, ...]:
 def _unmapped(network: Network) -> Network:
     """IPv4 that is written as IPv6 (::ffff:10.0.0.0/104) as what it is, as addresses are."""
     first = network.network_address
-    if isinstance(first, IPv6Address) and first.ipv4_mapped and network.prefixlen >= _MAPPED_BITS:
+    if isinstance(first, IPv6Address) and first.ipv4_mapped:
         return IPv4Network((first.ipv4_mapped, network.prefixlen - _MAPPED_BITS))
     return network
 
