@@ -74,6 +74,8 @@ class Rough:
     """Generations of the plan: probes ask for one token and are not among them."""
     most_at_once: int = 0
     tokenize: list[int] | None = None
+    tokenizes_with: int = 200
+    """The status of that."""
     refuses: set[str] = field(default_factory=set)
     """Fields of bodies and of stream options that it does not know."""
     _at_once: int = 0
@@ -117,7 +119,7 @@ class Rough:
         if path == "/v1/models":
             asked.json(200, MODELS)
         elif path == "/tokenize" and self.tokenize is not None:
-            asked.json(200, {"tokens": self.tokenize})
+            asked.json(self.tokenizes_with, {"tokens": self.tokenize})
         elif path not in {"/v1/completions", "/v1/chat/completions"}:
             asked.json(404, {"error": {"message": "no such path"}})
         elif unknown := self.refuses & _fields(asked.body):

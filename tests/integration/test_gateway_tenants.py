@@ -44,6 +44,8 @@ class Shop:
     store: Store
     engine: FakeEngine
     web: Project
+    other: Project
+    """Before the other, and with prompts that its organisation may share."""
     keys: dict[str, str]
     """Plain keys of callers of both tenants, and an admin's."""
 
@@ -73,7 +75,9 @@ async def shop(
     accounts, actor = store.accounts, "test"
     acme = accounts.create_organisation("acme", actor=actor)
     web = accounts.create_project(acme.id, "web", actor=actor)
-    other = accounts.create_project(acme.id, "other", actor=actor)
+    other = accounts.create_project(
+        acme.id, "other", tier="premium", weight=2.5, share_cache=True, actor=actor
+    )
     keys = {
         "web": accounts.create_key(web.id, "web", actor=actor)[1],
         "other": accounts.create_key(other.id, "other", actor=actor)[1],
@@ -110,7 +114,7 @@ async def shop(
             await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
             if running.done():
                 await running
-            yield Shop(url.result(), server, running, store, engine, web, keys)
+            yield Shop(url.result(), server, running, store, engine, web, other, keys)
         finally:
             server.stop()
             await asyncio.gather(running, return_exceptions=True)
@@ -144,6 +148,20 @@ async def test_who_may_come_in(tmp_path: Path, tokenizer: Tokenizer) -> None:
         assert request.tenant == here.web.id
         (row,) = await here.rows(1)
         assert (row.project, row.status, row.output_tokens) == (here.web.id, "completed", 30)
+
+
+async def test_a_replica_is_told_who_shares_a_requests_prompt_and_who_is_served_first(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    async with shop(tmp_path, tokenizer) as here:
+        for who in ("web", "other"):
+            async with here.client(who) as client:
+                assert (await client.post(CHATS, json=BODY)).status_code == 200
+        web, other = here.web, here.other
+        assert [(r.tenant, r.domain, r.tier, r.weight) for r in here.engine.requests] == [
+            (web.id, web.id, 1, 1.0),
+            (other.id, other.organisation, 0, 2.5),
+        ]
 
 
 async def test_a_limit_ends_a_stream_and_the_ledger_has_what_was_delivered(

@@ -118,6 +118,29 @@ async def test_to_tokenize_waits_for_it_too() -> None:
         assert gone(await first)
 
 
+@pytest.mark.parametrize("status", [429, 500, 503])
+async def test_what_one_does_not_tokenize_another_may(status: int) -> None:
+    async with rough_server() as ill, rough_server() as well:
+        behind = [ReplicaConfig(url=server.url, kind="openai") for server in (ill, well)]
+        ill.tokenize, ill.tokenizes_with, well.tokenize = [], status, [7]
+        async with front([], *behind) as running:
+            for _ in range(5):
+                told = await running.client.post("/tokenize", json={"prompt": "Once"})
+                assert (told.status_code, told.json()) == (200, {"tokens": [7]})
+            well.tokenizes_with = status
+            told = await running.client.post("/tokenize", json={"prompt": "Once"})
+            assert (told.status_code, told.json()["error"]["code"]) == (503, "no_replica")
+
+
+async def test_what_only_a_replica_can_tell_is_not_told_while_it_is_away() -> None:
+    async with lost(BRIEF) as (running, _):
+        first = await finds_out(running)
+        for path in ("/openapi.json", "/replicas/a/metrics"):
+            told = await running.client.get(path)
+            assert (told.status_code, told.json()["error"]["code"]) == (503, "no_replica")
+        assert gone(await first)
+
+
 async def test_nobody_waits_for_one_that_does_not_come_back() -> None:
     async with lost(BRIEF) as (running, _):
         first = await finds_out(running)

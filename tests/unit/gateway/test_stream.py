@@ -276,3 +276,19 @@ async def test_a_client_that_takes_its_time_does_not_make_its_replica_slow() -> 
         stream.tend(now, LIMITS)
     stream.let_go()
     assert load.decode_s == pytest.approx(quick_s, rel=0.2)
+
+
+async def test_once_it_has_caught_up_its_replica_is_measured_again() -> None:
+    now = 0.0
+    _, journey, stream, attempt = feeding(Told(), lambda: now)
+    (load,) = journey.pool.loads()
+    attempt.on_body(b": argosy 0 1\n\n")
+    stream.on_full()
+    stream.tend(now, LIMITS)
+    stream.on_room()
+    for token in range(2, 6):
+        now += 5.0
+        stream.tend(now, LIMITS)
+        attempt.on_body(b": argosy 0 %d\n\n" % token)
+    stream.tend(now, LIMITS)
+    assert load.decode_s > 0.3
