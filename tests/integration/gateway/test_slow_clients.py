@@ -34,11 +34,12 @@ CHAT: dict[str, Any] = {
 def asks(url: httpx2.URL) -> socket.socket:
     """A client that has sent its request, and reads nothing yet."""
     content = json.dumps(CHAT).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\ncontent-length: {len(content)}\r\n\r\n"
+    head = "POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n"
+    length = f"content-length: {len(content)}\r\n\r\n"
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     client.connect((url.host, url.port))
-    client.sendall(head.encode() + content)
+    client.sendall(head.encode() + length.encode() + content)
     return client
 
 

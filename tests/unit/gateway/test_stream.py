@@ -292,3 +292,31 @@ async def test_once_it_has_caught_up_its_replica_is_measured_again() -> None:
         attempt.on_body(b": argosy 0 %d\n\n" % token)
     stream.tend(now, LIMITS)
     assert load.decode_s > 0.3
+
+
+class Held(Attempt):
+    """It knows whether it is paused."""
+
+    paused = False
+
+    def pause(self) -> None:
+        self.paused = True
+
+    def resume(self) -> None:
+        self.paused = False
+
+
+async def test_a_client_that_is_behind_holds_its_replica_back_and_the_next_one_too() -> None:
+    _, journey, stream, _ = feeding(Told(), lambda: 0.0)
+    stream.let_go()
+    picked = journey.picked
+    assert picked is not None
+    stream.on_full()
+    for _ in range(2):
+        attempt = Held(lambda: 0.0)
+        stream.feed_from(attempt, picked.replica, JournalReader(journey.delivered))
+        assert attempt.paused
+    stream.on_room()
+    assert not attempt.paused
+    stream.on_full()
+    assert attempt.paused

@@ -70,6 +70,17 @@ def test_one_that_is_never_well_for_long_is_left_alone_for_longer() -> None:
     assert waits == [2.0, 4.0, 8.0, 10.0, 10.0, 2.0]
 
 
+def test_what_failed_before_it_closed_is_forgotten() -> None:
+    breaker = Breaker(BreakerLimits(sample=4))
+    for number in range(4):
+        breaker.record(Outcome.FAILURE if number % 2 else Outcome.SUCCESS, 0.0)
+    assert not breaker.closed
+    breaker.probe_sent()
+    breaker.probed(Outcome.SUCCESS, 2.0)
+    breaker.record(Outcome.FAILURE, 2.1)
+    assert breaker.closed
+
+
 def test_what_began_before_it_opened_neither_closes_nor_prolongs_it() -> None:
     breaker = opened()
     until = breaker.open_until

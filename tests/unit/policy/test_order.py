@@ -224,6 +224,33 @@ def test_debts_are_paid_off_by_weight_also_of_who_does_not_wait() -> None:
     assert "heavy" in [one.tenant for one in (queue.pop(0.0) for _ in range(4)) if one]
 
 
+def test_who_sends_one_at_a_time_pays_debts_too() -> None:
+    queue = DispatchQueue[int]()
+    for _ in range(60):
+        queue.push(waiting(tenant="many", cost=1000.0))
+    tenants = []
+    for _ in range(40):
+        if not queue.held(1, "one").count:
+            queue.push(waiting(tenant="one", cost=1000.0))
+        one = queue.pop(0.0)
+        assert one is not None
+        tenants.append(one.tenant)
+    assert 15 <= tenants.count("many") <= 25
+
+
+def test_who_is_away_saves_nothing_up() -> None:
+    queue = DispatchQueue[int]()
+    queue.push(waiting(tenant="away", cost=1000.0))
+    for _ in range(300):
+        queue.push(waiting(tenant="stays", cost=1000.0))
+    for _ in range(200):
+        queue.pop(0.0)
+    for _ in range(100):
+        queue.push(waiting(tenant="away", cost=1000.0))
+    tenants = [one.tenant for one in (queue.pop(0.0) for _ in range(20)) if one]
+    assert 8 <= tenants.count("stays") <= 12
+
+
 def test_only_tiers_that_there_is_room_for_leave() -> None:
     queue = DispatchQueue[int]()
     for tier in range(3):

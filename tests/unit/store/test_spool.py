@@ -17,7 +17,7 @@ from unittest import mock
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from structlog.testing import capture_logs
@@ -276,6 +276,7 @@ def test_a_row_says_all_that_its_request_was_and_used(spool: Spool) -> None:
     asked=st.text(max_size=500),
     replica=st.text(max_size=500),
 )
+@example(request="r" * 160, user="u" * 2000, asked="a" * 100, replica="here")
 @settings(deadline=None, max_examples=20)
 def test_whatever_texts_come_the_row_can_be_read_and_the_request_is_known(
     request: str, user: str, asked: str, replica: str
@@ -291,7 +292,23 @@ def test_whatever_texts_come_the_row_can_be_read_and_the_request_is_known(
     if len(plain.encode()) <= 160:
         assert rows[0].request == plain
     for whole, kept in ((user, rows[0].user), (asked, rows[0].asked)):
-        assert whole.replace("\0", "").encode("utf-8", "replace").startswith(kept.encode()[:85])
+        written = whole.replace("\0", "").encode("utf-8", "replace")
+        assert written.startswith(kept.encode()[:85])
+        assert len(kept.encode()) >= min(85, len(written))
+
+
+def test_who_has_a_long_name_writes_into_no_other_row(spool: Spool) -> None:
+    names = [f"request-{number}" for number in range(10)]
+    begun = [
+        spool.begin(row(name, user="u" * 2000 * (number % 2)), RATES)
+        for number, name in enumerate(names)
+    ]
+    for slot in begun:
+        slot.end("completed", "replica" * 200, NOW)
+    rows: list[UsageRow] = []
+    spool.drain(rows.extend)
+    assert [one.request for one in rows] == names
+    assert [one.user[:85] for one in rows] == ["", "u" * 85] * 5
 
 
 def test_more_requests_than_a_table_has_slots_get_more_tables_and_give_them_back(
