@@ -127,6 +127,7 @@ async def test_what_one_does_not_tokenize_another_may(status: int) -> None:
             for _ in range(5):
                 told = await running.client.post("/tokenize", json={"prompt": "Once"})
                 assert (told.status_code, told.json()) == (200, {"tokens": [7]})
+            assert (await running.client.get("/openapi.json")).status_code == 503  # not theirs
             well.tokenizes_with = status
             told = await running.client.post("/tokenize", json={"prompt": "Once"})
             assert (told.status_code, told.json()["error"]["code"]) == (503, "no_replica")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from unittest.mock import Mock
@@ -18,12 +19,21 @@ from tests.services import PostgresServer
 from tests.waiting import until
 
 from argosy.gateway.ask import read
+from argosy.gateway.books import Books
 from argosy.gateway.caller import Caller
 from argosy.gateway.journey import CHAT, Journey, Status
 from argosy.gateway.replicas.pool import Pool
 from argosy.gateway.stages.ledger import Ledger, settle_forever
 from argosy.protocol import ApiError
-from argosy.store import Directory, Price, Spool, SpoolFullError, UsageRow, open_store
+from argosy.store import (
+    Directory,
+    Price,
+    Spool,
+    SpoolFullError,
+    StoreConfig,
+    UsageRow,
+    open_store,
+)
 from argosy.web import Exchange
 
 NOW = 5000.0
@@ -235,3 +245,23 @@ def allow(server: PostgresServer, url: str, *, connections: bool) -> str:
         query = sql.SQL("ALTER DATABASE {} ALLOW_CONNECTIONS {}")
         connection.execute(query.format(sql.Identifier(name), sql.Literal(connections)))
     return name
+
+
+async def test_a_gateway_forgets_the_rows_of_days_that_are_not_to_be_kept(tmp_path: Path) -> None:
+    books = await Books.open(StoreConfig(url=f"sqlite:///{tmp_path}/argosy.db", keep_usage_days=30))
+    ends = {days: time.time() - days * 86_400 for days in (0, 29, 32, 400)}
+    rows = [
+        UsageRow(request=str(days), started_at=at, ended_at=at, status="completed")
+        for days, at in ends.items()
+    ]
+    books.store.usage.add(rows)
+
+    def kept() -> list[str]:
+        return [row.request for page in books.store.usage.rows() for row in page]
+
+    forgetting = asyncio.create_task(books.forget())
+    await until(lambda: len(kept()) < len(rows))
+    await until(lambda: "32" not in kept())
+    forgetting.cancel()
+    assert kept() == ["29", "0"]
+    await books.close()
