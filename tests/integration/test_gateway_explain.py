@@ -10,7 +10,7 @@ import subprocess
 import msgspec
 import pytest
 from rich.console import Console
-from tests.integration.gateway.harness import front
+from tests.integration.gateway.harness import Watching, front
 from tests.integration.rough_server import Asked, rough_server
 from tests.integration.test_metrics import value
 
@@ -26,6 +26,7 @@ from argosy.gateway.explain import (
     Try,
 )
 from argosy.policy import Cost, Rates
+from argosy.protocol import ApiError
 
 BODY = {"model": "big", "prompt": "Say something", "max_tokens": 3}
 
@@ -73,6 +74,20 @@ async def test_a_request_that_was_tried_twice_is_explained() -> None:
     assert value(text, "argosy_gateway_tokens_total", kind="output") == 6
     assert value(text, "argosy_gateway_time_to_first_token_seconds_count") == 2
     assert value(text, "argosy_gateway_http_requests_total", route="/v1/completions") == 2
+
+
+async def test_why_a_request_was_refused_is_told_and_counted() -> None:
+    full = Watching(refuses=ApiError(429, "rate_limit_exceeded", "Too many."))
+    async with front([full]) as running:
+        headers = {"x-request-id": "refused"}
+        answer = await running.client.post("/v1/completions", json=BODY, headers=headers)
+        assert answer.status_code == 429
+        trace = running.traces.find("refused")
+        assert trace is not None
+        told = trace.tell()
+        text = (await running.client.get("/metrics")).text
+    assert (told["status"], told["error"]) == ("refused", "rate_limit_exceeded")
+    assert value(text, "argosy_gateway_requests_unanswered_total", code="rate_limit_exceeded") == 1
 
 
 async def test_a_running_request_is_explained_too() -> None:
