@@ -12,7 +12,6 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from structlog.testing import capture_logs
 from tests.integration.gateway.limit_world import (
     CALLER,
     OTHER,
@@ -29,7 +28,6 @@ from argosy.gateway.books import Books
 from argosy.gateway.journey import Status
 from argosy.gateway.stages.limit_words import duration
 from argosy.gateway.stages.limits import LimitsConfig, shared_state
-from argosy.protocol import ApiError
 from argosy.store import (
     Directory,
     Limit,
@@ -287,39 +285,6 @@ async def test_places_come_back_when_requests_end(clock: Clock) -> None:
     assert "the key's limit of 2 requests at a time: 2 requests run" in refused.message
     leave(limits, running.pop())
     assert await refusal(limits, request()) is None
-
-
-async def test_what_generates_nothing_holds_a_place_while_it_lasts_and_counts_if_it_succeeds(
-    clock: Clock,
-) -> None:
-    limits = in_force(clock, limit("concurrency", 1), limit("requests", 2))
-
-    async def passes() -> str:
-        try:
-            async with limits.passing(CALLER, "big", []):
-                pass
-        except ApiError as error:
-            return error.message
-        return ""
-
-    with pytest.raises(RuntimeError):
-        async with limits.passing(CALLER, "big", []):
-            raise RuntimeError
-    async with limits.passing(CALLER, "big", []):
-        assert "at a time" in await passes()
-    assert await passes() == ""
-    assert "2 requests per minute" in await passes()
-
-
-async def test_a_limit_that_cannot_be_counted_takes_none_of_the_others_out_of_force(
-    clock: Clock,
-) -> None:
-    endless = limit("tokens", 5, None)
-    with capture_logs() as logs:
-        limits = in_force(clock, endless, limit("requests", 1))
-    assert [(line["event"], line["limit"]) for line in logs] == [("limit_not_in_force", endless.id)]
-    assert await refusal(limits, request()) is None
-    assert await refusal(limits, request()) is not None
 
 
 async def test_expectations_follow_what_answers_were(clock: Clock) -> None:

@@ -19,7 +19,6 @@ from redis.asyncio import Redis
 from structlog.testing import capture_logs
 from tests.authority import Authority
 from tests.integration.gateway.limit_world import (
-    CALLER,
     Gate,
     deliver,
     directory,
@@ -97,16 +96,6 @@ async def test_hammering_three_gateways_lets_no_more_requests_in_than_the_limit(
         assert "the key's limit of 100 requests per hour" in refused.message
     assert 90 <= count <= 100
     assert await _kept(server, "key-requests-hour-None") == count
-
-
-async def test_what_generates_nothing_asks_for_its_room_too(server: RedisServer) -> None:
-    async with gateways(server, limit("requests", 2, "hour"), count=1) as [stage]:
-        for _ in range(2):
-            async with stage.passing(CALLER, "big", []):
-                pass
-        with pytest.raises(ApiError, match="2 requests per hour"):
-            async with stage.passing(CALLER, "big", []):
-                pass
 
 
 @pytest.mark.parametrize("kept", [limit("tokens", 100), limit("tokens", 100, "day")])

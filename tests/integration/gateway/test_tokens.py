@@ -312,12 +312,6 @@ def test_junk_is_refused(issuing: Issuer, junk: str) -> None:
 # --- keys of the issuer --------------------------------------------------------------------------
 
 
-def test_a_token_may_not_be_of_any_length(issuing: Issuer) -> None:
-    who = trusting(issuing)
-    identify(who, bearer(issuing.token(project="chat", more="x" * 4096)))
-    assert refusal(who, issuing.token(project="chat", more="x" * 16_384))[0] == 401
-
-
 def test_a_good_token_lasts_until_it_expires_whatever_the_issuer_does(issuing: Issuer) -> None:
     who = trusting(issuing, leeway_s=0.0)
     expiry = time.time() + 2.0

@@ -1,4 +1,4 @@
-"""Many wrong tokens from one address: who sends them has to wait, and nobody else there."""
+"""Many wrong tokens from one address: who sends them has to wait, and nobody else there; and one that is too long."""
 
 from __future__ import annotations
 
@@ -19,3 +19,10 @@ def test_many_wrong_tokens_have_to_wait_and_right_ones_never() -> None:
         assert answers == [401] * 20 + [429] * 10
         assert identify(who, bearer(issuing.token(project="chat", sub="new"))).user == "new"
         assert refusal(who, issuing.token(project="chat", aud="other"))[0] == 429
+
+
+def test_a_token_may_not_be_of_any_length() -> None:
+    with issuer() as issuing:
+        who = trusting(issuing)
+        identify(who, bearer(issuing.token(project="chat", more="x" * 4096)))
+        assert refusal(who, issuing.token(project="chat", more="x" * 16_384))[0] == 401

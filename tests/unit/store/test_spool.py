@@ -297,20 +297,6 @@ def test_whatever_texts_come_the_row_can_be_read_and_the_request_is_known(
         assert len(kept.encode()) >= min(85, len(written))
 
 
-def test_who_has_a_long_name_writes_into_no_other_row(spool: Spool) -> None:
-    names = [f"request-{number}" for number in range(10)]
-    begun = [
-        spool.begin(row(name, user="u" * 2000 * (number % 2)), RATES)
-        for number, name in enumerate(names)
-    ]
-    for slot in begun:
-        slot.end("completed", "replica" * 200, NOW)
-    rows: list[UsageRow] = []
-    spool.drain(rows.extend)
-    assert [one.request for one in rows] == names
-    assert [one.user[:85] for one in rows] == ["", "u" * 85] * 5
-
-
 def test_more_requests_than_a_table_has_slots_get_more_tables_and_give_them_back(
     spool: Spool, tmp_path: Path
 ) -> None:
