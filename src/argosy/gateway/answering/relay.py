@@ -156,7 +156,7 @@ class Relay:
         if flows and leg is None:
             raise UnfitError
         if journey.delivered.output_tokens and leg is None:
-            self._start_over()
+            self._stream.start_over()  # what does not flow is sent whole
             turn.tried.told = 0
         outgoing = leg.outgoing if leg else whole_request(ask, path, dialect, replica.model)
         headers = request_headers(journey, replica, journaled=flows)
@@ -286,11 +286,6 @@ class Relay:
         if not self._carrier.can_go_on:
             raise _cut_off()
         return False
-
-    def _start_over(self) -> None:
-        """Forget what the replica gave. Raises ApiError 502 when the client has it already."""
-        if not self._stream.start_over():
-            raise _cut_off()
 
 
 class UnfitError(Exception):

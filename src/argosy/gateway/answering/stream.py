@@ -153,13 +153,11 @@ class ClientStream:
         self.settle()
         self._count((came,))
 
-    def start_over(self) -> bool:
-        """Forget what was delivered, where the client has not been given it; whether that can be."""
-        if not self._out.retract():
-            return False
+    def start_over(self) -> None:
+        """Forget what was delivered of an answer that is sent whole: the client has none of it."""
+        self._out.retract()
         self._delivered.forget()
         self._told = 0
-        return True
 
     def slow_down(self) -> bytes:
         """Take the stream back from the fast path, if it is there; what came from the replica and was not read."""
