@@ -14,11 +14,15 @@ Wants = Sequence[tuple[Counter, int]]
 
 
 def own_counter(limit: Limit) -> Window | Period | Concurrency:
-    """What counts by itself. Raises ValueError when the limit has no window, and needs one."""
+    """What counts by itself. Raises ValueError when the limit needs a window, and has none that is known here."""
     if limit.unit == "concurrency":
         return Concurrency(limit.amount)
     if limit.window is None:
         raise ValueError(f"The limit {limit.id} on {limit.unit} has no window. Give it one.")
     if limit.window in {"day", "month"}:
         return Period(limit.amount, limit.window)
+    if limit.window not in SECONDS:
+        raise ValueError(
+            f"The limit {limit.id} is by {limit.window!r}, which this version cannot count."
+        )
     return Window(limit.amount, SECONDS[limit.window])

@@ -60,9 +60,11 @@ async def test_what_generates_nothing_asks_for_its_room_too(server: RedisServer)
 async def test_a_limit_that_cannot_be_counted_takes_none_of_the_others_out_of_force(
     clock: Clock,
 ) -> None:
-    endless = limit("tokens", 5, None)
+    """It has no window, or one that a newer gateway knows."""
+    strange = limit("tokens", 5, None), limit("tokens", 5, "fortnight")  # type: ignore[arg-type]
     with capture_logs() as logs:
-        limits = in_force(clock, endless, limit("requests", 1))
-    assert [(line["event"], line["limit"]) for line in logs] == [("limit_not_in_force", endless.id)]
+        limits = in_force(clock, *strange, limit("requests", 1))
+    told = [(line["event"], line["limit"]) for line in logs]
+    assert told == [("limit_not_in_force", each.id) for each in strange]
     assert await refusal(limits, request()) is None
     assert await refusal(limits, request()) is not None
