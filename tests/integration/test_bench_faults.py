@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import msgspec
 import pytest
@@ -10,6 +11,7 @@ from tests.integration.benching import WORKLOAD, Watch, measure, settings
 from tests.integration.rough_server import Answer, Asked, plain, rough_server
 
 from argosy.bench import Load, run
+from argosy.protocol import event
 
 
 async def cut_head(asked: Asked) -> None:
@@ -33,6 +35,20 @@ async def refused(asked: Asked) -> None:
     asked.json(429, {"error": {"message": "slow down", "code": "rate_limit"}})
 
 
+async def refused_in_latin_1(asked: Asked) -> None:
+    body = b'{"error": {"message": "caf\xe9"}}'
+    asked.writer.write(b"HTTP/1.1 500 X\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+
+
+async def refused_deeply(asked: Asked) -> None:
+    body = b'{"error": ' + b"[" * 5000 + b"]" * 5000 + b"}"
+    asked.writer.write(b"HTTP/1.1 500 X\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+
+
+async def sent_elsewhere(asked: Asked) -> None:
+    asked.writer.write(b"HTTP/1.1 307 X\r\nlocation: /elsewhere\r\ncontent-length: 0\r\n\r\n")
+
+
 async def stream_error(asked: Asked) -> None:
     asked.stream()
     asked.say("half")
@@ -52,6 +68,26 @@ async def no_json(asked: Asked) -> None:
     asked.end()
 
 
+async def half_a_character(asked: Asked) -> None:
+    asked.stream()
+    asked.send(b'data: {"choices": [{"text": "\xe2\x82"}]}\n\n')
+    asked.end()
+
+
+async def countless(asked: Asked) -> None:
+    asked.stream()
+    for count in (1, 10**12):
+        chunk = {"choices": [{"text": "a"}], "usage": {"completion_tokens": count}}
+        asked.send(event(json.dumps(chunk).encode()))
+    asked.end()
+
+
+async def less_than_nothing(asked: Asked) -> None:
+    asked.stream()
+    asked.say("a", "stop")
+    asked.end(tokens=-5)
+
+
 async def no_http(asked: Asked) -> None:
     asked.writer.write(b"SSH-2.0-server\r\n\r\n")
 
@@ -67,9 +103,15 @@ async def silence(asked: Asked) -> None:
         (cut_stream, "cut"),
         (unfinished, "cut"),
         (refused, "http 429"),
+        (refused_in_latin_1, "http 500"),
+        (refused_deeply, "http 500"),
+        (sent_elsewhere, "http 307"),
         (stream_error, "stream"),
         (no_text, "empty"),
         (no_json, "malformed"),
+        (half_a_character, "malformed"),
+        (countless, "malformed"),
+        (less_than_nothing, "malformed"),
         (no_http, "malformed"),
         (silence, "timeout"),
     ],
@@ -93,6 +135,23 @@ async def test_a_failure_costs_one_request(script: Answer, error: str) -> None:
     assert summary.completed + summary.failed == 12
     assert script is cut_head or summary.resent == 0
     assert summary.latency["ttft"].count == summary.completed
+
+
+async def test_bytes_that_are_no_text_are_said_to_be_none() -> None:
+    async with rough_server(half_a_character) as server:
+        result = await measure(server.url, Load(concurrency=1, requests=1))
+    assert "no UTF-8" in result.points[0].rows[0].detail
+
+
+async def test_what_comes_after_an_answer_costs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    async def chatty(asked: Asked) -> None:
+        await plain(asked)
+        asked.writer.write(b"and another thing")
+
+    async with rough_server(chatty) as server:
+        result = await measure(server.url, Load(concurrency=1, requests=5))
+    assert result.points[0].summary.completed == 5
+    assert not caplog.records
 
 
 async def test_a_connection_closed_while_idle_costs_nothing() -> None:

@@ -66,8 +66,9 @@ class Connection(asyncio.Protocol):
         self._reply.now = now
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
-            self._reply.fail("malformed", f"The answer is not HTTP: {error}")
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            if self._reply is not None:  # else the answer is whole, and this came after it
+                self._reply.fail("malformed", f"The answer is not HTTP: {error}")
             self.abort()
             self._end()
 

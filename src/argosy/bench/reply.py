@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
+from argosy.bench.lengths import LONGEST
 from argosy.protocol import EventParser
 
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What decoding raises for JSON that is none, that is no UTF-8, or that is nested without end."""
 _MOST_ERROR_CHARS = 300
+_Count = Annotated[int, msgspec.Meta(ge=0, le=LONGEST)]
 
 
 class _Delta(msgspec.Struct):
@@ -25,13 +29,13 @@ class _Choice(msgspec.Struct):
 
 
 class _PromptDetails(msgspec.Struct):
-    cached_tokens: int | None = None
+    cached_tokens: _Count | None = None
 
 
 class _Usage(msgspec.Struct):
     prompt_tokens_details: _PromptDetails | None = None
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
+    prompt_tokens: _Count | None = None
+    completion_tokens: _Count | None = None
 
 
 class _Chunk(msgspec.Struct):
@@ -114,7 +118,7 @@ class Reply:
     def end(self) -> None:
         """Nothing more will come."""
         self.ended = True
-        if self.status >= 400:
+        if self.status not in {0, 200}:
             self.fail(f"http {self.status}", _message(self.body))
 
     def feed(self, body: bytes) -> None:
@@ -128,7 +132,9 @@ class Reply:
                 continue
             try:
                 self._take(_CHUNK.decode(data))
-            except msgspec.DecodeError as error:
+            except UnicodeDecodeError as error:
+                self.fail("malformed", f"A chunk is no UTF-8: {error}")
+            except UNREADABLE as error:
                 self.fail("malformed", f"A chunk is not what OpenAI sends: {error}")
 
     def _take(self, chunk: _Chunk) -> None:
@@ -174,7 +180,7 @@ def _message(body: bytes) -> str:
     """What an error body says, in whichever of the usual shapes."""
     try:
         decoded = msgspec.json.decode(body)
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return body[:_MOST_ERROR_CHARS].decode(errors="replace")
     inner = decoded.get("error", decoded) if isinstance(decoded, dict) else decoded
     if isinstance(inner, dict):

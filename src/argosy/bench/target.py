@@ -9,7 +9,7 @@ import msgspec
 
 from argosy.bench.client import Client
 from argosy.bench.problem import BenchError
-from argosy.bench.reply import Plain, Reply
+from argosy.bench.reply import UNREADABLE, Plain, Reply
 from argosy.bench.words import WORDS
 
 Api = Literal["completions", "chat"]
@@ -125,7 +125,7 @@ async def _model(client: Client, wishes: Wishes) -> str:
         raise BenchError(f"The server refuses the key ({reply.detail}): give --api-key.")
     try:
         names = [card.id for card in msgspec.json.decode(reply.body, type=_Models).data]
-    except msgspec.DecodeError:
+    except UNREADABLE:
         names = []
     if reply.status == 200 and names:
         model = wishes.model or names[0]
@@ -149,7 +149,7 @@ async def _vocabulary(client: Client, wishes: Wishes, model: str) -> tuple[int, 
         return ()
     try:
         return tuple(sorted(set(msgspec.json.decode(reply.body, type=_Tokens).tokens)))
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return ()
 
 
