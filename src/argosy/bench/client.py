@@ -156,7 +156,10 @@ class Client:
             reply.now = self._clock()
             reply.fail("timeout", f"No whole answer within {self._timeout_s:g} s.")
             reply.end()
-        except OSError as error:
+        except (
+            OSError,
+            UnicodeError,
+        ) as error:  # a name that no resolver is asked for is the latter
             reply.now = self._clock()
             reply.fail("connect", f"Cannot connect to {self._address.name}: {error}")
             reply.end()

@@ -33,7 +33,8 @@ def read_prompts(path: Path) -> list[FilePrompt]:
     `messages`, and perhaps `output_tokens` or `max_tokens`.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Not splitlines: JSON may have line separators of Unicode in its strings.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise BenchError(f"Cannot read the prompts {path}: {error}.") from error
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]

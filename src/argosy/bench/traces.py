@@ -51,7 +51,7 @@ def read_trace(path: Path, limit: int | None = None) -> tuple[TraceFormat, list[
             file.seek(0)
             trace_format = _format(path, first)
             rows = _take(_read(trace_format, path, file), limit)
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise BenchError(f"Cannot read the trace {path}: {error}.") from error
     if not rows:
         raise BenchError(f"The trace {path} has no request that generated a token.")

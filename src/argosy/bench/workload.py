@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import msgspec
@@ -111,6 +112,8 @@ def _check(workload: Workload, load: Load) -> None:
         raise BenchError("Say how to send: --rate, --concurrency or --trace.")
     if not workload.trace_speed > 0:
         raise BenchError("A trace is played at a speed of more than 0.")
+    if math.inf in (load.duration_s, load.ramp_s, workload.think_s):
+        raise BenchError("A duration, a ramp or a pause of inf has no end: give seconds.")
     if load.duration_s is not None and load.duration_s <= load.ramp_s:
         raise BenchError("The run ends before its ramp does: give a longer --duration.")
 

@@ -7,6 +7,7 @@ import glob
 import os
 from collections.abc import Coroutine
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
 import typer
@@ -179,8 +180,17 @@ class _Outputs(NamedTuple):
         from argosy.bench import BenchError
 
         for path in self:
-            if path is not None and not path.resolve().parent.is_dir():
+            if path is None or (path.exists() and not path.is_dir() and not path.is_file()):
+                continue  # a device or a pipe says for itself what it takes
+            folder = path.resolve().parent
+            if not folder.is_dir():
                 raise BenchError(f"There is no directory for {path}: make it, or choose another.")
+            if path.is_dir():
+                raise BenchError(f"{path} is a directory: name a file in it.")
+            try:
+                TemporaryFile(dir=folder).close()
+            except OSError as error:
+                raise BenchError(f"Cannot write {path}: {error.strerror}.") from error
 
     def write(self, result: Result) -> None:
         """Write what was asked for. Raises BenchError."""

@@ -85,10 +85,12 @@ def headers(api_key: str | None, given: list[str]) -> dict[str, str]:
     """Those of each request. Raises BenchError."""
     from argosy.bench import BenchError
 
+    if api_key and not (api_key.isascii() and api_key.isprintable()):
+        raise BenchError("This is no key: it has characters that no header may have.")
     found = {"authorization": f"Bearer {api_key}"} if api_key else {}
     for line in given:
         name, colon, value = line.partition(":")
-        if not colon or not name.strip() or "\n" in line or "\r" in line:
+        if not colon or not name.strip() or not line.replace("\t", " ").isprintable():
             raise BenchError(f"{line!r} is no header: write NAME: VALUE.")
         found[name.strip().lower()] = value.strip()
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from argosy.bench import (
     make_plan,
     parse_lengths,
 )
-from argosy.bench.plan import Spans
+from argosy.bench.plan import Spans, Text
 
 rates = st.floats(0.01, 1e4)
 shapes = st.none() | st.floats(0.05, 20)
@@ -191,6 +192,13 @@ def test_what_begins_in_the_ramp_is_not_measured() -> None:
         (WORKLOAD, Load(arrivals=Arrivals(rate=2)), "needs an end"),
         (WORKLOAD, Load(arrivals=Arrivals(rate=None), duration_s=5), "number of requests"),
         (WORKLOAD, Load(concurrency=1, duration_s=5, ramp_s=5), "before its ramp"),
+        (WORKLOAD, Load(arrivals=Arrivals(rate=5), duration_s=math.inf), "no end"),
+        (WORKLOAD, Load(concurrency=1, requests=5, ramp_s=math.inf), "no end"),
+        (
+            msgspec.structs.replace(WORKLOAD, think_s=math.inf),
+            Load(concurrency=1, requests=5),
+            "no end",
+        ),
         (
             WORKLOAD,
             Load(arrivals=Arrivals(rate=1e-6), duration_s=0.001),
@@ -246,6 +254,17 @@ def test_prompts_of_a_file_come_in_order_and_again(tmp_path: Path) -> None:
     assert planned[0].prompt == planned[2].prompt != planned[1].prompt
     assert planned[0].output_tokens == 3
     assert 16 <= planned[1].output_tokens <= 128
+
+
+@pytest.mark.parametrize("name", ["prompts.jsonl", "prompts.txt"])
+def test_only_line_feeds_end_a_line_of_prompts(tmp_path: Path, name: str) -> None:
+    file = tmp_path / name
+    said = "one\u2028and\x85the\u2029same"
+    line = json.dumps({"prompt": said}, ensure_ascii=False) if name.endswith("jsonl") else said
+    file.write_bytes(b"\xef\xbb\xbf" + f"{line}\r\n{line}\r\n".encode())
+    workload = msgspec.structs.replace(WORKLOAD, prompts=str(file))
+    planned = requests(make_plan(workload, Load(concurrency=1, requests=3), 0))
+    assert [each.prompt for each in planned] == [Text(said)] * 3
 
 
 @pytest.mark.parametrize(

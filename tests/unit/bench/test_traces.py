@@ -97,6 +97,7 @@ def test_a_limit_takes_the_first(tmp_path: Path) -> None:
         (AZURE_2023 + "2023-11-16 18:15:46\n", "line 4"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "no request"),
         ("Timestamp,Request tokens,Response tokens\nnan,1,1\n", "finite"),
+        ('Timestamp,Request tokens,Response tokens\n1,"1' + "1" * 200_000, "field"),
     ],
 )
 def test_malformed_traces_are_refused_by_line(tmp_path: Path, text: str, message: str) -> None:
