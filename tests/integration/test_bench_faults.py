@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 
 import msgspec
 import pytest
@@ -11,7 +12,9 @@ from tests.integration.benching import WORKLOAD, Watch, measure, settings
 from tests.integration.rough_server import Answer, Asked, plain, rough_server
 
 from argosy.bench import Load, run
-from argosy.protocol import event
+from argosy.bench.client import Client
+from argosy.bench.reply import Reply
+from argosy.protocol import event, parse_endpoint
 
 
 async def cut_head(asked: Asked) -> None:
@@ -152,6 +155,27 @@ async def test_what_comes_after_an_answer_costs_nothing(caplog: pytest.LogCaptur
         result = await measure(server.url, Load(concurrency=1, requests=5))
     assert result.points[0].summary.completed == 5
     assert not caplog.records
+
+
+async def test_a_server_that_is_slow_to_connect_makes_no_lag_of_the_client() -> None:
+    left = asyncio.Event()
+
+    async def never_shakes_hands(
+        reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        await reader.read()
+        writer.close()
+        left.set()
+
+    async with await asyncio.start_server(never_shakes_hands, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        client = Client(parse_endpoint(f"https://127.0.0.1:{port}"), time.perf_counter, {}, 0.2)
+        before = time.perf_counter()
+        reply = await client.post("/v1/completions", b"{}", Reply())
+        await left.wait()
+    assert reply.error == "timeout"
+    assert reply.sent_at is not None
+    assert before <= reply.sent_at <= reply.now - 0.19
 
 
 async def test_a_connection_closed_while_idle_costs_nothing() -> None:

@@ -42,7 +42,6 @@ class Connection(asyncio.Protocol):
         """Send `request` and return when `reply` has ended, well or not. Cancelling closes the connection."""
         self._reply = reply
         self._done = asyncio.get_running_loop().create_future()
-        reply.sent(self._clock())
         if self._transport is not None:
             self._transport.write(request)
         try:
@@ -149,6 +148,7 @@ class Client:
         self, method: str, path: str, body: bytes, reply: Reply, headers: Mapping[str, str]
     ) -> Reply:
         request = self._head(method, path, len(body), headers) + body
+        reply.sent(self._clock())  # to connect is the server's part, too
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._send(request, reply)

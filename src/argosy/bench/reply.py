@@ -99,7 +99,7 @@ class Reply:
         return self.status >= 200 and not self.has_length
 
     def sent(self, now: float) -> None:
-        """The request went out."""
+        """Somebody began to send the request."""
         if self.sent_at is None:
             self.sent_at = now
 

@@ -6,6 +6,7 @@ import math
 
 from argosy.bench.measure import Metric, Stats, Summary
 from argosy.bench.result import Point, Result
+from argosy.bench.workload import CLOSED_LOOP_BOUND
 
 _WIDTH = 50
 _SECTIONS: tuple[tuple[str, str, Metric], ...] = (
@@ -109,6 +110,11 @@ def _remarks(result: Result, point: Point) -> list[str]:
     remarks += [f"  {error}: {detail}" for error, detail in details.items()]
     if point.interrupted:
         remarks.append("The run was interrupted; what had ended by then is shown.")
+    if _ran_out(result, point):
+        remarks.append(
+            f"All {CLOSED_LOOP_BOUND} requests that a duration alone plans were through before it"
+            " was over: give --requests, too."
+        )
     if summary.input_mismatches:
         remarks.append(
             f"{summary.input_mismatches} prompts are longer or shorter than planned, by the"
@@ -136,6 +142,13 @@ def _remarks(result: Result, point: Point) -> list[str]:
             f"Requests went out up to {lag.max:.0f} ms late (see Schedule Lag): TTFT has it in it."
         )
     return remarks
+
+
+def _ran_out(result: Result, point: Point) -> bool:
+    load = point.load
+    sent = sum(row.phase != "warmup" for row in point.rows)
+    closed = load.arrivals is None and result.settings.workload.trace is None
+    return closed and load.requests is None and sent >= CLOSED_LOOP_BOUND
 
 
 def _sweep_table(result: Result) -> str:

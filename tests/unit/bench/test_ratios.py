@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from argosy.bench import (
     BenchError,
+    Load,
     Objectives,
     Result,
     compare,
@@ -177,6 +178,17 @@ def test_the_text_reads_like_vllms() -> None:
         "Median ITL (ms):                         20.00",
     ):
         assert line in text.splitlines()
+
+
+def test_a_plan_that_was_through_before_its_time_says_so() -> None:
+    def text(requests: int) -> str:
+        told = result([row(index) for index in range(requests)])
+        load = Load(concurrency=1, duration_s=5.0)
+        point = msgspec.structs.replace(told.points[0], load=load)
+        return text_report(msgspec.structs.replace(told, points=[point]))
+
+    assert "--requests" not in text(5)
+    assert "All 20000 requests" in text(20_000)
 
 
 def test_the_page_fetches_nothing_and_escapes() -> None:
