@@ -26,6 +26,7 @@ import psutil
 
 from argosy.store import UsageSum, open_store
 from benchmarks.faults import FAULTS
+from benchmarks.processes import heed_sigterm
 from benchmarks.whole import Answer, Whole, all_back, stream, whole
 
 
@@ -170,8 +171,10 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--faults", default=",".join(FAULTS))
+    options = parser.parse_args()
+    heed_sigterm()
     with tempfile.TemporaryDirectory() as state:
-        asyncio.run(bench(parser.parse_args(), Path(state)))
+        asyncio.run(bench(options, Path(state)))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ import argparse
 import asyncio
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -35,7 +34,7 @@ from benchmarks.checkpoints import SHAPES, make
 from benchmarks.options import choice
 from benchmarks.peers.catalog import DEFAULT, ENGINES, ROOT, interpreter
 from benchmarks.peers.worker import Settings
-from benchmarks.processes import Launch, PeerError, Session, served
+from benchmarks.processes import Launch, PeerError, Session, heed_sigterm, served
 from benchmarks.report import Limits, Values, machine_rows, markdown, rows
 
 
@@ -182,7 +181,7 @@ def _options() -> argparse.Namespace:
 def main() -> None:
     """Measure, then print rows and table."""
     options = _options()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no engine stays behind
+    heed_sigterm()
     config = SHAPES[options.shape]
     bench = Bench(options, make(options.shape, options.folder), int(str(config["vocab_size"])))
     found = machine(options.threads)

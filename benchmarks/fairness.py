@@ -34,6 +34,7 @@ from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig
 from argosy.gateway.identity import AuthConfig
 from argosy.protocol import parse_endpoint
 from argosy.store import StoreConfig, open_store
+from benchmarks.processes import heed_sigterm
 
 MODEL = "model"
 SEATS = 32
@@ -284,6 +285,7 @@ def main() -> None:
     parser.add_argument("--replica", action="store_true", help="a real one, not the stand-in")
     parser.add_argument("--seconds", type=float, default=30.0, help="measured, each of the times")
     told = parser.parse_args()
+    heed_sigterm()
     with tempfile.TemporaryDirectory() as name, upstream(Path(name), real=told.replica) as replica:
         folder = Path(name)
         store = f"sqlite:///{folder / 'store.db'}"

@@ -17,7 +17,6 @@ import argparse
 import json
 import os
 import shutil
-import signal
 import statistics
 import sys
 import tempfile
@@ -32,7 +31,7 @@ from pathlib import Path
 from benchmarks import wire
 from benchmarks.options import choice
 from benchmarks.peers.catalog import ROOT
-from benchmarks.processes import PeerError
+from benchmarks.processes import PeerError, heed_sigterm
 from benchmarks.proxies import DEFAULT, KEY, MOST_STREAMS, PROXIES, Running, running
 
 PARTS = ("json", "streams", "most", "churn")
@@ -254,7 +253,7 @@ def _options() -> argparse.Namespace:
 def main() -> None:
     """Measure, then print rows and table."""
     options = _options()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no proxy stays behind
+    heed_sigterm()
     programs = {name: wire.built(name, options.folder) for name in ("upstream", "load")}
     folder = Path(tempfile.mkdtemp(prefix="proxies-", dir=options.folder))
     missing: dict[str, str] = {}

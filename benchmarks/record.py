@@ -14,6 +14,8 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+from benchmarks.processes import heed_sigterm
+
 HERE = Path(__file__).resolve().parent
 PACKAGES = ("argosy", "torch", "numpy")
 
@@ -41,21 +43,37 @@ def memory_kib() -> str:
     return Path("/proc/meminfo").read_text().split()[1]
 
 
+def printed(command: list[str]) -> str:
+    """What `command` prints. Whatever ends this waits for it: what it started is its own to end."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            said, _ = process.communicate()
+        except BaseException as error:
+            if not isinstance(error, KeyboardInterrupt):  # Ctrl-C is told to both
+                process.terminate()
+            process.wait()
+            raise
+    if process.returncode:
+        raise SystemExit(process.returncode)
+    return said
+
+
 def main() -> None:
     """Run `benchmarks.NAME`, with any further arguments, and write benchmarks/results/DATE-NAME[-LABEL].json."""
     told, *arguments = sys.argv[1:]
     name, _, label = told.partition(":")
     command = [sys.executable, "-m", f"benchmarks.{name}", *arguments]
-    printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    heed_sigterm()
+    said = printed(command)
     result = {
         "benchmark": name,
         "command": " ".join(["python", "-m", f"benchmarks.{name}", *arguments]),
         "date": dt.datetime.now(tz=dt.UTC).date().isoformat(),
         "machine": machine(),
         "versions": {package: version(package) for package in PACKAGES},
-        "rows": [json.loads(line) for line in printed.splitlines() if line.startswith("{")],
+        "rows": [json.loads(line) for line in said.splitlines() if line.startswith("{")],
     }
-    print("".join(line for line in printed.splitlines(keepends=True) if not line.startswith("{")))
+    print("".join(line for line in said.splitlines(keepends=True) if not line.startswith("{")))
     path = HERE / "results" / f"{result['date']}-{'-'.join(filter(None, (name, label)))}.json"
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")

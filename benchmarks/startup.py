@@ -24,6 +24,7 @@ import psutil
 
 from argosy.models import BUNDLED
 from benchmarks.checkpoints import SHAPES, make
+from benchmarks.processes import heed_sigterm
 
 STARTS = 5
 PORT = 8907
@@ -108,6 +109,7 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "argosy-bench")
     asked = parser.parse_args()
+    heed_sigterm()
     model = BUNDLED if asked.model == "bundled" else make(asked.model, asked.folder)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = folder
