@@ -8,7 +8,7 @@ import time
 
 import msgspec
 import pytest
-from tests.integration.benching import WORKLOAD, Watch, measure, settings
+from tests.integration.benching import AT_ONCE, WORKLOAD, Watch, measure, settings
 from tests.integration.rough_server import Answer, Asked, plain, rough_server
 
 from argosy.bench import Load, run
@@ -235,6 +235,21 @@ async def test_an_interrupted_run_keeps_what_it_has() -> None:
     assert summary.completed >= 7
     assert summary.cancelled <= 1
     assert summary.failed == 0
+
+
+async def test_an_interrupted_run_counts_those_that_waited_for_room() -> None:
+    async with rough_server() as server:
+        load = Load(arrivals=AT_ONCE, concurrency=1, requests=10)
+        task = asyncio.create_task(run(settings(server.url, load), {}, Watch()))
+
+        async def interrupt(asked: Asked) -> None:
+            task.cancel()
+            await asked.writer.wait_closed()
+
+        server.script = interrupt
+        result = await task
+    summary = result.points[0].summary
+    assert (summary.completed, summary.cancelled) == (0, 10)
 
 
 async def test_what_the_server_does_not_take_is_left_out() -> None:

@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from tests.integration.rough_server import Asked, rough_server
 from tests.integration.serving import MODEL, Served
@@ -62,6 +66,24 @@ def test_self_check() -> None:
     assert ran.exit_code == 0, ran.output
     for line in ("added TTFT", "ITL error", "schedule lag", "most requests", "most chunks"):
         assert line in ran.output
+
+
+def test_a_self_check_ends_in_peace_at_ctrl_c() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "argosy.cli", "bench", "--self-check"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        text=True,
+    ) as process:
+        checking = psutil.Process(process.pid)
+        while not any(child.net_connections() for child in checking.children()):
+            assert process.poll() is None
+        os.killpg(process.pid, signal.SIGINT)
+        said = process.communicate()[1]
+    assert process.returncode
+    assert "Traceback" not in said
+    assert "failed" not in said
 
 
 @pytest.mark.parametrize(

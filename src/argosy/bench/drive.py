@@ -124,8 +124,7 @@ class Driver:
     ) -> None:
         history: list[Exchange] = []
         for request, following in itertools.zip_longest(session, session[1:]):
-            async with self._room:
-                reply = await self._ask(request, scheduled_s, body, keep_text=len(session) > 1)
+            reply = await self._ask(request, scheduled_s, body, keep_text=len(session) > 1)
             if following is None:
                 return
             if reply.error:
@@ -141,25 +140,26 @@ class Driver:
         self, request: PlannedRequest, scheduled_s: float, body: bytes, *, keep_text: bool
     ) -> Reply:
         reply = Reply(keep_text=keep_text)
-        self.in_flight += 1
         try:
-            await self._client.post(
-                self._writer.target.path,
-                body,
-                reply,
-                request_id=f"{self._run_id}-{request.index}",
-            )
+            async with self._room:
+                await self._post(request, body, reply)
         except asyncio.CancelledError:
             self._record(request, reply, scheduled_s, "cancelled")
             raise
-        finally:
-            self.in_flight -= 1
         if not reply.error and not reply.chunks:
             reply.fail("empty", "The answer has no text in it.")
         elif not reply.error and reply.finish is None and not reply.done:
             reply.fail("cut", "The stream ended without a reason.")
         self._record(request, reply, scheduled_s, "")
         return reply
+
+    async def _post(self, request: PlannedRequest, body: bytes, reply: Reply) -> None:
+        request_id = f"{self._run_id}-{request.index}"
+        self.in_flight += 1
+        try:
+            await self._client.post(self._writer.target.path, body, reply, request_id)
+        finally:
+            self.in_flight -= 1
 
     def _record(
         self, request: PlannedRequest, reply: Reply, scheduled_s: float, cancelled: str

@@ -112,7 +112,7 @@ class _Summaries(Collector):
             for labels, summary in self._runs:
                 stats = summary.latency[metric]
                 numbers: dict[str, float] = msgspec.structs.asdict(stats)
-                for quantile, field in _QUANTILES.items():
+                for quantile, field in _QUANTILES.items() if stats.count else ():
                     at = labels | {"quantile": quantile}
                     family.add_sample(family.name, at, numbers[field] / 1e3)
                 family.add_sample(f"{family.name}_sum", labels, stats.mean * stats.count / 1e3)

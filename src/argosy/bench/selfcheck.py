@@ -120,6 +120,8 @@ async def _drive(client: Client, plan: Plan) -> tuple[list[Row], float]:
     )
     before = time.perf_counter()
     rows = await driver.run()
+    if driver.interrupted:
+        raise asyncio.CancelledError
     return rows, time.perf_counter() - before
 
 
@@ -142,16 +144,17 @@ async def _stub(delays: Delays) -> AsyncIterator[Client]:
         msgspec.json.encode(delays).decode(),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
+        start_new_session=True,  # Ctrl-C is told to this process, which ends it
     )
     if process.stdout is None or process.stdin is None:
         raise BenchError("The self-check failed: its own server has no pipes.")
-    url = (await process.stdout.readline()).decode().strip()
-    if not url:
-        raise BenchError("The self-check failed: its own server did not start.")
-    client = Client(parse_endpoint(url), time.perf_counter, {}, 60.0)
     try:
-        yield client
+        url = (await process.stdout.readline()).decode().strip()
+        if not url:
+            raise BenchError("The self-check failed: its own server did not start.")
+        client = Client(parse_endpoint(url), time.perf_counter, {}, 60.0)
+        with contextlib.closing(client):
+            yield client
     finally:
-        client.close()
         process.stdin.close()
         await process.wait()

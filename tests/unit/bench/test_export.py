@@ -76,6 +76,12 @@ def test_metrics_are_those_of_the_summary() -> None:
     assert ("argosy_bench_tokens", "rate 1", "cached") not in found
 
 
+def test_a_latency_of_nothing_has_no_quantiles() -> None:
+    text = prometheus_text(result([row(0, outcome="error", error="cut")])).decode()
+    assert 'argosy_bench_ttft_seconds_count{load="rate 1",model="m"} 0.0' in text
+    assert "quantile" not in text
+
+
 def test_runs_are_told_apart_by_their_load() -> None:
     one, two = result([row()], "rate 1"), result([row(), row(1)], "rate 2")
     found = read_prometheus(msgspec.structs.replace(one, points=[*one.points, *two.points]))
