@@ -9,6 +9,8 @@ from argosy.bench.result import Point, Result
 from argosy.bench.workload import CLOSED_LOOP_BOUND
 
 _WIDTH = 50
+_KEPT_UP = 0.5
+"""Of a rate: where less is answered, most of a run is waiting for its last answers, and the rate means nothing."""
 _SECTIONS: tuple[tuple[str, str, Metric], ...] = (
     ("Time to First Token", "TTFT", "ttft"),
     ("Time per Output Token (excl. 1st token)", "TPOT", "tpot"),
@@ -27,13 +29,28 @@ def text_report(result: Result) -> str:
     if len(result.points) > 1:
         blocks.append(_sweep_table(result))
     if result.settings.search:
-        found = result.best_rate
-        blocks.append(
-            "No rate held the objectives."
-            if found is None
-            else f"Highest rate that holds the objectives: {found:.4g} requests/s"
-        )
+        blocks.append(_found(result))
     return "\n\n".join(blocks)
+
+
+def _found(result: Result) -> str:
+    """What a search found, and whether its trial was long enough to tell."""
+    rate = result.best_rate
+    if rate is None:
+        return "No rate held the objectives."
+    text = f"Highest rate that holds the objectives: {rate:.4g} requests/s"
+    for point in result.points:
+        answered = point.summary.request_rate
+        if (
+            point.load.arrivals is not None
+            and point.load.arrivals.rate == rate
+            and answered < rate * _KEPT_UP
+        ):
+            text += (
+                f"\nOnly {answered:.4g} requests/s were answered then: its trial is too short to"
+                " tell. Give more --requests, or a --duration."
+            )
+    return text
 
 
 def point_report(result: Result, point: Point) -> str:

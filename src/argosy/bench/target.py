@@ -120,7 +120,10 @@ async def meet(client: Client, wishes: Wishes, *, conversations: bool) -> Target
 async def _model(client: Client, wishes: Wishes) -> str:
     reply = await client.get("/v1/models", Plain())
     if reply.error == "connect":
-        raise BenchError(f"{reply.detail}. Start the server, or correct --url.")
+        remedy = "Start the server, or correct --url."
+        if "CERTIFICATE_VERIFY_FAILED" in reply.detail:
+            remedy = "Have SSL_CERT_FILE name the PEM file of the authority that vouches for it."
+        raise BenchError(f"{reply.detail}. {remedy}")
     if reply.status in {401, 403}:
         raise BenchError(f"The server refuses the key ({reply.detail}): give --api-key.")
     try:

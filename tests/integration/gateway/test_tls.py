@@ -125,9 +125,16 @@ async def test_clients_reach_the_gateway_over_tls(authority: Authority, server_p
                 assert answer.choices[0].text == WHOLE
 
 
-@pytest.mark.parametrize("command", [("chat", "Tell me"), ("explain", "some-id")])
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        (("chat", "Tell me"), WHOLE),
+        (("explain", "some-id"), "Nothing is known"),
+        (("bench", "--requests", "1"), "Serving Benchmark Result"),
+    ],
+)
 async def test_commands_trust_whom_ssl_cert_file_names(
-    authority: Authority, server_pair: Pair, command: tuple[str, str]
+    authority: Authority, server_pair: Pair, command: tuple[str, ...], expected: str
 ) -> None:
     async def said(url: str, **environment: str) -> str:
         process = await asyncio.create_subprocess_exec(
@@ -142,9 +149,8 @@ async def test_commands_trust_whom_ssl_cert_file_names(
     async with running(double):
         replica = ReplicaConfig(url=double.url, model="cat")
         async with gateway(replica, tls=config(server_pair)) as (_, url):
-            assert "have SSL_CERT_FILE name" in await said(url)
-            answer = await said(url, SSL_CERT_FILE=authority.ca)
-            assert (WHOLE if command[0] == "chat" else "Nothing is known") in answer
+            assert "have ssl_cert_file name" in (await said(url)).lower()
+            assert expected in await said(url, SSL_CERT_FILE=authority.ca)
 
 
 async def test_clients_without_a_certificate_are_refused_where_one_is_asked_for(

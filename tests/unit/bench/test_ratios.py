@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from argosy.bench import (
+    Arrivals,
     BenchError,
     Load,
     Objectives,
@@ -178,6 +179,23 @@ def test_the_text_reads_like_vllms() -> None:
         "Median ITL (ms):                         20.00",
     ):
         assert line in text.splitlines()
+
+
+@pytest.mark.parametrize(("rate", "kept_up"), [(6.0, True), (500.0, False)])
+def test_a_rate_that_nobody_kept_up_with_is_not_told_without_saying_so(
+    rate: float, kept_up: bool
+) -> None:
+    told = result([row()], objectives=Objectives({"ttft": 500.0}))  # 5.56 requests/s
+    load = Load(arrivals=Arrivals(rate=rate), requests=1)
+    found = msgspec.structs.replace(
+        told,
+        best_rate=rate,
+        settings=msgspec.structs.replace(told.settings, search=True),
+        points=[msgspec.structs.replace(told.points[0], load=load, held=True)],
+    )
+    text = text_report(found)
+    assert f"Highest rate that holds the objectives: {rate:g} requests/s" in text
+    assert ("5.556 requests/s were answered" in text) is not kept_up
 
 
 def test_a_plan_that_was_through_before_its_time_says_so() -> None:
