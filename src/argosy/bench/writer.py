@@ -13,7 +13,7 @@ from argosy.bench.target import Target
 from argosy.bench.words import WORDS
 
 _SHARED_SPANS = 4096
-"""Drawn spans that are remembered: prefixes and blocks of traces come again."""
+"""Drawn spans that are remembered: prefixes and blocks of traces come again. The last of a prompt is its own."""
 
 
 class Exchange(msgspec.Struct, frozen=True):
@@ -45,7 +45,8 @@ class Writer:
             case Messages(messages):
                 return "\n".join(str(message.get("content", "")) for message in messages)
             case Spans(spans):
-                return " ".join(self._draw_words(span) for span in self._less_overhead(spans))
+                *shared, own = self._less_overhead(spans)
+                return " ".join([*map(self._draw_words, shared), self._words_of(own)])
 
     def _prompt(self, prompt: Prompt, history: list[Exchange]) -> dict[str, Any]:
         target = self.target
@@ -58,7 +59,9 @@ class Writer:
                 return {"messages": [*messages, *prompt.messages]}
             return {"messages": [*messages, {"role": "user", "content": self.text(prompt)}]}
         if isinstance(prompt, Spans) and target.vocabulary and not history:
-            return {"prompt": [token for span in prompt.spans for token in self._draw_ids(span)]}
+            *shared, own = prompt.spans
+            drawn = [*map(self._draw_ids, shared), self._ids_of(own)]
+            return {"prompt": [token for ids in drawn for token in ids]}
         before = "".join(f"{turn.asked}{turn.answered}\n" for turn in history)
         return {"prompt": before + self.text(prompt)}
 

@@ -1,0 +1,37 @@
+"""Bodies: what is remembered of them is what comes again."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import pytest
+
+from argosy.bench import Lengths, Load, Workload, make_plan
+from argosy.bench.target import Target
+from argosy.bench.writer import Writer
+
+LONG = 20_000
+
+
+@pytest.mark.parametrize("vocabulary", [(), tuple(range(1000, 2000))])
+def test_long_prompts_that_do_not_come_again_are_not_kept(vocabulary: tuple[int, ...]) -> None:
+    target = Target(
+        model="m",
+        api="completions",
+        ignore_eos=True,
+        chunk_usage=True,
+        temperature=0.0,
+        extra_body={},
+        vocabulary=vocabulary,
+    )
+    workload = Workload(input=Lengths("fixed", LONG), output=Lengths("fixed", 1), prefix_tokens=10)
+    plan = make_plan(workload, Load(concurrency=1, requests=20), 0)
+    writer = Writer(target)
+    tracemalloc.start()
+    try:
+        sizes = [len(writer.body(session[0], [])) for session in plan.sessions]
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert min(sizes) > LONG
+    assert kept < max(sizes) * 3
