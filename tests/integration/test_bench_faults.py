@@ -146,6 +146,17 @@ async def test_bytes_that_are_no_text_are_said_to_be_none() -> None:
     assert "no UTF-8" in result.points[0].rows[0].detail
 
 
+async def test_what_a_server_says_moves_no_terminal() -> None:
+    async def paints(asked: Asked) -> None:
+        asked.json(500, {"error": {"message": "\x1b]0;mine\x07\x1b[2J\nall is well"}})
+
+    async with rough_server(paints) as server:
+        result = await measure(server.url, Load(concurrency=1, requests=1))
+    detail = result.points[0].rows[0].detail
+    assert detail.isprintable()
+    assert "all is well" in detail
+
+
 async def test_what_comes_after_an_answer_costs_nothing(caplog: pytest.LogCaptureFixture) -> None:
     async def chatty(asked: Asked) -> None:
         await plain(asked)

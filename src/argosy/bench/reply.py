@@ -113,7 +113,9 @@ class Reply:
         """It went wrong; the first thing that did is kept."""
         if not self.error:
             self.error = error
-            self.detail = detail[:_MOST_ERROR_CHARS]
+            # A server's words, which are shown: no escape sequence goes to a terminal.
+            shown = detail[:_MOST_ERROR_CHARS]
+            self.detail = "".join(each if each.isprintable() else " " for each in shown)
 
     def end(self) -> None:
         """Nothing more will come."""
