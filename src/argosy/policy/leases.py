@@ -25,6 +25,8 @@ from argosy.policy.windows import SHORT_S, SLOTS, Period, Window, period
 LEASE_S = 2.0
 """Most that a grant is good for; of a window, a tenth of it at most."""
 MOST_OWED = 2 * SLOTS
+FRESH_S = 10.0
+"""For so long the authority may be told what a ledger said: later that would lack what others have used since."""
 
 
 def _nothing() -> None:
@@ -58,6 +60,9 @@ class Lease(Shared):
         """Own slot -> the earliest slot of grants that were used in it."""
         self._back: dict[int, int] = {}
         self._seeds: list[tuple[float, int]] | None = None
+        self._seeds_until = -math.inf
+        self._sought = False
+        """The authority has asked for them."""
         self._short = False
         """There was not enough: what nobody here could use of it may be what somebody elsewhere waits for."""
         self._renew_at = math.inf
@@ -77,7 +82,8 @@ class Lease(Shared):
     @property
     def idle(self) -> bool:
         """See `Shared`."""
-        return not (self._grants or self._back or self._owed or self._need or self._spent)
+        news = self._back or self._owed or self._to_seed
+        return not (self._grants or self._need or self._spent or news)
 
     def room(self, now: float) -> int:
         """See `Counter`."""
@@ -147,14 +153,21 @@ class Lease(Shared):
         return self._own.since(now)
 
     def recall(self, used: Iterable[tuple[float, int]]) -> None:
-        """See `Counter`: the authority is told with the next ask; it listens to the first that tells."""
+        """See `Counter`: the authority is told with the next ask; it listens to the first that tells.
+
+        It is told no more when nothing was asked for long: it will say if nobody has told.
+        """
+        told = list(used)
         self.unknown = False
-        self._seeds = [(at, units) for at, units in used if at > self._starts]
+        self._seeds = [(at, units) for at, units in told if at > self._starts]
+        self._seeds_until = max((at for at, _ in told), default=self._starts) + FRESH_S
+        if self._sought:
+            self.on_news()
 
     def due(self, now: float) -> bool:
         """See `Shared`."""
         self._expire(now)
-        return now >= self._renew_at or bool(self._back or self._owed)
+        return now >= self._renew_at or self._to_seed or bool(self._back or self._owed)
 
     def lend(self, units: int, now: float) -> None:
         """See `Shared`."""
@@ -172,7 +185,7 @@ class Lease(Shared):
             while self._grants:
                 self._return(self._grants.popleft())
         ahead = 0 if idle else max(0, max(self._pace, need) - self._left)
-        seeds = self._seeds
+        seeds = self._seeds if now < self._seeds_until else None
         width = self._seconds / SLOTS
         ask = Ask(
             kind="window" if self._seconds else "period",
@@ -210,8 +223,13 @@ class Lease(Shared):
         if grant.granted < ask.need:
             self.dry_until = now + DRY_S
             self._short, self._renew_at = True, now
-        if not grant.known and self._seeds is None:
-            self.unknown = self._seconds == 0.0 or self._seconds > SHORT_S
+        self._sought = not grant.known and not 0.0 < self._seconds <= SHORT_S
+        if self._sought and self._seeds is None:
+            self.unknown = True
+
+    @property
+    def _to_seed(self) -> bool:
+        return self._sought and self._seeds is not None
 
     def _aged(self, now: float) -> Iterator[tuple[float, int]]:
         """What is owed, as used at the latest at the end of the slot in which it was."""
@@ -239,4 +257,5 @@ class Lease(Shared):
         self._left = self._spent = self._pace = 0
         self._owed, self._origins, self._back = {}, {}, {}
         self._seeds, self.unknown = ([], False) if seen else (None, True)
+        self._seeds_until, self._sought = now + FRESH_S, False
         self._told = Grant(0, 0, 0, 0.0, 0.0, known=True)

@@ -191,7 +191,7 @@ class Daily(Fleet):
         self.now = 12 * 86400 - 100.0  # a little before midnight
         self.died = False
 
-    def lease(self) -> Shared:
+    def lease(self) -> Lease:
         return Lease("budget", Period(self.limit, "day"))
 
     @rule(who=WHO)
@@ -213,6 +213,38 @@ class Daily(Fleet):
         kept = self.authority.limits.get(self.gateways[0].lease.name)
         counted = 0 if kept is None else sum(kept.slots.values())
         assert counted == sum(units for at, units in self.uses if at >= midnight)
+
+
+@given(idle_s=st.floats(60.0, 50_000.0))
+def test_an_authority_that_forgot_learns_what_was_used_since_a_gateway_looked_long_ago(
+    idle_s: float,
+) -> None:
+    """That gateway has had nothing to ask since it read the ledger; another one has used the budget meanwhile."""
+    fleet = Daily()
+    fleet.now = 12 * 86400 + 10.0
+    busy, quiet = fleet.gateways[:2]
+    for gateway in (busy, quiet):
+        gateway.lease.since(fleet.now)
+        gateway.lease.recall([(fleet.now, 0)])
+    fleet.get(0, fleet.limit)
+    assert fleet.within(86400) == fleet.limit
+    fleet.wait(idle_s)
+    fleet.authority = Authority()
+    news: list[int] = []
+    assert isinstance(quiet.lease, Lease)
+    quiet.lease.on_news = lambda: news.append(1)
+    quiet.lease.want(1)
+    fleet.talk(1, "arrives")
+    assert quiet.lease.unknown
+    fleet.wait(1.0)
+    quiet.lease.recall([(fleet.now, fleet.limit)])
+    assert news
+    assert quiet.lease.due(fleet.now)
+    fleet.talk(1, "arrives")
+    assert not quiet.lease.unknown
+    kept = fleet.authority.limits[quiet.lease.name]
+    assert kept.known
+    assert sum(kept.slots.values()) >= fleet.limit
 
 
 class Places(RuleBasedStateMachine):
