@@ -18,6 +18,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -48,6 +49,8 @@ class Waiting(Generic[T]):
     deadline: float = math.inf
     size: int = 0
     """Bytes that it holds while it waits."""
+    number: int = field(default=0, init=False)
+    """Its own, from when it is lined up."""
     left: bool = field(default=False, init=False)
     """Dispatched or removed."""
     charged: bool = field(default=False, init=False)
@@ -71,18 +74,18 @@ class _Tenant(Generic[T]):
     __slots__ = ("alive", "credit", "heap", "size", "weight")
 
     def __init__(self, weight: float) -> None:
-        self.heap: list[tuple[float, int, Waiting[T]]] = []
-        """By when each has to go."""
+        self.heap: list[tuple[float, int]] = []
+        """By when each has to go, and its number."""
         self.alive = 0
         self.size = 0
         self.credit = 0.0
         self.weight = weight
 
-    def next(self) -> Waiting[T]:
-        """The one whose turn is next; there is one."""
-        while self.heap[0][2].left:
+    def next(self, waiting: Mapping[int, Waiting[T]]) -> Waiting[T]:
+        """The one of those that wait whose turn is next; there is one."""
+        while self.heap[0][1] not in waiting:
             heapq.heappop(self.heap)
-        return self.heap[0][2]
+        return waiting[self.heap[0][1]]
 
 
 class _Tier(Generic[T]):
@@ -93,10 +96,11 @@ class _Tier(Generic[T]):
         """Tenants with waiting requests, the one whose turn it is first."""
         self.resting: dict[str, _Tenant[T]] = {}
         """Tenants without, that are in debt."""
-        self.arrivals: list[tuple[float, int, Waiting[T]]] = []
-        self.count = 0
+        self.waiting: dict[int, Waiting[T]] = {}
+        """By number. The heaps have no more than that: they keep who has left for as long as an older one waits."""
+        self.arrivals: list[tuple[float, int]] = []
 
-    def push(self, number: int, waiting: Waiting[T]) -> None:
+    def push(self, waiting: Waiting[T]) -> None:
         tenant = self.ring.get(waiting.tenant)
         if tenant is None:
             tenant = self.resting.pop(waiting.tenant, None) or _Tenant(waiting.weight)
@@ -104,14 +108,14 @@ class _Tier(Generic[T]):
         tenant.weight = waiting.weight
         tenant.alive += 1
         tenant.size += waiting.size
-        self.count += 1
+        self.waiting[waiting.number] = waiting
         urgent = min(waiting.deadline, waiting.arrival + PATIENCE_S)
-        heapq.heappush(tenant.heap, (urgent, number, waiting))
-        heapq.heappush(self.arrivals, (waiting.arrival, number, waiting))
+        heapq.heappush(tenant.heap, (urgent, waiting.number))
+        heapq.heappush(self.arrivals, (waiting.arrival, waiting.number))
 
     def pop(self) -> Waiting[T]:
         name, tenant = self._turn()
-        waiting = tenant.next()
+        waiting = tenant.next(self.waiting)
         waiting.charged = len(self.ring) + len(self.resting) > 1
         if waiting.charged:
             tenant.credit -= waiting.cost
@@ -122,7 +126,7 @@ class _Tier(Generic[T]):
 
     def leave(self, waiting: Waiting[T]) -> None:
         waiting.left = True
-        self.count -= 1
+        del self.waiting[waiting.number]
         tenant = self.ring[waiting.tenant]
         tenant.alive -= 1
         tenant.size -= waiting.size
@@ -133,7 +137,7 @@ class _Tier(Generic[T]):
                 self.resting[waiting.tenant] = tenant
         if not self.ring:
             self.resting.clear()
-        while self.arrivals and self.arrivals[0][2].left:
+        while self.arrivals and self.arrivals[0][1] not in self.waiting:
             heapq.heappop(self.arrivals)
 
     def charge(self, name: str, weight: float, cost: float) -> None:
@@ -184,7 +188,8 @@ class DispatchQueue(Generic[T]):
         self._number += 1
         self._count += 1
         self.size += waiting.size
-        self._tiers[waiting.tier].push(self._number, waiting)
+        waiting.number = self._number
+        self._tiers[waiting.tier].push(waiting)
 
     def remove(self, waiting: Waiting[T]) -> bool:
         """Take a request out (cancelled, expired); False when it has left already."""
@@ -201,7 +206,7 @@ class DispatchQueue(Generic[T]):
         `reach` is the lowest that a seat is free for, were none kept. Room that is kept for a tier between is taken
         by a higher one whenever that asks, so it is no reason for those below to be left out of their turns.
         """
-        busy = [number for number, tier in enumerate(self._tiers[: reach + 1]) if tier.count]
+        busy = [number for number, tier in enumerate(self._tiers[: reach + 1]) if tier.waiting]
         if not busy or busy[0] > lowest:
             return None
         self._turns += 1
@@ -220,12 +225,16 @@ class DispatchQueue(Generic[T]):
 
     def ahead(self, waiting: Waiting[T]) -> int:
         """Requests of its own tier and above that wait too."""
-        return sum(tier.count for tier in self._tiers[: waiting.tier + 1]) - (not waiting.left)
+        return sum(len(tier.waiting) for tier in self._tiers[: waiting.tier + 1]) - (
+            not waiting.left
+        )
 
     def held(self, tier: int, tenant: str) -> Held:
         """What a tenant has waiting."""
-        found = self._tiers[tier].ring.get(tenant)
-        return Held() if found is None else Held(found.alive, found.size, found.next().arrival)
+        found, waiting = self._tiers[tier].ring.get(tenant), self._tiers[tier].waiting
+        if found is None:
+            return Held()
+        return Held(found.alive, found.size, found.next(waiting).arrival)
 
     def _oldest(self, tier: int) -> float:
         return self._tiers[tier].arrivals[0][0]

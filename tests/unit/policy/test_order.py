@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -308,3 +309,27 @@ def test_how_many_wait_beside_it_that_do_not_stand_back() -> None:
     queue.push(mine)
     queue.push(waiting(tier=2))
     assert queue.ahead(mine) == 1
+
+
+class Body:
+    """What a request holds while it waits."""
+
+
+@given(st.lists(st.sampled_from(["dispatched", "cancelled"]), min_size=1, max_size=10))
+def test_who_has_left_is_kept_no_longer_though_an_older_one_waits(ways: list[str]) -> None:
+    """Else who sends much and leaves at once would fill the memory, past the bound on bytes."""
+    queue, gone = DispatchQueue[Body](), list[weakref.ref[Body]]()
+    queue.push(Waiting(Body(), 1, "slow", 1.0, 1.0, arrival=0.0, deadline=0.5))
+    for way in ways:
+        tenant = "slow" if way == "cancelled" else "quick"
+        one = Waiting(Body(), 1, tenant, 1.0, 1.0, arrival=1.0)
+        gone.append(weakref.ref(one.item))
+        queue.push(one)
+        if way == "cancelled":
+            assert queue.remove(one)
+        else:
+            queue.charge(1, "slow", 1.0, 1e6)
+            assert queue.pop(2.0) is one
+        del one
+    assert len(queue) == 1
+    assert [body for body in gone if body() is not None] == []
