@@ -103,6 +103,8 @@ class Ask(msgspec.Struct, frozen=True, eq=False):
     """What the client calls it."""
     domain: str = ""
     """Whose cached prompts it may share; empty: everybody's."""
+    size: int = 0
+    """Bytes of its body, which it keeps."""
 
     def exceeds(self, tokens: int) -> bool:
         """Whether one of its prompts has more tokens than that, whatever the tokenizer.
@@ -157,6 +159,7 @@ def read(raw: bytes, prompt_field: str, domain: str = "", session: str = "") -> 
         drew_seed=drew_seed,
         request_id=known.request_id or "",
         domain=domain,
+        size=len(raw),
     )
 
 

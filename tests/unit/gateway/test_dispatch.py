@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,6 +12,7 @@ from tests.integration.gateway.limit_world import request
 
 from argosy.gateway import GatewayConfig, ModelConfig, QueueConfig, ReplicaConfig
 from argosy.gateway.answering.dispatch import Dispatcher
+from argosy.gateway.ask import read
 from argosy.gateway.caller import Caller
 from argosy.gateway.journey import Journey
 from argosy.gateway.models.pools import build_models, read_models
@@ -206,3 +208,26 @@ async def test_what_can_be_served_soon_is_for_higher_tiers() -> None:
         replica.load.capacity, replica.load.waiting = 10, 9
     assert "is for higher tiers" in await refused(queue, request(Caller(tier=1, project="new")))
     assert not await refused(queue, request(Caller(tier=0, project="new")))
+
+
+async def test_what_a_body_has_beside_its_prompt_counts_against_the_bound_on_bytes() -> None:
+    behind = ReplicaConfig(url="http://127.0.0.1:7", kind="openai", max_requests=1)
+    config = GatewayConfig(models=[ModelConfig(name="big", replicas=[behind])])
+    (pool,) = build_models(read_models(config)).pools
+    queue = Dispatcher(pool, QueueConfig(bytes=50_000), lambda: 0.0)
+    await queue.place(request(Caller()))
+    body = {"model": "big", "messages": [], "metadata": {"of": "x" * 20_000}}
+    journeys = [request(Caller()) for _ in range(3)]
+    for journey in journeys:
+        journey.ask = read(msgspec.json.encode(body), "messages")
+    waiting = [asyncio.create_task(queue.place(journey)) for journey in journeys[:2]]
+    await asyncio.sleep(0)
+    assert len(queue) == 2
+    with pytest.raises(ApiError) as refusal:
+        async with asyncio.timeout(1.0):
+            await queue.place(journeys[2])
+    assert (refusal.value.status, refusal.value.code) == (429, "overloaded")
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    assert not len(queue)

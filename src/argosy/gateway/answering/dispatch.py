@@ -88,7 +88,7 @@ class Dispatcher:
                 cost=service(ask.prompt_tokens, self._pool.expected(ask)),
                 arrival=now,
                 deadline=journey.deadline,
-                size=len(ask.prompt),
+                size=ask.size,
             )
         )
 
@@ -211,7 +211,7 @@ class Dispatcher:
             raise unavailable(self._pool, now)
         limits, queue, tier = self._limits, self._queue, journey.tier
         held = queue.held(tier, journey.caller.tenant)
-        if queue.size + len(journey.ask.prompt) > limits.bytes:
+        if queue.size + journey.ask.size > limits.bytes:
             raise self._contended("the queue is full")
         if not (
             fits(tier, held.count, len(queue), limits.requests)
