@@ -197,7 +197,7 @@ class Lease(Shared):
             need=need,
             ahead=min(ahead, LARGEST),
             owed=tuple(self._aged(now)),
-            back=tuple(self._back.items()),
+            back=tuple((slot, min(units, LARGEST)) for slot, units in self._back.items()),
             seeds=None if seeds is None else tuple((now - at, units) for at, units in seeds),
         )
         self._need = self._spent = 0
@@ -235,7 +235,7 @@ class Lease(Shared):
         """What is owed, as used at the latest at the end of the slot in which it was."""
         width = self._seconds / SLOTS
         for own, units in self._owed.items():
-            yield max(0.0, now - (own + 1) * width) if width else 0.0, units
+            yield max(0.0, now - (own + 1) * width) if width else 0.0, min(units, LARGEST)
 
     def _expire(self, now: float) -> None:
         if now >= self._ends:

@@ -219,18 +219,19 @@ class RedisState:
             del self._wanting[lease]
         asked = [(lease, lease.ask(now)) for lease in leases]
         self._number += 1
-        body = {
+        message = {
             "gateway": self._gateway,
             "number": self._number,
             "alive_s": self._alive_s,
             "asks": [ask for _, ask in asked],
         }
+        body = msgspec.msgpack.encode(message)
         own = f"{PREFIX}gateway:{self._gateway}"
         keys = [own, f"{PREFIX}gateways", *(lease.name for lease, _ in asked)]
         heard: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if not self._wanting:  # else those who wait wait for the next one
             heard, self._next = self._next or heard, None
-        return _Message(keys, msgspec.msgpack.encode(body), asked, now, heard)
+        return _Message(keys, body, asked, now, heard)
 
     def _lost(self, error: Exception) -> None:
         if self.up or not self._found.is_set():

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tests.authority import Authority
 
-from argosy.policy import Ask, Concurrency, Lease, Period, Shared, SlotLease, Window
+from argosy.policy import Ask, Concurrency, Grant, Lease, Period, Shared, SlotLease, Window
 
 WINDOW_S = 60.0
 ALIVE_S = 5.0
@@ -245,6 +246,19 @@ def test_an_authority_that_forgot_learns_what_was_used_since_a_gateway_looked_lo
     kept = fleet.authority.limits[quiet.lease.name]
     assert kept.known
     assert sum(kept.slots.values()) >= fleet.limit
+
+
+def test_however_much_is_used_it_can_be_told() -> None:
+    """A replica may claim any number of tokens, and they have a price."""
+    for own in (Window(50, WINDOW_S), Period(50, "day")):
+        lease = Lease("limit", own)
+        slot = lease.add(10**30, 1e6)
+        msgspec.msgpack.encode(lease.ask(1e6))
+        lease.answer(lease.ask(1e6), Grant(10, 7, 10, 0.0, 0.0, known=True), 1e6, 1e6)
+        lease.add(10, 1e6)
+        lease.correct(slot, -(10**30), 1e6)
+        told = msgspec.msgpack.decode(msgspec.msgpack.encode(lease.ask(1e6)))
+        assert told["back"][0][0] == 7
 
 
 class Places(RuleBasedStateMachine):
