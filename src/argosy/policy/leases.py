@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from argosy.policy.sharing import DRY_S, LARGEST, Ask, Grant, Shared
+from argosy.policy.sharing import LARGEST, Ask, Grant, Shared
 from argosy.policy.windows import SHORT_S, SLOTS, Period, Window, period
 
 LEASE_S = 2.0
@@ -126,7 +126,7 @@ class Lease(Shared):
         elif slot in self._origins:
             origin = self._origins[slot]
             self._back[origin] = self._back.get(origin, 0) - units
-            self.dry_until = -math.inf  # there is this again
+            self._dry_until = -math.inf  # there is this again
             self.on_news()
         return True
 
@@ -220,8 +220,7 @@ class Lease(Shared):
             self._left += grant.granted
             self._renew_at = min(self._renew_at, asked_at + self._lease_s / 2)
         self._told, self._told_at = grant, now
-        if grant.granted < ask.need:
-            self.dry_until = now + DRY_S
+        if self._falls_short(ask, grant, now):
             self._short, self._renew_at = True, now
         self._sought = not grant.known and not 0.0 < self._seconds <= SHORT_S
         if self._sought and self._seeds is None:

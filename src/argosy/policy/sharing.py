@@ -65,8 +65,9 @@ class Shared(Counter, ABC):
         """What is used here."""
         self._need = 0
         self.unknown = own.unknown
-        self.dry_until = -math.inf
-        """Nothing is worth asking for before."""
+        self._dry_until = -math.inf
+        self._there = 0
+        """Units that there were; before that moment, more is not worth asking for."""
 
     @property
     def name(self) -> str:
@@ -99,6 +100,10 @@ class Shared(Counter, ABC):
     def lend(self, units: int, now: float) -> None:
         """Have room for `units` at this very moment, granted or not."""
 
+    def dry(self, units: int, now: float) -> bool:
+        """Whether the authority had less than that a moment ago."""
+        return now < self._dry_until and units > self._there
+
     def affords(self, units: int, gateways: int, now: float) -> bool:
         """Whether `units` are within an even share of the limit."""
         used = self.limit - self._own.room(now)
@@ -107,6 +112,13 @@ class Shared(Counter, ABC):
     @abstractmethod
     def ask(self, now: float) -> Ask:
         """What to tell and to ask; it will be repeated until `answer` is called."""
+
+    def _falls_short(self, ask: Ask, grant: Grant, now: float) -> bool:
+        """Whether there was less than was needed."""
+        if grant.granted >= ask.need:
+            return False
+        self._dry_until, self._there = now + DRY_S, grant.granted
+        return True
 
     @abstractmethod
     def answer(self, ask: Ask, grant: Grant, asked_at: float, now: float) -> None:

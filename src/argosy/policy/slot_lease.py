@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from argosy.policy.sharing import DRY_S, LARGEST, Ask, Grant, Shared
+from argosy.policy.sharing import LARGEST, Ask, Grant, Shared
 from argosy.policy.windows import Concurrency
 
 
@@ -94,5 +94,4 @@ class SlotLease(Shared):
         self._others = grant.used - self._allowed
         self._until = asked_at + self._alive_s
         self._told_at = now
-        if grant.granted < ask.need:
-            self.dry_until = now + DRY_S
+        self._falls_short(ask, grant, now)

@@ -106,7 +106,7 @@ class RedisState:
         if not self.up:
             return False
         now, leases = self._clock(), _leases(wants)
-        if any(now < lease.dry_until for lease, _ in leases):
+        if any(lease.dry(units, now) for lease, units in leases):
             return True
         for lease, units in leases:
             self._want(lease, units)
@@ -116,11 +116,11 @@ class RedisState:
         return self.up
 
     def lend(self, wants: Wants, now: float) -> bool:
-        """See `SharedState`: until Redis has said that there is no more."""
+        """See `SharedState`: until Redis has said that there is not so much."""
         if not self.up:
             return False
         leases = _leases(wants)
-        if any(now < lease.dry_until for lease, _ in leases):
+        if any(lease.dry(units, now) for lease, units in leases):
             return False
         for lease, units in leases:
             lease.lend(units, now)

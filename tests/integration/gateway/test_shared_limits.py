@@ -220,6 +220,39 @@ async def test_what_a_gateway_does_not_use_goes_to_the_others(server: RedisServe
         assert await let_in(busy) is None
 
 
+async def test_what_is_too_little_for_one_request_is_there_for_streams_and_smaller_ones(
+    server: RedisServer,
+) -> None:
+    now = steady()
+    state = RedisState(server.url, clock=lambda: now, wait_s=10.0)
+    await state.start()
+    try:
+        tokens = state.counter(limit("tokens", 1000, "hour"))
+        others = state.counter(limit("requests", 1000, "hour"))
+        assert await state.obtain([(tokens, 100)])
+        tokens.add(100, now)
+        now += 10.0
+        for _ in range(6):  # until it is not spent any more, so nothing is held ahead
+            assert await state.obtain([(others, 1)])
+            now += 10.0
+        assert await state.obtain([(tokens, 950)])
+        assert tokens.room(now) == 900
+        assert await state.obtain([(others, 1)])
+        assert tokens.room(now) == 0
+        assert state.lend([(tokens, 32)], now)
+        assert await state.obtain([(tokens, 64)])
+        assert tokens.room(now) >= 64
+        now += 1.0
+        assert await state.obtain([(tokens, 900)])
+        assert tokens.room(now) == 900
+        tokens.add(900, now)
+        assert state.lend([(tokens, 32)], now)
+        assert await state.obtain([(others, 1)])
+        assert not state.lend([(tokens, 32)], now)
+    finally:
+        await state.close()
+
+
 async def test_while_redis_hangs_open_projects_go_on_with_their_share_and_it_is_told_later(
     server: RedisServer,
 ) -> None:
