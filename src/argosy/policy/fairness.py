@@ -67,5 +67,5 @@ class TenantShares:
     def _forget_idle(self) -> None:
         """Keep the idle accounts that still carry debt, largest first; the others would be lifted anyway."""
         idle = sorted((a for a in self._accounts.values() if not a.active), key=lambda a: a.served)
-        for account in idle[: len(idle) - self._max_idle // 2]:
+        for account in idle[: max(0, len(idle) - self._max_idle // 2)]:
             del self._accounts[account.tenant]
