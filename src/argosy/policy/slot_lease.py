@@ -89,9 +89,11 @@ class SlotLease(Shared):
         return ask
 
     def answer(self, ask: Ask, grant: Grant, asked_at: float, now: float) -> None:
-        """See `Shared`."""
+        """See `Shared`. Of what all have beyond the limit, each gives back as much as it can as its own end."""
         self._allowed = ask.kept + grant.granted
         self._others = grant.used - self._allowed
+        beyond = max(0, grant.used - self.limit)
+        self._allowed = max(0, self._allowed - beyond)
         self._until = asked_at + self._alive_s
         self._told_at = now
         self._falls_short(ask, grant, now)

@@ -323,6 +323,30 @@ class Places(RuleBasedStateMachine):
         assert lease.room(self.now) == 5
 
 
+@given(lowered=st.integers(0, 4), running=st.integers(1, 5), each_s=st.floats(0.05, 0.9))
+def test_a_limit_on_what_runs_that_is_lowered_holds_though_there_is_always_more_to_run(
+    lowered: int, running: int, each_s: float
+) -> None:
+    places = Places()
+    for gateway in places.gateways:
+        gateway.lease.limit = running * GATEWAYS
+    for _ in range(2 * running):
+        for who in range(GATEWAYS):
+            places.talk(who, "arrives")
+            if places.running[who] < running:
+                places.begin(who)
+    assert sum(places.running) == running * GATEWAYS
+    for gateway in places.gateways:
+        gateway.lease.limit = lowered
+    for _ in range(running * GATEWAYS):
+        for who in range(GATEWAYS):
+            places.end(who)
+            places.begin(who)
+            places.begin(who)
+        places.wait(each_s)
+    assert sum(places.running) <= lowered
+
+
 TestSliding = Sliding.TestCase
 TestTrusting = Trusting.TestCase
 TestDaily = Daily.TestCase
