@@ -68,6 +68,8 @@ class Lease(Shared):
         self._renew_at = math.inf
         self._told = Grant(0, 0, 0, 0.0, 0.0, known=True)
         self._told_at = -math.inf
+        self._on_its_way = 0
+        """Given back, less what was owed, with an ask that was not answered yet."""
 
     @property
     def name(self) -> str:
@@ -169,6 +171,13 @@ class Lease(Shared):
         self._expire(now)
         return now >= self._renew_at or self._to_seed or bool(self._back or self._owed)
 
+    def lends(self, units: int, now: float) -> bool:
+        """See `Shared`. What streams were lent since counts too: slow ones would never end otherwise."""
+        if now >= self._told_at + self._lease_s:
+            return True
+        since = self._on_its_way + sum(self._back.values()) - sum(self._owed.values())
+        return units <= self._left + self.limit - self._told.used + since
+
     def lend(self, units: int, now: float) -> None:
         """See `Shared`."""
         self._credit, self._credit_at = units, now
@@ -200,6 +209,7 @@ class Lease(Shared):
             back=tuple((slot, min(units, LARGEST)) for slot, units in self._back.items()),
             seeds=None if seeds is None else tuple((now - at, units) for at, units in seeds),
         )
+        self._on_its_way = sum(self._back.values()) - sum(self._owed.values())
         self._need = self._spent = 0
         self._short = False
         self._owed, self._back, self._seeds = {}, {}, None
@@ -219,7 +229,7 @@ class Lease(Shared):
             self._grants.append(_Granted(grant.slot, grant.granted, until))
             self._left += grant.granted
             self._renew_at = min(self._renew_at, asked_at + self._lease_s / 2)
-        self._told, self._told_at = grant, now
+        self._told, self._told_at, self._on_its_way = grant, now, 0
         if self._falls_short(ask, grant, now):
             self._short, self._renew_at = True, now
         self._sought = not grant.known and not 0.0 < self._seconds <= SHORT_S
@@ -257,4 +267,5 @@ class Lease(Shared):
         self._owed, self._origins, self._back = {}, {}, {}
         self._seeds, self.unknown = ([], False) if seen else (None, True)
         self._seeds_until, self._sought = now + FRESH_S, False
+        self._on_its_way = 0
         self._told = Grant(0, 0, 0, 0.0, 0.0, known=True)

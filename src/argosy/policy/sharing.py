@@ -104,6 +104,10 @@ class Shared(Counter, ABC):
         """Whether the authority had less than that a moment ago."""
         return now < self._dry_until and units > self._there
 
+    def lends(self, units: int, now: float) -> bool:
+        """Whether there may be so much, as far as the authority has told lately."""
+        return not self.dry(units, now)
+
     def affords(self, units: int, gateways: int, now: float) -> bool:
         """Whether `units` are within an even share of the limit."""
         used = self.limit - self._own.room(now)

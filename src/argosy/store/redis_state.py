@@ -120,7 +120,7 @@ class RedisState:
         if not self.up:
             return False
         leases = _leases(wants)
-        if any(lease.dry(units, now) for lease, units in leases):
+        if not all(lease.lends(units, now) for lease, units in leases):
             return False
         for lease, units in leases:
             lease.lend(units, now)

@@ -246,11 +246,33 @@ async def test_what_is_too_little_for_one_request_is_there_for_streams_and_small
         assert await state.obtain([(tokens, 900)])
         assert tokens.room(now) == 900
         tokens.add(900, now)
-        assert state.lend([(tokens, 32)], now)
-        assert await state.obtain([(others, 1)])
         assert not state.lend([(tokens, 32)], now)
     finally:
         await state.close()
+
+
+@pytest.mark.parametrize("kept", [limit("tokens", 100, "hour"), limit("tokens", 100, "day")])
+@pytest.mark.parametrize("pause_s", [0.1, 1.5])
+async def test_slow_streams_end_at_the_limit_too(
+    server: RedisServer, kept: Limit, pause_s: float
+) -> None:
+    now = period("day", steady())[0] + 3600.0
+    state = RedisState(server.url, clock=lambda: now, wait_s=10.0)
+    stage = Gate(state, lambda: now)
+    stage.update(directory(kept))
+    await stage.start()
+    try:
+        others = state.counter(limit("requests", 100_000, "hour"))
+        journey = request(most=None)
+        assert await refusal(stage, journey) is None
+        for _ in range(200):
+            if deliver(stage, journey, 1) is not None:
+                break
+            assert await state.obtain([(others, 1)])  # so Redis has answered
+            now += pause_s
+        assert 90 <= journey.delivered.output_tokens <= 92
+    finally:
+        await stage.close()
 
 
 async def test_while_redis_hangs_open_projects_go_on_with_their_share_and_it_is_told_later(
