@@ -76,14 +76,15 @@ class SlotLease(Shared):
         used = self._own.used
         spare = used // 4 + 1 if self._touched or self._need or used else 0
         allowed = self._allowed if now < self._until else 0
-        self._allowed = max(used, min(allowed, used + spare))
+        self._allowed = min(allowed, used + spare)
+        kept = max(used, self._allowed)
         ask = Ask(
             kind="slots",
             limit=min(self.limit, LARGEST),
             keep_s=self._alive_s * 2,
             need=min(self._need, LARGEST),
-            ahead=used + spare - self._allowed,
-            kept=self._allowed,
+            ahead=used + spare - kept,
+            kept=kept,
         )
         self._need, self._touched = 0, False
         return ask
