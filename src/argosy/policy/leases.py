@@ -154,15 +154,14 @@ class Lease(Shared):
         self._expire(now)
         return self._own.since(now)
 
-    def recall(self, used: Iterable[tuple[float, int]]) -> None:
+    def recall(self, used: Iterable[tuple[float, int]], now: float) -> None:
         """See `Counter`: the authority is told with the next ask; it listens to the first that tells.
 
         It is told no more when nothing was asked for long: it will say if nobody has told.
         """
-        told = list(used)
         self.unknown = False
-        self._seeds = [(at, units) for at, units in told if at > self._starts]
-        self._seeds_until = max((at for at, _ in told), default=self._starts) + FRESH_S
+        self._seeds = [(at, units) for at, units in used if at > self._starts]
+        self._seeds_until = now + FRESH_S
         if self._sought:
             self.on_news()
 

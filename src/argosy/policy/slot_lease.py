@@ -60,7 +60,7 @@ class SlotLease(Shared):
         """See `Counter`."""
         return self._own.since(now)
 
-    def recall(self, used: Iterable[tuple[float, int]]) -> None:
+    def recall(self, used: Iterable[tuple[float, int]], now: float) -> None:
         """See `Counter`."""
 
     def due(self, now: float) -> bool:

@@ -54,7 +54,7 @@ class Counter(Protocol):
     def since(self, now: float) -> tuple[float, ...]:
         """The moments, earliest first, since when sums of what was used are worth telling to `recall`."""
 
-    def recall(self, used: Iterable[tuple[float, int]]) -> None:
+    def recall(self, used: Iterable[tuple[float, int]], now: float) -> None:
         """Count what was used before the counter was there: moments, in order, and what was used just before each.
 
         What was used in a period that is over by now does not count.
@@ -129,7 +129,7 @@ class Window:
         """See `Counter`."""
         return tuple(now - self.seconds * part / PARTS for part in range(PARTS, 0, -1))
 
-    def recall(self, used: Iterable[tuple[float, int]]) -> None:
+    def recall(self, used: Iterable[tuple[float, int]], now: float) -> None:  # noqa: ARG002 - see `Counter`
         """See `Counter`."""
         self.unknown = False
         for at, units in used:
@@ -202,7 +202,7 @@ class Period:
         self.room(now)
         return (self._starts,)
 
-    def recall(self, used: Iterable[tuple[float, int]]) -> None:
+    def recall(self, used: Iterable[tuple[float, int]], now: float) -> None:  # noqa: ARG002 - see `Counter`
         """See `Counter`."""
         self.unknown = False
         self.used += sum(units for at, units in used if at > self._starts)
@@ -248,7 +248,7 @@ class Concurrency:
         """See `Counter`: what ran before has ended."""
         return ()
 
-    def recall(self, used: Iterable[tuple[float, int]]) -> None:
+    def recall(self, used: Iterable[tuple[float, int]], now: float) -> None:
         """See `Counter`."""
 
 

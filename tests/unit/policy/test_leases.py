@@ -226,7 +226,7 @@ def test_an_authority_that_forgot_learns_what_was_used_since_a_gateway_looked_lo
     busy, quiet = fleet.gateways[:2]
     for gateway in (busy, quiet):
         gateway.lease.since(fleet.now)
-        gateway.lease.recall([(fleet.now, 0)])
+        gateway.lease.recall([(fleet.now, 0)], fleet.now)
     fleet.get(0, fleet.limit)
     assert fleet.within(86400) == fleet.limit
     fleet.wait(idle_s)
@@ -237,8 +237,9 @@ def test_an_authority_that_forgot_learns_what_was_used_since_a_gateway_looked_lo
     quiet.lease.want(1)
     fleet.talk(1, "arrives")
     assert quiet.lease.unknown
-    fleet.wait(1.0)
-    quiet.lease.recall([(fleet.now, fleet.limit)])
+    looked_at = fleet.now
+    fleet.wait(20.0)  # there is much to look for
+    quiet.lease.recall([(looked_at, fleet.limit)], fleet.now)
     assert news
     assert quiet.lease.due(fleet.now)
     fleet.talk(1, "arrives")

@@ -65,7 +65,7 @@ def test_a_window_that_is_told_what_was_used_forgets_it_as_gradually_and_never_s
     moments = second.since(now)
     sums = [sum(units for at, units in uses if at >= moment) for moment in moments]
     parts = [more - less for more, less in zip(sums, [*sums[1:], 0], strict=True)]
-    second.recall(zip([*moments[1:], now], parts, strict=True))
+    second.recall(zip([*moments[1:], now], parts, strict=True), now)
     for later in range(0, 5000, 50):
         there = first.room(now + later) - second.room(now + later)
         assert there >= 0
@@ -100,7 +100,7 @@ def test_a_day_and_a_month_are_those_of_the_calendar(moment: datetime) -> None:
 def test_a_budget_is_renewed_at_midnight_and_what_is_given_back_later_is_yesterdays() -> None:
     midnight = datetime(2026, 11, 22, tzinfo=UTC).timestamp()
     budget = Period(100, "day")
-    budget.recall([(midnight - 100.0, 20)])
+    budget.recall([(midnight - 100.0, 20)], midnight - 100.0)
     assert budget.unknown is False
     yesterday = budget.add(70, midnight - 60.0)
     assert budget.room(midnight - 1.0) == 100 - 70
@@ -120,7 +120,7 @@ def test_what_was_used_yesterday_is_not_counted_today_when_it_is_told_only_then(
         (since,) = budget.since(midnight - 0.1)
         assert since == datetime(2026, 11, 1, tzinfo=UTC).timestamp()
         assert budget.room(midnight + 0.1) in {0, 100}  # somebody asks while the ledger is read
-        budget.recall([(midnight - 0.1, 90)])
+        budget.recall([(midnight - 0.1, 90)], midnight + 0.1)
         if isinstance(budget, Lease):
             budget.want(1)
             assert budget.ask(midnight + 0.2).seeds == ()
@@ -130,7 +130,7 @@ def test_what_was_used_yesterday_is_not_counted_today_when_it_is_told_only_then(
 
 def test_what_was_given_back_is_free_at_once() -> None:
     window = Window(10, 60.0)
-    window.recall([(40.0, 0), (50.0, 0), (100.0, 0)])
+    window.recall([(40.0, 0), (50.0, 0), (100.0, 0)], 100.0)
     assert window.reset_s(100.0) == 0.0
     used, given_back = window.add(3, 100.0), window.add(4, 110.0)
     assert window.correct(given_back, -4, 111.0)

@@ -133,7 +133,7 @@ class Limits:
         if new:
             told = await aside(_used, spent, new, now)
             for (_, meter, _), used in zip(new, told, strict=True):
-                meter.counter.recall(used)
+                meter.counter.recall(used, self._clock())
 
     async def start(self) -> None:
         """Be ready to share; within seconds, whether or not the shared state can be reached."""
