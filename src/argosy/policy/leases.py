@@ -5,11 +5,11 @@ window and that time besides: in no interval of the window's length is more used
 was not used is given back. A gateway counts its grants from when it asked, by its own clock; nobody compares
 clocks. Of what a gateway says, all is said once: whoever carries an `Ask` repeats it until it is answered.
 
-What is used without a grant (a stream goes on while more is asked for; the authority is down and the caller's project
-goes on) is lent: counted here, and told as owed with the next ask. While the authority is down, a gateway lends until
-what it used itself is the limit divided by the gateways that were seen last, rounded up. So whatever happens, no window
-holds more than twice the limit (and those fractions), and one in which the authority was down throughout not more than
-the limit once.
+What is used without a grant (a stream goes on while more is asked for, as far as there was room lately; the authority
+is down and the caller's project goes on) is lent: counted here, and told as owed with the next ask. While the authority
+is down, a gateway lends until what it used itself is the limit divided by the gateways seen last, rounded up. So
+whatever happens, no window holds more than twice the limit (and those fractions), and one in which the authority was
+down throughout not more than the limit once.
 """
 
 from __future__ import annotations
