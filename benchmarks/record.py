@@ -60,6 +60,8 @@ def printed(command: list[str]) -> str:
 
 def main() -> None:
     """Run `benchmarks.NAME`, with any further arguments, and write benchmarks/results/DATE-NAME[-LABEL].json."""
+    if sys.argv[1:] in ([], ["-h"], ["--help"]):
+        sys.exit(__doc__)
     told, *arguments = sys.argv[1:]
     name, _, label = told.partition(":")
     command = [sys.executable, "-m", f"benchmarks.{name}", *arguments]
