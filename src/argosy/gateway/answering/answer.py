@@ -106,17 +106,19 @@ class _Choice(msgspec.Struct):
         if chunk.get("logprobs") is not None:
             self._add_logprobs(chunk["logprobs"])
         if "token_ids" in chunk:
-            self.token_ids = (self.token_ids or []) + chunk["token_ids"]
+            self.token_ids = self.token_ids or []
+            self.token_ids += chunk["token_ids"]
         self.prompt_token_ids = chunk.get("prompt_token_ids", self.prompt_token_ids)
         if chunk["finish_reason"] is not None:
             self.finish, self.stop = chunk["finish_reason"], chunk["stop_reason"]
 
     def _add_logprobs(self, told: dict[str, Any]) -> None:
-        known = self.logprobs or {}
-        self.logprobs = {
-            name: known.get(name, []) + values if isinstance(values, list) else values
-            for name, values in told.items()
-        }
+        known = self.logprobs = self.logprobs or {}
+        for name, values in told.items():
+            if isinstance(values, list):
+                known.setdefault(name, []).extend(values)
+            else:
+                known[name] = values
 
 
 class Gathered:
