@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,6 +17,7 @@ from argosy.gateway.ask import read
 from argosy.gateway.caller import Caller
 from argosy.gateway.journey import Journey
 from argosy.gateway.models.pools import build_models, read_models
+from argosy.gateway.replicas.pool import Picked, Pool
 from argosy.policy import Outcome
 from argosy.protocol import ApiError
 
@@ -231,3 +233,49 @@ async def test_what_a_body_has_beside_its_prompt_counts_against_the_bound_on_byt
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
     assert not len(queue)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+async def test_thousands_that_lost_their_replica_are_not_all_looked_at_for_each(
+    replicas: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has seats again, but not for them, and they look for another one at the same moment."""
+    count, picks, pick = 300, 0, Pool.pick
+
+    def counted(self: Pool, *args: Any) -> Picked | None:
+        nonlocal picks
+        picks += 1
+        return pick(self, *args)
+
+    behind = [
+        ReplicaConfig(url=f"http://127.0.0.1:{port}", kind="openai", max_requests=count)
+        for port in range(7, 7 + replicas)
+    ]
+    config = GatewayConfig(models=[ModelConfig(name="big", replicas=behind)])
+    (pool,) = build_models(read_models(config)).pools
+    queue, running = Dispatcher(pool, QueueConfig(), lambda: 0.0), list[Journey]()
+    for number in range(replicas * count):
+        journey = request(Caller(project=f"p{number % 4}"))
+        await queue.place(journey)
+        running.append(journey)
+    lost = [journey for journey in running if journey.replica == running[0].replica]
+    monkeypatch.setattr(Pool, "pick", counted)
+    moves = []
+    for journey in lost:
+        journey.tried = {journey.replica}
+        pool.replicas[journey.replica].ended(None, 0.0)
+        moves.append(asyncio.create_task(queue.move(journey, 1000.0)))
+        await asyncio.sleep(0)
+    assert picks <= 3 * count
+    free = [journey for journey in running if journey not in lost]
+    for journey in free:  # each seat of the other goes to the one that has waited for longest
+        pool.replicas[journey.replica].ended(Outcome.SUCCESS, 0.0)
+    for _ in range(4):
+        await asyncio.sleep(0)
+    assert [move.done() for move in moves] == [bool(free)] * count
+    for move in moves:
+        move.cancel()
+    await asyncio.gather(*moves, return_exceptions=True)
+    picks = 0
+    queue.pump()
+    assert picks == 0

@@ -7,7 +7,10 @@ never waits behind a replica that has become slow.
 from __future__ import annotations
 
 import asyncio
+import heapq
+import itertools
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
@@ -32,10 +35,16 @@ GONE_RETRY_AFTER_S = 10.0
 """Where nothing is there, and nobody knows that anything will be."""
 
 
+_Kind = tuple[int, frozenset[str]]
+"""A tier, and names of replicas that are not to be tried."""
+
+
 @dataclass(slots=True, eq=False)
 class _Ticket:
     journey: Journey
     replica: asyncio.Future[Replica]
+    number: int = 0
+    """In the order in which replicas failed them."""
 
 
 @dataclass(slots=True)
@@ -60,8 +69,9 @@ class Dispatcher:
         """When each tier asked last."""
         self._accounts: dict[int, _Account] = {}
         """Of each request that was placed, by its identity as an object."""
-        self._moving: list[_Ticket] = []
-        """Requests that were placed, whose replica has failed."""
+        self._moving: dict[_Kind, OrderedDict[_Ticket, None]] = {}
+        """Requests that were placed, whose replica has failed, in the order in which that was."""
+        self._numbers = itertools.count()
         pool.watch(self.pump)
 
     def __len__(self) -> int:
@@ -97,8 +107,10 @@ class Dispatcher:
 
         It goes before all that wait.
         """
-        ticket = _Ticket(journey, asyncio.get_running_loop().create_future())
-        self._moving.append(ticket)
+        future = asyncio.get_running_loop().create_future()
+        ticket = _Ticket(journey, future, next(self._numbers))
+        kind = journey.tier, frozenset(journey.tried | journey.unfit)
+        self._moving.setdefault(kind, OrderedDict())[ticket] = None
         self._place_moving()
         placed = ticket.replica
         try:
@@ -111,8 +123,7 @@ class Dispatcher:
                 self._came_too_late(journey)
             raise
         finally:
-            if ticket in self._moving:
-                self._moving.remove(ticket)
+            self._moves_no_more(kind, ticket)
         return True
 
     def hedge(self, journey: Journey, others_than: Collection[str]) -> Picked | None:
@@ -176,15 +187,25 @@ class Dispatcher:
                 waiting.item.replica.set_exception(unavailable(self._pool, now))
 
     def _place_moving(self) -> None:
+        """Place whoever can be. Thousands may wait: where one finds no room, nobody of its kind does."""
         now = self._clock()
-        for ticket in tuple(self._moving):
-            if not any(self._pool.seats(now)[0]):
-                return  # thousands may wait for it
-            journey = ticket.journey
-            picked = self._pick(journey, journey.tried | journey.unfit, now)
+        heads = [(next(iter(tickets)).number, kind) for kind, tickets in self._moving.items()]
+        heapq.heapify(heads)
+        while heads and any(self._pool.seats(now)[0]):
+            _, kind = heapq.heappop(heads)
+            ticket = next(iter(self._moving[kind]))
+            picked = self._pick(ticket.journey, kind[1], now)
             if picked is not None:
-                self._moving.remove(ticket)
-                ticket.replica.set_result(journey.goes_to(picked, now))
+                self._moves_no_more(kind, ticket)
+                ticket.replica.set_result(ticket.journey.goes_to(picked, now))
+                if kind in self._moving:
+                    heapq.heappush(heads, (next(iter(self._moving[kind])).number, kind))
+
+    def _moves_no_more(self, kind: _Kind, ticket: _Ticket) -> None:
+        tickets = self._moving.get(kind, OrderedDict())
+        tickets.pop(ticket, None)
+        if not tickets:
+            self._moving.pop(kind, None)
 
     def _lowest(self, free: Sequence[int], seats: int, now: float) -> int:
         """The lowest tier that there is room for; -1: for none."""
