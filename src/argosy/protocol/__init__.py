@@ -45,7 +45,7 @@ from argosy.protocol.replies import (
 from argosy.protocol.sampling import SamplingParams
 from argosy.protocol.sse import CONTENT_TYPE as SSE_CONTENT_TYPE
 from argosy.protocol.sse import DONE as SSE_DONE
-from argosy.protocol.sse import EventParser, comment, event
+from argosy.protocol.sse import EventParser, Unended, comment, event
 
 __all__ = [
     "MOST_COUNTED",
@@ -89,6 +89,7 @@ __all__ = [
     "TokenizeRequest",
     "Tokens",
     "TopLogprob",
+    "Unended",
     "Usage",
     "Version",
     "comment",

@@ -24,11 +24,32 @@ def comment(text: bytes) -> bytes:
 LONGEST_EVENT_BYTES = 64 * 1024 * 1024
 
 
+class Unended:
+    """What has come of a stream and not to its end: pieces of a line that may be long are put together once."""
+
+    def __init__(self) -> None:
+        self._pieces: list[bytes] = []
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def join(self, piece: bytes) -> bytes:
+        """All of it with `piece`, where that ends a line: then `keep` what is over. Nothing where it ends none."""
+        self._pieces.append(piece)
+        self._size += len(piece)
+        return b"".join(self._pieces) if b"\n" in piece else b""
+
+    def keep(self, rest: bytes) -> None:
+        """Only this has not come to its end."""
+        self._pieces, self._size = [rest], len(rest)
+
+
 class EventParser:
     """Collects the `data` of events from a byte stream, however it is cut."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._rest = Unended()
         self._data: list[bytes] = []
         self._size = 0
         """Bytes in `_data`."""
@@ -38,8 +59,9 @@ class EventParser:
 
         Raises ValueError when an event does not end.
         """
-        lines = (self._rest + chunk).split(b"\n")
-        self._rest = lines.pop()
+        *lines, rest = self._rest.join(chunk).split(b"\n")
+        if lines:
+            self._rest.keep(rest)
         events = []
         for line in lines:
             text = line.removesuffix(b"\r")

@@ -242,7 +242,7 @@ async def test_thousands_that_lost_their_replica_are_not_all_looked_at_for_each(
     """It has seats again, but not for them, and they look for another one at the same moment."""
     count, picks, pick = 300, 0, Pool.pick
 
-    def counted(self: Pool, *args: Any) -> Picked | None:
+    def counted(self: Pool, *args: Any) -> Picked | None:  # noqa: ANN401 - as they come
         nonlocal picks
         picks += 1
         return pick(self, *args)

@@ -28,7 +28,7 @@ from argosy.gateway.dialects.journal import Delivered
 from argosy.gateway.dialects.passing import Usage
 from argosy.gateway.dialects.reader import StreamReader
 from argosy.gateway.dialects.told import Told, encode
-from argosy.protocol import SSE_DONE
+from argosy.protocol import SSE_DONE, Unended
 
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
 _SAID = frozenset({"role", "content"})
@@ -63,13 +63,13 @@ class ChunkReader(StreamReader):
         self._goes_on = told.first is not None
         self._before = told.tokens
         self._head = told.head()
-        self._rest = b""
+        self._rest = Unended()
 
     def feed(self, body: bytes) -> bytes:
         """See `StreamReader`."""
         if self.done or self.failure:
             return b""
-        whole, self._rest = cut(self._rest + body)
+        whole = cut(self._rest, body)
         passed = b"".join(self._event(event) for event in whole.split(END)[:-1])
         told, delivered = self._told, self._delivered
         delivered.output_tokens = told.tokens

@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 
+from argosy.protocol import Unended
+
 LONGEST_EVENT_BYTES = 16 * 1024 * 1024
 END = b"\n\n"
 DONE = b"[DONE]"
@@ -35,17 +37,17 @@ _TGI = {
 """Beginnings of TGI's errors that are not its own (`router/src/infer/mod.rs`), with their status before a stream."""
 
 
-def cut(stream: bytes) -> tuple[bytes, bytes]:
-    """The whole events at the beginning, and the rest. Raises ValueError when an event does not end."""
+def cut(rest: Unended, body: bytes) -> bytes:
+    """The events that are whole with `body`; `rest` keeps what is not. Raises ValueError when an event does not end."""
+    stream = rest.join(body)
     if b"\r" in stream:
         stream = stream.replace(b"\r\n", b"\n")
-    if stream.endswith(END):
-        return stream, b""
-    end = stream.rfind(END)
-    whole, rest = (b"", stream) if end < 0 else (stream[: end + 2], stream[end + 2 :])
+    whole, mark, begun = stream.rpartition(END)
+    if stream:
+        rest.keep(begun)
     if len(rest) > LONGEST_EVENT_BYTES:
         raise ValueError(f"an event is longer than {LONGEST_EVENT_BYTES} bytes")
-    return whole, rest
+    return whole + mark
 
 
 def data_of(event: bytes) -> bytes | None:

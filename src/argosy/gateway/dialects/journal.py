@@ -11,6 +11,7 @@ from array import array
 import msgspec
 
 from argosy.gateway.dialects.reader import StreamReader
+from argosy.protocol import Unended
 
 _END = b"\n\n"
 _MARK = b": argosy "
@@ -58,7 +59,7 @@ class JournalReader(StreamReader):
         self._first = not delivered.tokens
         self._told = delivered.finished.keys() - delivered.tokens.keys()
         """Choices that ended without a token: no ids say so, and the replica tells them again."""
-        self._rest = b""
+        self._rest = Unended()
         self._held: list[bytes] = []
         self._held_bytes = 0
 
@@ -76,7 +77,9 @@ class JournalReader(StreamReader):
                 and body.find(_COMMENT, 0, end) < 0
             ):
                 return body[: end + 2] if self._counts(body[entry:-2]) else b""
-        whole, mark, self._rest = (self._rest + body).rpartition(b"\n\n")
+        whole, mark, rest = self._rest.join(body).rpartition(_END)
+        if mark:
+            self._rest.keep(rest)
         passed: list[bytes] = []
         for block in whole.split(b"\n\n") if mark else ():
             if block.startswith(_MARK):

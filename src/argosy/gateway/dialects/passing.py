@@ -20,7 +20,7 @@ from argosy.gateway.dialects.events import (
 from argosy.gateway.dialects.journal import Delivered
 from argosy.gateway.dialects.reader import StreamReader
 from argosy.policy import Outcome, classify
-from argosy.protocol import SSE_DONE
+from argosy.protocol import SSE_DONE, Unended
 
 Tokens = Annotated[int, Meta(ge=0, lt=2**31)]
 """A count that can be: whatever else a server says is not billed. A ledger could not sum up a few larger ones."""
@@ -135,7 +135,7 @@ class PassReader(StreamReader):
         self._delivered = delivered
         self._shows_usage = shows_usage
         self._decode = msgspec.json.Decoder(_Chunk).decode
-        self._rest = b""
+        self._rest = Unended()
         self._first = b""
         self.passed = False
         """Something was passed on: nobody else can give this answer any more."""
@@ -152,7 +152,7 @@ class PassReader(StreamReader):
         """See `StreamReader`."""
         if self.done or self.failure:
             return b""
-        whole, self._rest = cut(self._rest + body)
+        whole = cut(self._rest, body)
         events = whole.split(END)[:-1]
         kept = [event for event in events if self._passes(event)]
         self.passed = self.passed or bool(kept)
