@@ -233,9 +233,11 @@ class UsageLog:
         """The rows themselves, by the time they ended, page by page; no transaction is open in between."""
         table = schema.usage
         columns = [table.c[name] for name in UsageRow.__struct_fields__]
-        query = select(*columns).where(*_ended(where), *self._owned(table, where))
+        query = select(*columns).where(*self._owned(table, where))
         query = query.order_by(table.c.ended_at, table.c.request).limit(PAGE)
-        page, after = query, None
+        page, after = query.where(*_ended(where)), None
+        # Beside where a page begins, SQLite would go by this, over all rows since then for each page.
+        where = msgspec.structs.replace(where, since=None)
         while True:
             with self._database.read() as connection:
                 rows = [UsageRow(**row._asdict()) for row in connection.execute(page)]
@@ -244,7 +246,7 @@ class UsageLog:
             if len(rows) < PAGE:
                 return
             after = (rows[-1].ended_at, rows[-1].request)
-            page = query.where(tuple_(table.c.ended_at, table.c.request) > after)
+            page = query.where(*_ended(where), tuple_(table.c.ended_at, table.c.request) > after)
 
     def csv(self, where: UsageFilter = ALL) -> Iterator[str]:
         """The rows as CSV text, a piece at a time: a line of names, then the fields of each UsageRow.

@@ -8,16 +8,18 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sqlalchemy import Connection, Engine, event
 from tests.integration.store.conftest import START, Clock, at_once
 from tests.integration.store.rows import usage_row
 
-from argosy.store import Group, ReportRow, Store, UsageFilter, UsageRow
+from argosy.store import Group, ReportRow, Store, UsageFilter, UsageRow, open_store
 from argosy.store import usage as usage_module
 from argosy.store.usage import PAGE
 
@@ -300,6 +302,39 @@ def test_csv_has_every_row_and_field(store: Store) -> None:
         for moment in ("started_at", "ended_at"):
             cell[moment] = str(datetime.fromisoformat(cell[moment]).timestamp())
     assert [msgspec.convert(cell, UsageRow, strict=False) for cell in cells] == rows
+
+
+def test_a_late_page_of_a_csv_takes_no_more_than_an_early_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Months of rows have thousands of pages; SQLite tells the steps that one took."""
+    monkeypatch.setattr(usage_module, "PAGE", 50)
+    store = open_store(f"sqlite:///{tmp_path}/store.db")
+    store.migrate()
+    rows = [usage_row(f"r{number:05}", ended_at=START + number) for number in range(5000)]
+    store.usage.add(rows)
+    steps = list[int]()
+
+    def count() -> None:
+        steps[-1] += 1
+
+    def begin(connection: Connection, *_: object) -> None:
+        steps.append(0)
+        driver: Any = connection.connection.driver_connection
+        driver.set_progress_handler(count, 10)
+
+    event.listen(Engine, "before_cursor_execute", begin)
+    taken = []
+    try:
+        for page in store.usage.rows(UsageFilter(since=START, until=START + len(rows))):
+            assert len(page) == 50
+            taken.append(max(steps))
+            steps.clear()
+    finally:
+        event.remove(Engine, "before_cursor_execute", begin)
+        store.close()
+    assert len(taken) == 100
+    assert taken[-2] < 2 * taken[1]
 
 
 def test_csv_tells_moments_as_people_and_programs_read_them(store: Store) -> None:
