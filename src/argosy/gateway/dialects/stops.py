@@ -6,7 +6,7 @@ at the same place where it breaks off.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
@@ -16,6 +16,11 @@ class StopGate:
     stops: tuple[str, ...]
     held: str = ""
     """Text that came and that the client has not been given."""
+    _most: int = field(init=False)
+    """Characters that may be the beginning of a stop string."""
+
+    def __post_init__(self) -> None:
+        self._most = max(map(len, self.stops)) - 1
 
     def pass_on(self, text: str) -> str:
         """What the client may have, now that `text` has come too."""
@@ -41,8 +46,3 @@ class StopGate:
             return None
         self.held = ""
         return whole[: min(places)], places[min(places)]
-
-    @property
-    def _most(self) -> int:
-        """Characters that may be the beginning of a stop string."""
-        return max(map(len, self.stops)) - 1
