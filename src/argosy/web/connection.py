@@ -14,12 +14,12 @@ from typing import Any
 
 import httptools
 from uvicorn.protocols.utils import get_local_addr, get_remote_addr, is_ssl
-from uvicorn.server import ServerState
 
 from argosy.web.deadlines import Deadlines
 from argosy.web.exchange import WIRE, App, Scope
 from argosy.web.head import LIMIT_BYTES, Head, HeadTemplate, template_of
 from argosy.web.refusing import no_http
+from argosy.web.state import State
 from argosy.web.wire import RequestWire
 
 MOST_DIFFER = 8
@@ -28,19 +28,6 @@ MOST_WAITING = 100
 """Requests of a client that wait for answers to those before; the last of so many is the connection's last."""
 MOST_UNREAD_BYTES = 1 << 30
 """Of all connections together; bodies that go on coming beyond that are refused."""
-
-
-class State(ServerState):
-    """What uvicorn's server keeps of its connections."""
-
-    def __init__(self, age_s: float) -> None:
-        super().__init__()
-        self.age_s = age_s
-        """About so long a connection is kept for more requests; then its next answer is its last."""
-        self.retired = False
-        """It is leaving: each connection's next answer is its last."""
-        self.unread = 0
-        """Bytes of bodies that are kept until somebody takes them."""
 
 
 class Connection(asyncio.Protocol):
@@ -115,6 +102,7 @@ class Connection(asyncio.Protocol):
         # Not all at once: those that came together would come together again.
         self._kept_until = self._loop.time() + self._server.age_s * random.uniform(0.9, 1.1)  # noqa: S311
         self._heads.add(self)
+        self._wait_to_leave()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """It is gone."""
@@ -123,6 +111,8 @@ class Connection(asyncio.Protocol):
         self._heads.remove(self)
         self._idle.remove(self)
         self._quiet.remove(self)
+        if self._server.leaving is not None:
+            self._server.leaving.remove(self)
         self._deaf = True
         for wire, _ in self._waiting:
             wire.forget()
@@ -226,10 +216,13 @@ class Connection(asyncio.Protocol):
 
     # --- uvicorn's server's, and the listener's ----------------------------------------------------
 
-    @property
-    def busy(self) -> bool:
-        """Whether a request is being answered."""
-        return self._current is not None
+    def retire(self) -> None:
+        """End with the last answer that is due, if its head can still say so: after another the client may ask more."""
+        last = self._waiting[-1][0] if self._waiting else self._current
+        if last is None:
+            self._wait_to_leave()
+        elif not last.started:
+            last.keep_alive = False
 
     def shutdown(self) -> None:
         """Close, once what is being answered is."""
@@ -276,6 +269,7 @@ class Connection(asyncio.Protocol):
             self._refuse()
         else:
             self._idle.add(self)
+            self._wait_to_leave()
         self.read_on()
 
     def drop(self) -> None:
@@ -341,7 +335,7 @@ class Connection(asyncio.Protocol):
         self._all_came(wire)
 
     def _wire(self, scope: Scope, *, keep_alive: bool, expects_continue: bool) -> RequestWire:
-        leaves = self._server.retired or self._loop.time() >= self._kept_until
+        leaves = self._server.leaving is not None or self._loop.time() >= self._kept_until
         wire = RequestWire(
             self, scope, keep_alive=keep_alive and not leaves, expects_continue=expects_continue
         )
@@ -354,6 +348,8 @@ class Connection(asyncio.Protocol):
 
     def _start(self, wire: RequestWire, scope: Scope) -> None:
         self._idle.remove(self)  # also where it began to come before the last answer was whole
+        if self._server.leaving is not None:
+            self._server.leaving.remove(self)
         self._current, self._unsent = wire, math.inf
         task = self._loop.create_task(wire.run(self._app, scope))
         self._server.tasks.add(task)
@@ -369,6 +365,12 @@ class Connection(asyncio.Protocol):
         self._deaf = True
         transport.write_eof()
         self._idle.add(self)
+        self._wait_to_leave()
+
+    def _wait_to_leave(self) -> None:
+        """Nothing is being answered: where the server leaves, it ends unless a request comes."""
+        if self._server.leaving is not None:
+            self._server.leaving.add(self)
 
     def _no_http(self) -> None:
         """What came is no HTTP: say so, after the answers that are due."""

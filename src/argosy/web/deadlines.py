@@ -32,6 +32,10 @@ class Deadlines(Generic[T]):
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self._seconds, self._ring)
 
+    def __len__(self) -> int:
+        """How many wait."""
+        return len(self._due)
+
     def remove(self, thing: T) -> None:
         """It need not be waited for."""
         self._due.pop(thing, None)

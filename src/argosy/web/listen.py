@@ -15,9 +15,10 @@ import uvicorn
 
 from argosy.process import most_clients
 from argosy.web.accepting import Acceptor, leave
-from argosy.web.connection import Connection, State
+from argosy.web.connection import Connection
 from argosy.web.deadlines import Deadlines
 from argosy.web.exchange import App
+from argosy.web.state import State
 from argosy.web.tls import Certificates
 
 BACKLOG = 2048
@@ -78,22 +79,17 @@ class Listener(uvicorn.Server):
         self.started = True
 
     async def retire(self, idle_s: float) -> None:
-        """Accept nobody any more, and let connections end with the answers that they are giving, or their next ones.
+        """Accept nobody any more, and let connections end with the next answer that can still say so.
 
         Those that get no request for `idle_s` are closed: not at once, for one may be on its way.
         """
-        self._state.retired = True
+        leaving = self._state.leaving = Deadlines(idle_s, Connection.shutdown)
         for server in self.servers:
             server.close()
         for connection in self._state.connections:
-            if connection.busy:  # type: ignore[union-attr] # it is one of ours
-                connection.shutdown()
-        loop = asyncio.get_running_loop()
-        until = loop.time() + idle_s
-        while self._state.connections and loop.time() < until:  # noqa: ASYNC110 - uvicorn's set tells nobody
+            connection.retire()  # type: ignore[union-attr] # it is one of ours
+        while leaving or self._state.tasks:  # noqa: ASYNC110 - uvicorn's set tells nobody
             await asyncio.sleep(LOOK_S)
-        for connection in tuple(self._state.connections):
-            connection.shutdown()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -1,0 +1,93 @@
+"""Connections of a server that leaves: who was told that it may ask again may."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from argosy.web import Listener, Receive, Scope, Send, bind
+
+Client = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+def asked(path: str) -> bytes:
+    return f"GET {path} HTTP/1.1\r\nhost: x\r\n\r\n".encode()
+
+
+@dataclass
+class Held:
+    """An application whose answers under /stream have begun, and end once they may."""
+
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
+    may_end: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def __call__(self, scope: Scope, _receive: Receive, send: Send) -> None:
+        if scope["path"] == "/later":
+            self.begun.set()
+            await self.may_end.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        if scope["path"] == "/stream":
+            await send({"type": "http.response.body", "body": b"a", "more_body": True})
+            self.begun.set()
+            await self.may_end.wait()
+        await send({"type": "http.response.body", "body": b"the end"})
+
+
+@contextlib.asynccontextmanager
+async def serving(app: Held) -> AsyncIterator[tuple[Listener, Client]]:
+    """A server, and a client that is connected."""
+    listener, bound = Listener(app), bind("127.0.0.1", 0)
+    running = asyncio.create_task(listener.serve(sockets=[bound]))
+    reader, writer = await asyncio.open_connection(*bound.getsockname())
+    try:
+        yield listener, (reader, writer)
+    finally:
+        writer.close()
+        listener.should_exit = True
+        await running
+
+
+async def test_a_stream_that_began_before_its_server_leaves_lets_its_client_ask_again() -> None:
+    """Its head has said so: the next request may be on its way when the stream ends."""
+    app = Held()
+    async with serving(app) as (listener, (reader, writer)):
+        writer.write(asked("/stream"))
+        assert b"connection: close" not in await reader.readuntil(b"\r\n\r\n")
+        await app.begun.wait()
+        retiring = asyncio.create_task(listener.retire(60))
+        await asyncio.sleep(0)
+        app.may_end.set()
+        assert b"the end" in await reader.readuntil(b"0\r\n\r\n")
+        writer.write(asked("/"))
+        answer = await reader.read()  # to the connection's end
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        assert b"connection: close\r\n" in answer
+        await retiring
+
+
+async def test_a_stream_whose_client_asks_no_more_keeps_no_server() -> None:
+    app = Held()
+    async with serving(app) as (listener, (reader, writer)):
+        writer.write(asked("/stream"))
+        await app.begun.wait()
+        retiring = asyncio.create_task(listener.retire(0.01))
+        await asyncio.sleep(0)
+        app.may_end.set()
+        assert (await reader.read()).endswith(b"0\r\n\r\n")
+        await retiring
+
+
+async def test_requests_that_came_together_before_a_server_leaves_are_all_answered() -> None:
+    app = Held()
+    async with serving(app) as (listener, (reader, writer)):
+        writer.write(asked("/later") + asked("/") + asked("/"))
+        await app.begun.wait()
+        retiring = asyncio.create_task(listener.retire(60))
+        await asyncio.sleep(0)
+        app.may_end.set()
+        answers = await reader.read()
+        assert answers.count(b"HTTP/1.1 200 ") == answers.count(b"the end") == 3
+        assert answers.count(b"connection: close\r\n") == 1
+        await retiring
