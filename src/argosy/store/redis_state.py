@@ -105,15 +105,18 @@ class RedisState:
         """See `SharedState`: within two exchanges."""
         if not self.up:
             return False
-        now, leases = self._clock(), _leases(wants)
-        if any(lease.dry(units, now) for lease, units in leases):
+        if self.short(wants, self._clock()):
             return True
-        for lease, units in leases:
+        for lease, units in _leases(wants):
             self._want(lease, units)
         if self._next is None:
             self._next = asyncio.get_running_loop().create_future()
         await asyncio.shield(self._next)
         return self.up
+
+    def short(self, wants: Wants, now: float) -> bool:
+        """See `SharedState`."""
+        return any(lease.dry(units, now) for lease, units in _leases(wants))
 
     def lend(self, wants: Wants, now: float) -> bool:
         """See `SharedState`: until Redis has said that there is not so much."""

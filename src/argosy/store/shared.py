@@ -28,6 +28,9 @@ class SharedState(Protocol):
     async def obtain(self, wants: Wants) -> bool:
         """Get as much room as there is for these. Returns soon; False when nobody could say how much there is."""
 
+    def short(self, wants: Wants, now: float) -> bool:
+        """Whether there is not so much, as far as was heard just now: to ask again would not help."""
+
     def lend(self, wants: Wants, now: float) -> bool:
         """Give room to something that runs, at this very moment, while more is asked for; False: it must stop."""
 
@@ -51,6 +54,10 @@ class MemoryState:
         return own_counter(limit)
 
     async def obtain(self, wants: Wants) -> bool:  # noqa: ARG002 - there is no more
+        """See `SharedState`."""
+        return True
+
+    def short(self, wants: Wants, now: float) -> bool:  # noqa: ARG002 - it knows it all
         """See `SharedState`."""
         return True
 

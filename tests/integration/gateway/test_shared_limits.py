@@ -32,7 +32,7 @@ from tests.services import RedisServer, running_redis
 from argosy.gateway.journey import Journey
 from argosy.policy import Ask, Grant, period
 from argosy.protocol import ApiError
-from argosy.store import Limit, ReportRow, Unsure, steady
+from argosy.store import Limit, ReportRow, Unsure, Wants, steady
 from argosy.store.redis_state import RedisState
 from argosy.telemetry import SharedLimitsReading
 
@@ -581,3 +581,30 @@ def child(server: RedisServer, requests: str) -> Iterator[subprocess.Popen[str]]
             yield process
         finally:
             process.kill()
+
+
+class Crowded(RedisState):
+    """Others take what there is before who has asked for it can, three times."""
+
+    times = 3
+
+    async def obtain(self, wants: Wants) -> bool:
+        answered = await super().obtain(wants)
+        if self.times:
+            self.times -= 1
+            for counter, _ in wants:
+                counter.add(counter.room(steady()), steady())
+        return answered
+
+
+async def test_whose_room_others_take_first_asks_again_while_there_is_more(
+    server: RedisServer,
+) -> None:
+    """It was refused, until the day was over where that was the limit's window."""
+    stage = Gate(Crowded(server.url, wait_s=10.0))
+    stage.update(directory(limit("tokens", 10**9, "day"), limit("requests", 10**9)))
+    await stage.start()
+    try:
+        assert await refusal(stage, request()) is None
+    finally:
+        await stage.close()

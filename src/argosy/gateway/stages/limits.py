@@ -42,8 +42,8 @@ from argosy.telemetry import SharedLimitsReading
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
-ROUNDS = 2
-"""How often more room is asked for: others may take it first."""
+ROUNDS = 20
+"""How often more room is asked for, while there is more: others may take it first."""
 MOST_PARTIES = 10_000
 """Callers whose limits are remembered, by model; they are found again at once."""
 
@@ -226,6 +226,8 @@ class Limits:
                 return found, True
             if not answered:
                 break
+            if self._state.short(wants_of((r.meter, r.asked) for r in found), now):
+                return found, True
         else:
             return found, True
         wants = wants_of((r.meter, r.asked) for r in found)
