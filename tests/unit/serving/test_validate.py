@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from datetime import datetime
 from typing import Any
 
 import msgspec
@@ -47,7 +49,7 @@ class CountingTokenizer(Tokenizer):
         return super().encode(text, add_special_tokens)
 
 
-def make_door(tokenizer: Tokenizer = TOKENIZER, **overrides: int) -> Door:
+def make_door(tokenizer: Tokenizer = TOKENIZER, source: str = TEMPLATE, **overrides: int) -> Door:
     ready = Ready(
         max_model_len=overrides.get("max_model_len", MAX_LEN),
         vocab_size=tokenizer.vocab_size,
@@ -61,7 +63,7 @@ def make_door(tokenizer: Tokenizer = TOKENIZER, **overrides: int) -> Door:
         backend="test",
         fingerprint="",
     )
-    template = ChatTemplate(TEMPLATE, {})
+    template = ChatTemplate(source, {})
     return Door(tokenizer, template, ready, EngineConfig(model="m", request_timeout_s=60))
 
 
@@ -274,6 +276,17 @@ def test_continuing_the_final_message() -> None:
         chat, messages=messages, continue_final_message=True, add_generation_prompt=True
     )
     assert error.param == "continue_final_message"
+
+
+def test_a_chat_that_is_carried_on_is_told_the_time_at_which_it_began() -> None:
+    door = make_door(source="{{ strftime_now('%d %b %Y %H:%M:%S') }}: {{ messages[0].content }}")
+    body = parse(ChatCompletionRequest, msgspec.json.encode({"model": "m", "messages": USER}))
+    began = datetime(2024, 2, 28, 23, 59, 58).astimezone()
+    context = dataclasses.replace(CONTEXT, created=int(began.timestamp()), journal=True)
+    (request,) = door.chat(body, context).requests
+    assert TOKENIZER.decode(request.prompt, skip_special_tokens=False) == (
+        "28 Feb 2024 23:59:58: hello world"
+    )
 
 
 def test_tokenize_and_detokenize() -> None:

@@ -48,9 +48,9 @@ class Prompts:
         self.context_tokens = min(ready.max_model_len, ready.num_blocks * ready.block_size)
         """Most tokens of one sequence: the model's limit, or the whole KV cache where that is less."""
 
-    def chat(self, body: ChatCompletionRequest) -> Prompt:
-        """The conversation as the model's template renders it."""
-        text = self._render(body)
+    def chat(self, body: ChatCompletionRequest, at: int | None) -> Prompt:
+        """The conversation as the model's template renders it at that Unix time; None: now."""
+        text = self._render(body, at)
         ids = self._encode(text, "messages", body, special=bool(body.add_special_tokens))
         return self._truncated(ids, text, body)
 
@@ -91,7 +91,7 @@ class Prompts:
         if longest + max_tokens > self.context_tokens:
             raise self._too_long(param, longest, max_tokens)
 
-    def _render(self, body: ChatCompletionRequest | TokenizeRequest) -> str:
+    def _render(self, body: ChatCompletionRequest | TokenizeRequest, at: int | None = None) -> str:
         follow_on = bool(body.continue_final_message)
         if follow_on and body.add_generation_prompt:
             raise invalid(
@@ -107,6 +107,7 @@ class Prompts:
             add_generation_prompt=not follow_on if wanted is None else wanted,
             continue_final_message=follow_on,
             variables=body.chat_template_kwargs,
+            at=at,
         )
 
     def _one(self, given: str | list[int], body: CompletionRequest) -> Prompt:

@@ -95,7 +95,7 @@ class Door:
         if body.echo:
             raise rules.unsupported("echo", "Chats are not echoed; use /v1/completions.")
         logprobs = lower.chat_logprobs(body)
-        prompts = [self._prompts.chat(body)]
+        prompts = [self._prompts.chat(body, context.created)]
         max_tokens = lower.chat_max_tokens(body, self._prompts.left(prompts, "messages"))
         self._prompts.fit(prompts, max_tokens, "messages")
         params = self._params(body, max_tokens, logprobs, body.prompt_logprobs)

@@ -39,7 +39,7 @@ LARGE_BODY_BYTES = 32 * 1024
 """Bodies from this size are parsed and tokenized in a thread, so that streams do not wait for them."""
 
 KEEP_ALIVE = comment(b"keep-alive")
-_ANSWER = re.compile(r"([\x21-\x7e]{1,128}) (\d{1,12})")
+_ANSWER = re.compile(r"([\x21-\x7e]{1,128}) (\d{1,11})")
 MAX_WEIGHT = 1e6
 MAX_TIER = 100
 

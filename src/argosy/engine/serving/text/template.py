@@ -44,7 +44,8 @@ class ChatTemplate:
         self.digest = hashlib.sha256(repr((source, sorted(variables.items()))).encode()).hexdigest()
         """Equal for templates that write alike."""
         self._knows_developer = source is not None and "developer" in source
-        self._template = None if source is None else _environment(now).from_string(source)
+        self._now = now
+        self._template = None if source is None else _environment().from_string(source)
 
     @classmethod
     def load(cls, path: Path, override: Path | None = None) -> Self:
@@ -70,11 +71,13 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
+        at: int | None = None,
     ) -> str:
         """The text of a conversation, to be encoded without adding special tokens.
 
         `variables` are the request's own (`chat_template_kwargs`). With `continue_final_message`
-        the text ends where the last message's content ends. Raises ApiError (400).
+        the text ends where the last message's content ends. `at` is the Unix time that the template
+        is told; None: now. Raises ApiError (400).
         """
         if self._template is None:
             raise invalid(
@@ -93,6 +96,7 @@ class ChatTemplate:
         text = self._text(
             {
                 **self._variables,
+                "strftime_now": self._moment(at).strftime,
                 "tools": None,
                 "documents": None,
                 **(variables or {}),
@@ -107,6 +111,9 @@ class ChatTemplate:
         if message["role"] == "developer" and not self._knows_developer:
             return {**message, "role": "system"}
         return dict(message)
+
+    def _moment(self, at: int | None) -> datetime:
+        return self._now() if at is None else datetime.fromtimestamp(at, UTC).astimezone()
 
     def _text(self, variables: dict[str, Any]) -> str:
         assert self._template is not None  # noqa: S101 - `render` has refused
@@ -186,7 +193,7 @@ class _Generation(Extension):
         return nodes.Scope(body).set_lineno(line)
 
 
-def _environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:
+def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -195,7 +202,6 @@ def _environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: now().strftime(form)
     return environment
 
 
