@@ -15,6 +15,7 @@ from tests.integration.serving import MODEL, events, serve
 from tests.waiting import until
 
 from argosy.engine.serving.text.tokenizer import Tokenizer
+from argosy.engine.serving.wire import EngineRequest
 from argosy.gateway import ReplicaConfig
 from argosy.gateway.config import Timeouts
 
@@ -61,6 +62,27 @@ async def test_an_answer_ends_with_what_there_is(tokenizer: Tokenizer, stream: b
     assert chunks[-1]["usage"]["completion_tokens"] == 40
     (journey,) = watching.left
     assert (journey.status, journey.delivered.output_tokens) == ("stopped", 40)
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+async def test_a_choice_that_has_not_begun_has_no_tokens_and_says_so(
+    tokenizer: Tokenizer, path: str
+) -> None:
+    def first_only(request: EngineRequest) -> Script:
+        return Script(list(TOKENS), pause_after=0 if request.lead else 5)
+
+    async with (
+        serve(FakeEngine(tokenizer, first_only)) as served,
+        front([], ReplicaConfig(url=served.url, model=MODEL)) as running,
+    ):
+        asked = body(SOON_S, n=2, return_token_ids=True)
+        if path != CHAT:
+            asked = {**asked, "prompt": "Hi"}
+            del asked["messages"]
+        answer = await running.client.post(path, json=asked)
+    choices = answer.json()["choices"]
+    assert [choice["finish_reason"] for choice in choices] == ["timeout", "timeout"]
+    assert [choice.get("token_ids") for choice in choices] == [TOKENS[:5], []]
 
 
 async def test_a_stream_on_the_fast_path_ends_too(tokenizer: Tokenizer) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from argosy.gateway.answering.answer import usage
-from argosy.gateway.dialects import Identity
+from argosy.gateway.dialects import Identity, shows_ids
 from argosy.gateway.journey import CHAT, Journey
 from argosy.protocol import SSE_DONE, event
 
@@ -17,6 +17,8 @@ def closing(journey: Journey, identity: Identity, reason: str) -> bytes:
     ask, delivered = journey.ask, journey.delivered
     empty: dict[str, Any] = {"delta": {}} if journey.api is CHAT else {"text": ""}
     ending = {**empty, "logprobs": None, "finish_reason": reason, "stop_reason": None}
+    if shows_ids(ask):
+        ending["token_ids"] = []
     chunks: list[dict[str, Any]] = [
         {"choices": [{"index": choice, **ending}]}
         for choice in range(ask.choices)
