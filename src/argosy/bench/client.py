@@ -156,10 +156,7 @@ class Client:
             reply.now = self._clock()
             reply.fail("timeout", f"No whole answer within {self._timeout_s:g} s.")
             reply.end()
-        except (
-            OSError,
-            UnicodeError,
-        ) as error:  # a name that no resolver is asked for is the latter
+        except (OSError, UnicodeError) as error:  # the latter for names that no resolver takes
             reply.now = self._clock()
             reply.fail("connect", f"Cannot connect to {self._address.name}: {error}")
             reply.end()

@@ -226,33 +226,29 @@ def test_debts_are_paid_off_by_weight_also_of_who_does_not_wait() -> None:
     assert "heavy" in [one.tenant for one in (queue.pop(0.0) for _ in range(4)) if one]
 
 
-def test_who_sends_one_at_a_time_pays_debts_too() -> None:
-    queue = DispatchQueue[int]()
-    for _ in range(60):
-        queue.push(waiting(tenant="many", cost=1000.0))
+def one_at_a_time(queue: DispatchQueue[int], cost: float, turns: int, beyond: float) -> list[str]:
+    """Who goes, where many wait for "many" and one for "one", which costs so much beyond what was thought."""
+    for _ in range(turns + 50):
+        queue.push(waiting(tenant="many", cost=cost))
     tenants = []
-    for _ in range(40):
+    for _ in range(turns):
         if not queue.held(1, "one").count:
-            queue.push(waiting(tenant="one", cost=1000.0))
-        one = queue.pop(0.0)
-        assert one is not None
-        tenants.append(one.tenant)
-    assert 15 <= tenants.count("many") <= 25
-
-
-def test_who_sends_one_at_a_time_pays_for_what_it_cost_beyond_what_was_thought() -> None:
-    queue = DispatchQueue[int]()
-    for _ in range(200):
-        queue.push(waiting(tenant="many", cost=10.0))
-    tenants = []
-    for _ in range(150):
-        if not queue.held(1, "one").count:
-            queue.push(waiting(tenant="one", cost=10.0))
+            queue.push(waiting(tenant="one", cost=cost))
         one = queue.pop(0.0)
         assert one is not None
         tenants.append(one.tenant)
         if one.tenant == "one":
-            queue.charge(1, "one", 1.0, 5000.0)
+            queue.charge(1, "one", 1.0, beyond)
+    return tenants
+
+
+def test_who_sends_one_at_a_time_pays_debts_too() -> None:
+    tenants = one_at_a_time(DispatchQueue(), cost=1000.0, turns=40, beyond=0.0)
+    assert 15 <= tenants.count("many") <= 25
+
+
+def test_who_sends_one_at_a_time_pays_for_what_it_cost_beyond_what_was_thought() -> None:
+    tenants = one_at_a_time(DispatchQueue(), cost=10.0, turns=150, beyond=5000.0)
     assert tenants.count("one") == 1
 
 
