@@ -59,7 +59,7 @@ class Acceptor:
             self._again.cancel()
         if self._listening.fileno() >= 0:
             self._loop.remove_reader(self._listening)
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # there is no room for the others
                 while self._take():
                     pass
             leave(self._listening)
