@@ -16,8 +16,8 @@ deadline, then as they came; none is overtaken by one that comes `PATIENCE_S` la
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -25,7 +25,10 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 QUANTUM = 256.0
-"""Weighted tokens that the tenant of the largest weight gets in a round, each other one in proportion to its own."""
+"""Weighted tokens that the tenant of the largest weight gets in a round, each other one in proportion to its own.
+
+Of the largest weight of those that came since nobody waited.
+"""
 PROMOTED_EACH = 4
 PROMOTE_S = (math.inf, 5.0, 30.0)
 """For premium, standard and free: how long the oldest may wait before its tier takes turns."""
@@ -71,14 +74,30 @@ class Held:
 class _Tenant(Generic[T]):
     """One tenant's requests in one tier."""
 
-    __slots__ = ("alive", "credit", "heap", "size", "weight")
+    __slots__ = ("alive", "credit", "entry", "heap", "name", "place", "size", "weight")
 
-    def __init__(self, weight: float) -> None:
+    def __init__(self, name: str, weight: float) -> None:
+        self.name = name
         self.heap: list[tuple[float, int]] = []
         """By when each has to go, and its number."""
         self.alive = 0
         self.size = 0
         self.credit = 0.0
+        """What it has beside that of the rounds: its weight times the tier's level."""
+        self.weight = weight
+        self.place = 0
+        """In the ring: the lower, the sooner."""
+        self.entry: _Entry[T] | None = None
+        """Its only one that is true in the tier's heaps."""
+
+    @property
+    def due(self) -> float:
+        """The level at which it has neither credit nor debt."""
+        return -self.credit / self.weight
+
+    def weighs(self, weight: float, level: float) -> None:
+        """Another weight from now on, which is a `level` of the rounds."""
+        self.credit += level * (self.weight - weight)
         self.weight = weight
 
     def next(self, waiting: Mapping[int, Waiting[T]]) -> Waiting[T]:
@@ -88,24 +107,48 @@ class _Tenant(Generic[T]):
         return waiting[self.heap[0][1]]
 
 
+_Entry = tuple[float, int, _Tenant[T]]
+"""Where a tenant stands in a heap: by its first number, the second being the entry's own."""
+
+
 class _Tier(Generic[T]):
-    """Deficit round robin over the tenants of one tier."""
+    """Deficit round robin over the tenants of one tier.
+
+    A round gives to everybody at once, by a level that rises, and who is next is found by heaps: thousands may wait.
+    """
 
     def __init__(self) -> None:
-        self.ring: OrderedDict[str, _Tenant[T]] = OrderedDict()
-        """Tenants with waiting requests, the one whose turn it is first."""
+        self.ring: dict[str, _Tenant[T]] = {}
+        """Tenants with waiting requests."""
         self.resting: dict[str, _Tenant[T]] = {}
         """Tenants without, that are in debt."""
         self.waiting: dict[int, Waiting[T]] = {}
         """By number. The heaps have no more than that: they keep who has left for as long as an older one waits."""
         self.arrivals: list[tuple[float, int]] = []
+        self._level = 0.0
+        """Weighted tokens that the rounds have given so far, for a weight of 1."""
+        self._heaviest = 0.0
+        """The largest weight since somebody waits."""
+        self._numbers = itertools.count(1)
+        self._able: list[_Entry[T]] = []
+        """Those of the ring that have credit, by their places,"""
+        self._short: list[_Entry[T]] = []
+        """those that have none, by the level that they wait for,"""
+        self._indebted: list[_Entry[T]] = []
+        """and those that rest, likewise. Entries stay until they are met that are no longer their tenants' own."""
 
     def push(self, waiting: Waiting[T]) -> None:
         tenant = self.ring.get(waiting.tenant)
         if tenant is None:
-            tenant = self.resting.pop(waiting.tenant, None) or _Tenant(waiting.weight)
+            tenant = self.resting.pop(waiting.tenant, None) or self._tenant(
+                waiting.tenant, waiting.weight
+            )
             self.ring[waiting.tenant] = tenant
-        tenant.weight = waiting.weight
+            self._to_the_end(tenant)
+        if tenant.weight != waiting.weight:
+            tenant.weighs(waiting.weight, self._level)
+            self._line_up(tenant)
+        self._heaviest = max(self._heaviest, waiting.weight)
         tenant.alive += 1
         tenant.size += waiting.size
         self.waiting[waiting.number] = waiting
@@ -114,14 +157,14 @@ class _Tier(Generic[T]):
         heapq.heappush(self.arrivals, (waiting.arrival, waiting.number))
 
     def pop(self) -> Waiting[T]:
-        name, tenant = self._turn()
+        tenant = self._turn()
         waiting = tenant.next(self.waiting)
         waiting.charged = len(self.ring) + len(self.resting) > 1
         if waiting.charged:
             tenant.credit -= waiting.cost
         self.leave(waiting)
-        if name in self.ring and tenant.credit <= 0:
-            self.ring.move_to_end(name)
+        if tenant.name in self.ring and tenant.due >= self._level:
+            self._to_the_end(tenant)
         return waiting
 
     def leave(self, waiting: Waiting[T]) -> None:
@@ -133,10 +176,12 @@ class _Tier(Generic[T]):
         if tenant.alive == 0:
             del self.ring[waiting.tenant]
             tenant.heap.clear()
-            if tenant.credit < 0:
+            tenant.entry = None
+            if tenant.due > self._level:
                 self.resting[waiting.tenant] = tenant
+                self._line_up(tenant)
         if not self.ring:
-            self.resting.clear()
+            self._begin_anew()
         while self.arrivals and self.arrivals[0][1] not in self.waiting:
             heapq.heappop(self.arrivals)
 
@@ -144,28 +189,75 @@ class _Tier(Generic[T]):
         tenant = self.ring.get(name)
         if len(self.ring) == (tenant is not None):
             return  # nobody else waits, so nobody is kept waiting by it
-        if tenant is not None:
-            tenant.credit -= cost
-            return
-        tenant = self.resting.setdefault(name, _Tenant(weight))
+        if tenant is None:
+            tenant = self.resting.get(name) or self._tenant(name, weight)
+            self.resting[name] = tenant
         tenant.credit -= cost
-        if tenant.credit >= 0:
+        if name in self.resting and tenant.due <= self._level:
             del self.resting[name]
+            tenant.entry = None
+        else:
+            self._line_up(tenant)
 
-    def _turn(self) -> tuple[str, _Tenant[T]]:
+    def _tenant(self, name: str, weight: float) -> _Tenant[T]:
+        """One with neither credit nor debt."""
+        tenant = _Tenant[T](name, weight)
+        tenant.credit = -self._level * weight
+        return tenant
+
+    def _turn(self) -> _Tenant[T]:
         """The first tenant with credit; when none has any, as many rounds pass as one of them needs."""
-        for name, tenant in self.ring.items():
-            if tenant.credit > 0:
-                return name, tenant
-        quantum = QUANTUM / max(tenant.weight for tenant in self.ring.values())
-        rounds = min(math.floor(-t.credit / (quantum * t.weight)) + 1 for t in self.ring.values())
-        for tenant in self.ring.values():
-            tenant.credit += rounds * quantum * tenant.weight
-        for name, resting in list(self.resting.items()):
-            resting.credit += rounds * quantum * resting.weight
-            if resting.credit >= 0:
-                del self.resting[name]
+        found = _first(self._able)
+        if found is not None:
+            return found[-1]
+        short = _first(self._short)
+        assert short is not None
+        quantum, due = QUANTUM / self._heaviest, short[0]
+        rounds = math.floor((due - self._level) / quantum) + 1
+        self._level = max(self._level + rounds * quantum, math.nextafter(due, math.inf))
+        while (short := _first(self._short)) is not None and short[0] < self._level:
+            self._line_up(short[-1])
+        while (paid := _first(self._indebted)) is not None and paid[0] <= self._level:
+            tenant = paid[-1]
+            tenant.entry = None
+            del self.resting[tenant.name]
         return self._turn()
+
+    def _to_the_end(self, tenant: _Tenant[T]) -> None:
+        """It is the last of the ring."""
+        tenant.place = next(self._numbers)
+        self._line_up(tenant)
+
+    def _line_up(self, tenant: _Tenant[T]) -> None:
+        """Have it where it is looked for, as its credit is now."""
+        heap, by = self._able, float(tenant.place)
+        if tenant.due >= self._level:
+            heap, by = self._short, tenant.due
+        if tenant.name in self.resting:
+            heap = self._indebted
+        tenant.entry = by, next(self._numbers), tenant
+        heapq.heappush(heap, tenant.entry)
+        if len(heap) > 2 * (len(self.ring) + len(self.resting)):
+            heap[:] = filter(_is_true, heap)
+            heapq.heapify(heap)
+
+    def _begin_anew(self) -> None:
+        """Nobody waits: whoever comes next owes nothing."""
+        self.resting.clear()
+        for heap in (self._able, self._short, self._indebted):
+            heap.clear()
+        self._level = self._heaviest = 0.0
+
+
+def _is_true(entry: _Entry[T]) -> bool:
+    return entry[-1].entry is entry
+
+
+def _first(heap: list[_Entry[T]]) -> _Entry[T] | None:
+    """The first of those that are still true."""
+    while heap and not _is_true(heap[0]):
+        heapq.heappop(heap)
+    return heap[0] if heap else None
 
 
 class DispatchQueue(Generic[T]):

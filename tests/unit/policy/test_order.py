@@ -24,6 +24,93 @@ def waiting(
     return Waiting(item, tier, tenant, weight, cost, arrival, deadline, size=item + 1)
 
 
+class Rounds:
+    """Deficit round robin over one tier as it is described, looking at everybody each time."""
+
+    def __init__(self) -> None:
+        self.ring: dict[str, list[Waiting[int]]] = {}
+        self.credit: dict[str, float] = {}
+        """Of those of the ring, and those who have left it in debt."""
+        self.weight: dict[str, float] = {}
+        self.heaviest = 0.0
+
+    def push(self, one: Waiting[int]) -> None:
+        self.ring.setdefault(one.tenant, []).append(one)
+        self.credit.setdefault(one.tenant, 0.0)
+        self.weight[one.tenant] = one.weight
+        self.heaviest = max(self.heaviest, one.weight)
+
+    def pop(self) -> tuple[int, bool]:
+        while not any(self.credit[name] > 0 for name in self.ring):
+            for name in self.credit:
+                self.credit[name] += QUANTUM * self.weight[name] / self.heaviest
+            self.forgive()
+        name = next(name for name in self.ring if self.credit[name] > 0)
+        one, charged = self.ring[name][0], len(self.credit) > 1
+        self.credit[name] -= one.cost if charged else 0
+        self.remove(one)
+        if name in self.ring and self.credit[name] <= 0:
+            self.ring[name] = self.ring.pop(name)
+        return one.item, charged
+
+    def remove(self, one: Waiting[int]) -> None:
+        self.ring[one.tenant].remove(one)
+        if not self.ring[one.tenant]:
+            del self.ring[one.tenant]
+            self.forgive()
+        if not self.ring:
+            self.credit.clear()
+            self.heaviest = 0.0
+
+    def charge(self, name: str, weight: float, cost: float) -> None:
+        if set(self.ring) <= {name}:
+            return
+        self.weight.setdefault(name, weight)
+        if name not in self.credit:
+            self.credit[name], self.weight[name] = 0.0, weight
+        self.credit[name] -= cost
+        self.forgive()
+
+    def forgive(self) -> None:
+        for name in set(self.credit) - set(self.ring):
+            if self.credit[name] >= 0:
+                del self.credit[name]
+
+
+@settings(max_examples=300)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["push", "push", "push", "pop", "pop", "remove", "charge"]),
+            st.sampled_from("abcdefgh"),
+            st.sampled_from([0.25, 1.0, 2.0, 8.0]),
+            st.integers(-2000, 4000),
+        ),
+        max_size=200,
+    )
+)
+def test_who_goes_next_is_who_the_rounds_say(steps: list[tuple[str, str, float, int]]) -> None:
+    queue, rounds, inside = DispatchQueue[int](), Rounds(), list[Waiting[int]]()
+    for number, (what, tenant, weight, cost) in enumerate(steps):
+        if what == "push":
+            one = waiting(number, tenant=tenant, weight=weight, cost=abs(cost))
+            inside.append(one)
+            queue.push(one)
+            rounds.push(one)
+        elif what == "charge":
+            queue.charge(1, tenant, weight, cost)
+            rounds.charge(tenant, weight, cost)
+        elif what == "remove" and inside:
+            gone = inside.pop(cost % len(inside))
+            queue.remove(gone)
+            rounds.remove(gone)
+        elif what == "pop" and inside:
+            one_, expected = queue.pop(0.0), rounds.pop()
+            assert one_ is not None
+            assert (one_.item, one_.charged) == expected
+            inside.remove(one_)
+
+
 STEPS = st.lists(
     st.tuples(
         st.sampled_from(["push", "push", "pop", "remove", "charge"]),
