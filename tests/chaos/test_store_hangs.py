@@ -116,3 +116,31 @@ async def test_who_is_told_to_leave_while_others_migrate_leaves(
             assert await one.process.wait() == 0
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
+
+
+async def test_who_starts_while_it_is_away_waits_for_it_unless_told_to_leave(
+    own_postgres: PostgresServer, tmp_path: Path
+) -> None:
+    url = own_postgres.create("late")
+
+    def waits() -> bool:
+        return any("store_awaited" in line for line in one.log)
+
+    async with rough_server() as replica:
+        with gateway(replica.url, url, tmp_path) as one:
+            own_postgres.program.stop()
+            try:
+                starting = asyncio.create_task(one.start())
+                await until(waits)
+                assert one.process is not None
+                one.process.send_signal(signal.SIGTERM)
+                async with asyncio.timeout(LEAVES_S):
+                    assert await one.process.wait() == 0
+                await asyncio.gather(starting, return_exceptions=True)
+                one.log.clear()
+                starting = asyncio.create_task(one.start())
+                await until(waits)
+            finally:
+                await asyncio.to_thread(own_postgres.program.start)
+            await starting
+            await one.stop()

@@ -15,6 +15,7 @@ from argosy.store import (
     Directory,
     Spool,
     Store,
+    StoreAwayError,
     StoreConfig,
     StoreError,
     default_url,
@@ -29,6 +30,8 @@ HANGS_AFTER_S = 5.0
 """A store that has not answered for so long is said to be away."""
 FORGET_EACH_S = 3600.0
 DAY_S = 86_400.0
+OPEN_S = 60.0
+"""How long a database that is away at the start is waited for."""
 LAST_S = 10.0
 """How long the store may take for what has ended, when the gateway leaves."""
 
@@ -47,8 +50,24 @@ class Books:
 
     @classmethod
     async def open(cls, config: StoreConfig) -> Books:
-        """With the tables up to date, and usage that a dead gateway left recovered. Raises StoreError, SpoolError."""
-        url = config.url or default_url()
+        """With the tables up to date, and usage that a dead gateway left recovered. Raises StoreError, SpoolError.
+
+        A database that is away is waited for, as both may have been started at once.
+        """
+        url, until, waits = config.url or default_url(), time.monotonic() + OPEN_S, False
+        while True:
+            try:
+                return await cls._open(url, config)
+            except StoreAwayError as error:
+                if time.monotonic() > until:
+                    raise
+                if not waits:
+                    log.warning("store_awaited", seconds=OPEN_S, reason=str(error))
+                waits = True
+            await asyncio.sleep(FRESH_EACH_S)
+
+    @classmethod
+    async def _open(cls, url: str, config: StoreConfig) -> Books:
         async with contextlib.AsyncExitStack() as failing:
             store = await aside(_open, url)
             failing.callback(store.close)

@@ -5,7 +5,7 @@ from argosy.store.answers import Answer, Answers, Claim, IdempotencyConfig
 from argosy.store.audit import Audit, AuditEntry, Verdict
 from argosy.store.clock import Clock, steady
 from argosy.store.counters import Wants
-from argosy.store.errors import ConflictError, NotFoundError, StoreError
+from argosy.store.errors import ConflictError, NotFoundError, StoreAwayError, StoreError
 from argosy.store.keys import digest
 from argosy.store.records import (
     Amount,
@@ -82,6 +82,7 @@ __all__ = [
     "SpoolError",
     "SpoolFullError",
     "Store",
+    "StoreAwayError",
     "StoreConfig",
     "StoreError",
     "Terms",

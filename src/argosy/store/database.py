@@ -14,9 +14,10 @@ from typing import Any
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, inspect, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoResultFound
+from sqlalchemy.exc import OperationalError as ServerError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
-from argosy.store.errors import StoreError
+from argosy.store.errors import StoreAwayError, StoreError
 
 BUSY_S = 15.0
 """How long a writer waits for other writers of an SQLite file."""
@@ -44,6 +45,8 @@ _PRIMARY = (
     " Or it was made read-only, as where its disk is full: see default_transaction_read_only."
 )
 
+_FULL = ("connection slots", "too many clients")
+
 _ADVICE = (
     ("no such table", "It has no tables yet: call migrate() first."),
     ("UndefinedTable", "It has no tables yet: call migrate() first."),
@@ -64,14 +67,15 @@ _ADVICE = (
     ("unable to open database file", "See that its folder is there, and descriptors are left."),
     ("no equivalent in encoding", "Copy it (`argosy store copy`) into one with ENCODING 'UTF8'."),
     ("permission denied", "Let this user make and change its tables: GRANT, or own its schema."),
-    ("connection slots", "Let more connect: raise its max_connections."),
-    ("too many clients", "Let more connect: raise its max_connections."),
+    *((words, "Let more connect: raise its max_connections.") for words in _FULL),
     ("authentication failed", "Check the user and the password in the URL."),
     ("does not exist", "Check the user and the database in the URL."),
     ("QueuePool", "Too many threads use it at a time: try again."),
     ("", "Is it running, and can it be reached at this address?"),
 )
 """What to do about an error that has these words in it; the first that fits."""
+_AWAY = frozenset({*_READ_ONLY, *_FULL, ""})
+"""Those of them that a server of its own may get over by itself."""
 
 
 class Database:
@@ -147,13 +151,14 @@ class Database:
         except (DBAPIError, PoolTimeoutError) as error:
             said = error.orig if isinstance(error, DBAPIError) else error
             told = f"{type(said).__name__}: {said}"
-            advice = next(advice for words, advice in _ADVICE if words in told)
+            known, advice = next(known for known in _ADVICE if known[0] in told)
             first = str(said).strip().partition("\n")[0]
-            if any(words in told for words in _READ_ONLY):
+            if known in _READ_ONLY:
                 self._engine.dispose()  # its name may be the primary's by now
-            raise StoreError(
-                f"The database {self.name} cannot be used: {first}. {advice}"
-            ) from error
+            away = known in _AWAY and (known or isinstance(error, ServerError))
+            remote = self._engine.dialect.name == "postgresql"
+            kind = StoreAwayError if away and remote else StoreError
+            raise kind(f"The database {self.name} cannot be used: {first}. {advice}") from error
 
 
 def _nothing_in(name: str) -> StoreError:
