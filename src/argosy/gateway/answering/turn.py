@@ -152,6 +152,8 @@ async def _try(
 def _retry_after(attempt: Attempt) -> float | None:
     """In how many seconds the replica said that it may be asked again: as a number, or a date (RFC 9110, 10.2.3)."""
     told = attempt.headers.get(b"retry-after", b"").decode("latin-1")
+    if not told:
+        return None
     try:
         seconds = float(told) if told[:1].isdigit() else _date(told) - time.time()
     except (ValueError, OverflowError):
