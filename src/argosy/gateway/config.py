@@ -196,9 +196,9 @@ def _check_discovered(path: Path, replica: ReplicaConfig) -> None:
         raise ValueError(
             f"{path}: {replica.url}: discover looks up a host's name; write http://HOST:PORT"
         )
-    if replica.kv_events is not None:
+    if replica.kv_events is not None and not replica.kv_events.everywhere:
         raise ValueError(
-            f"{path}: {replica.url}: kv_events names one server, and discover finds several; remove it"
+            f"{path}: {replica.url}: kv_events names one server, and discover finds several; write tcp://*:PORT"
         )
 
 

@@ -25,12 +25,14 @@ from tests.integration.gateway.doubles.changing import (
 )
 from tests.integration.gateway.doubles.changing import gateway as changing
 from tests.integration.gateway.doubles.families import Vllm
+from tests.integration.gateway.doubles.publishing import publishing
 from tests.integration.gateway.doubles.server import WHOLE, running
 from tests.integration.gateway.test_tls import server_context, terminated
 from tests.integration.rough_server import Asked, rough_server
 from tests.waiting import until
 
 from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig, Timeouts, UpstreamTls
+from argosy.gateway.dialects import KvAddress
 from argosy.gateway.replicas.discovery import LookUp, look_up
 
 LONG_S = 1e9
@@ -93,6 +95,18 @@ async def test_each_address_is_a_replica() -> None:
     async with pods(2) as servers, gateway(names.look_up, entry(servers[0].port)) as behind:
         assert behind.names == {"pods@127.0.0.1", "pods@127.0.0.2"}
         await behind.served(*servers)
+
+
+async def test_what_each_has_cached_is_followed_where_it_is() -> None:
+    names, server = Names({address(0)}), Vllm()
+    async with publishing() as publisher, running(server):
+        one = ReplicaConfig(
+            url=server.url.replace("127.0.0.1", "replicas.test"),
+            discover="dns",
+            kv_events=KvAddress(endpoint=f"tcp://*:{publisher.port}"),
+        )
+        async with gateway(names.look_up, one):
+            await publisher.subscribed()
 
 
 async def test_requests_wait_for_one_that_takes_the_place_of_the_last(

@@ -7,7 +7,7 @@ import json
 import msgspec
 import pytest
 
-from argosy.gateway.dialects.kv_sources import KvPorts, sglang_info, vllm_sources
+from argosy.gateway.dialects.kv_sources import KvAddress, KvPorts, sglang_info, vllm_sources
 from argosy.protocol import parse_endpoint
 
 
@@ -54,3 +54,20 @@ def test_the_host_is_the_servers_own(url: str, host: str) -> None:
 def test_one_of_several_addresses_is_its_own(address: str, host: str) -> None:
     server = msgspec.structs.replace(parse_endpoint("http://pods.test:8000"), address=address)
     assert KvPorts(5557).at(server).endpoint == f"tcp://{host}:5557"
+
+
+def test_a_configured_address_is_as_it_is_or_of_each_server() -> None:
+    server = msgspec.structs.replace(parse_endpoint("http://pods.test:8000"), address="fd00::7")
+    for one in (
+        KvAddress(endpoint="tcp://gpu7:5557", replay="tcp://gpu7:5558"),
+        KvAddress(endpoint="tcp://gpu7:5557"),
+        KvAddress(endpoint="ipc:///run/kv", replay="ipc:///run/replay"),
+    ):
+        assert one.at(server) == one
+        assert not one.everywhere
+    own = KvAddress(endpoint="tcp://*:5557", replay="tcp://*:5558")
+    assert own.at(server) == KvAddress(
+        endpoint="tcp://[fd00::7]:5557", replay="tcp://[fd00::7]:5558"
+    )
+    assert own.everywhere
+    assert not KvAddress(endpoint="tcp://*:5557", replay="tcp://gpu7:5558").everywhere

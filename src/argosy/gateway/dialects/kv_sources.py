@@ -13,15 +13,27 @@ from argosy.protocol import Endpoint
 
 Address = Annotated[str, Meta(pattern=r"^(tcp://.+:[0-9]+|ipc://.+)$")]
 """As ZeroMQ writes them."""
+_OWN = "tcp://*:"
 
 
 class KvAddress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where to subscribe to a server's KV cache events."""
 
     endpoint: Address
-    """`tcp://HOST:PORT`, or `ipc://PATH`."""
+    """`tcp://HOST:PORT`, or `ipc://PATH`. A HOST `*` is the server's own, as where it listens."""
     replay: Address | None = None
     """Where it gives again what was missed, if it does."""
+
+    @property
+    def everywhere(self) -> bool:
+        """Whether it says so of any server."""
+        return all(one is None or one.startswith(_OWN) for one in (self.endpoint, self.replay))
+
+    def at(self, server: Endpoint) -> KvAddress:
+        """The addresses of this server, as seen from here."""
+        own = f"tcp://{_host(server)}:"
+        replay = None if self.replay is None else self.replay.replace(_OWN, own)
+        return KvAddress(endpoint=self.endpoint.replace(_OWN, own), replay=replay)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +54,14 @@ class KvPorts:
 
     def at(self, server: Endpoint) -> KvAddress:
         """The addresses, as seen from here."""
-        host = server.address or (server.host if server.unix is None else "127.0.0.1")
-        host = f"[{host}]" if ":" in host else host
-        replay = None if self.replay is None else f"tcp://{host}:{self.replay}"
-        return KvAddress(endpoint=f"tcp://{host}:{self.events}", replay=replay)
+        replay = None if self.replay is None else f"{_OWN}{self.replay}"
+        return KvAddress(endpoint=f"{_OWN}{self.events}", replay=replay).at(server)
+
+
+def _host(server: Endpoint) -> str:
+    """Where it is, as addresses have it."""
+    host = server.address or (server.host if server.unix is None else "127.0.0.1")
+    return f"[{host}]" if ":" in host else host
 
 
 class _Publisher(msgspec.Struct):

@@ -51,7 +51,7 @@ class Entry:
             most=config.max_requests,
             carry=config.carry,
             stream_usage=config.stream_usage,
-            kv_events=config.kv_events,
+            kv_events=None if config.kv_events is None else config.kv_events.at(upstream.endpoint),
         )
 
     def same(self, other: Entry) -> bool:
