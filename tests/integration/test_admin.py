@@ -271,6 +271,22 @@ async def test_lists_come_in_parts(store: Store, keys: Keys) -> None:
         assert told(unknown)[:2] == (400, "invalid_value")
 
 
+async def test_a_list_goes_on_where_what_was_last_is_no_longer_there(
+    store: Store, keys: Keys
+) -> None:
+    for key in store.accounts.list_keys():
+        store.terms.set_limit("key", key.id, "tokens", 1, window="day", actor="test")
+    ids = [limit.id for limit in store.terms.list_limits()]
+    async with admin(store) as client:
+        client.headers |= keys["operator"]
+        part = await done(await client.get("/admin/limits?limit=2"))
+        assert ([item["id"] for item in part["data"]], part["has_more"]) == (ids[:2], True)
+        await done(await client.delete(f"/admin/limits/{part['last_id']}"))
+        part = await done(await client.get(f"/admin/limits?limit=2&after={part['last_id']}"))
+        assert ([item["id"] for item in part["data"]], part["has_more"]) == (ids[2:], False)
+        assert told(await client.get("/admin/limits?after=nobody"))[:2] == (400, "invalid_value")
+
+
 # --- from where ----------------------------------------------------------------------------------
 
 

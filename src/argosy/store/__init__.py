@@ -3,6 +3,7 @@
 from argosy.store.accounts import Accounts
 from argosy.store.answers import Answer, Answers, Claim, IdempotencyConfig
 from argosy.store.audit import Audit, AuditEntry, Verdict
+from argosy.store.changes import Part
 from argosy.store.clock import Clock, steady
 from argosy.store.counters import Wants
 from argosy.store.errors import ConflictError, NotFoundError, StoreAwayError, StoreError
@@ -71,6 +72,7 @@ __all__ = [
     "NotFoundError",
     "Organisation",
     "OwnerKind",
+    "Part",
     "Price",
     "Project",
     "ReportRow",

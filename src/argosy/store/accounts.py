@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from msgspec import UNSET, UnsetType
 
-from argosy.store.changes import Records
+from argosy.store.changes import ALL, Part, Records
 from argosy.store.keys import create_key, new_id, rotate_key
 from argosy.store.records import (
     Key,
@@ -24,7 +24,8 @@ class Accounts(Records):
     """Reads and changes accounts. `actor` says who makes a change, for the audit log.
 
     What has been ended (archived, disabled, revoked) is kept, and listed, but cannot be changed any more.
-    Lists are oldest first. To end something twice does nothing.
+    Lists are oldest first, and can be had in parts; one goes on after what was the last of another part, whatever has
+    come or gone since, and raises ValueError where that is not in it. To end something twice does nothing.
     """
 
     def first_run(self, *, actor: str) -> tuple[Key, str] | None:
@@ -56,9 +57,9 @@ class Accounts(Records):
         """The one with this id."""
         return self._get(Organisation, organisation)
 
-    def list_organisations(self) -> list[Organisation]:
+    def list_organisations(self, part: Part = ALL) -> list[Organisation]:
         """All of them."""
-        return self._find(Organisation)
+        return self._find(Organisation, part)
 
     def change_organisation(self, organisation: str, *, name: str, actor: str) -> Organisation:
         """Give it another name."""
@@ -111,9 +112,9 @@ class Accounts(Records):
         """The one with this id."""
         return self._get(Project, project)
 
-    def list_projects(self, organisation: str | None = None) -> list[Project]:
+    def list_projects(self, organisation: str | None = None, part: Part = ALL) -> list[Project]:
         """Those of the organisation with this id, or all."""
-        return self._find(Project, organisation=organisation)
+        return self._find(Project, part, organisation=organisation)
 
     def change_project(
         self,
@@ -180,9 +181,9 @@ class Accounts(Records):
         """The one with this id."""
         return self._get(User, user)
 
-    def list_users(self, organisation: str | None = None) -> list[User]:
+    def list_users(self, organisation: str | None = None, part: Part = ALL) -> list[User]:
         """Those of the organisation with this id, or all."""
-        return self._find(User, organisation=organisation)
+        return self._find(User, part, organisation=organisation)
 
     def change_user(
         self,
@@ -244,9 +245,9 @@ class Accounts(Records):
         """The one with this id."""
         return self._get(Key, key)
 
-    def list_keys(self, project: str | None = None) -> list[Key]:
+    def list_keys(self, project: str | None = None, part: Part = ALL) -> list[Key]:
         """Those of the project with this id, or all."""
-        return self._find(Key, project=project)
+        return self._find(Key, part, project=project)
 
     def rotate_key(self, key: str, overlap_s: float, *, actor: str) -> tuple[Key, str]:
         """A key in place of this one, and the plain key. The old one works for `overlap_s` more, at most.

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import msgspec
 from msgspec import UNSET
-from sqlalchemy import Connection, Table, delete, func, insert, select, update
+from sqlalchemy import (
+    Connection,
+    Select,
+    Table,
+    delete,
+    func,
+    insert,
+    select,
+    tuple_,
+    update,
+)
 
 from argosy.store import schema
 from argosy.store.audit import seal
@@ -17,6 +27,16 @@ from argosy.store.database import Database
 from argosy.store.errors import ConflictError, NotFoundError
 from argosy.store.records import Key, Limit, Organisation, Price, Project, Record, User
 from argosy.store.rules import MOST, UNIQUE, R, checked, living, noun
+
+
+class Part(NamedTuple):
+    """Which part of a list."""
+
+    after: str | None = None
+    """Those that come after the one with this id; None: from the first on."""
+    most: int | None = None
+    """At most so many; None: all."""
+
 
 _TABLES: dict[type[Record], Table] = {
     Organisation: schema.organisations,
@@ -28,21 +48,56 @@ _TABLES: dict[type[Record], Table] = {
 }
 
 
+ALL = Part()
+
+
+def order(kind: type[Record]) -> tuple[str, ...]:
+    """Fields that lists of such records go by: the oldest come first."""
+    return tuple(n for n in ("created_at", "since", "id") if n in kind.__struct_fields__)
+
+
 def find(
-    connection: Connection, kind: type[R], within: str | None = None, **fields: object
+    connection: Connection,
+    kind: type[R],
+    within: str | None = None,
+    part: Part = ALL,
+    **fields: object,
 ) -> list[R]:
-    """The records whose fields have these values, oldest first; those of one organisation, or of all.
+    """The records whose fields have these values, or one of a set, in order; those of one organisation, or of all.
 
     Prices are the whole gateway's, and everybody may know them.
     """
     table = _TABLES[kind]
-    order = [table.c[name] for name in ("created_at", "since", "id") if name in table.c]
-    query = select(table).order_by(*order)
+    places = [table.c[name] for name in order(kind)]
+    query = select(*(table.c[name] for name in kind.__struct_fields__))
     if within is not None and kind is not Price:
         query = query.where(ORGANISATION[kind] == within)
     for name, value in fields.items():
-        query = query.where(table.c[name] == value)
+        column = table.c[name]
+        query = query.where(column.in_(value) if isinstance(value, set) else column == value)
+    if part.after is not None:
+        place = _place(connection, kind, query, part.after)
+        query = query.where(tuple_(*places) > place)
+    query = query.order_by(*places).limit(part.most)
     return [kind(**row._asdict()) for row in connection.execute(query)]
+
+
+def _place(
+    connection: Connection, kind: type[Record], query: Select[Any], record: str
+) -> tuple[object, ...]:
+    """Where the record with this id stands in the list that `query` gives. Raises ValueError when it is not in it.
+
+    What has been deleted, as limits are, is missed by nobody: their list is in the order of ids.
+    """
+    table, names = _TABLES[kind], order(kind)
+    if names == ("id",) and record.startswith(f"{noun(kind)}_") and record.isprintable():
+        return (record,)
+    columns = [table.c[name] for name in names]
+    place = query.with_only_columns(*columns).where(table.c.id == record)
+    found = connection.execute(place).first() if record.isprintable() else None
+    if found is None:
+        raise ValueError(f"There is no {record!r} in this list: take 'last_id' of a part.")
+    return tuple(found)
 
 
 def get(connection: Connection, kind: type[R], within: str | None, record: str) -> R:
@@ -85,7 +140,7 @@ class Change:
 
     def find(self, kind: type[R], **fields: object) -> list[R]:
         """The records whose fields have these values, oldest first."""
-        return find(self.connection, kind, self._within, **fields)
+        return find(self.connection, kind, self._within, ALL, **fields)
 
     def check_organisation(
         self, organisation: str, kind: type[Project | User], record: str | None
@@ -137,7 +192,7 @@ class Change:
 
     def _refuse_second(self, record: Record) -> None:
         fields = {name: getattr(record, name) for name in UNIQUE.get(type(record), ())}
-        for other in find(self.connection, type(record), **fields) if fields else ():
+        for other in find(self.connection, type(record), None, ALL, **fields) if fields else ():
             if other.id != record.id and living(other, self.now):
                 taken = list(fields.values())[-1]
                 raise ConflictError(
@@ -224,11 +279,11 @@ class Records:
         with self._database.read() as connection:
             return get(connection, kind, self._organisation, record)
 
-    def _find(self, kind: type[R], **fields: object) -> list[R]:
+    def _find(self, kind: type[R], part: Part = ALL, **fields: object) -> list[R]:
         """Those whose fields have the values that are given."""
         given = {name: value for name, value in fields.items() if value is not None}
         with self._database.read() as connection:
-            return find(connection, kind, self._organisation, **given)
+            return find(connection, kind, self._organisation, part, **given)
 
 
 def _told(record: Record) -> dict[str, Any]:

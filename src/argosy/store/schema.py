@@ -1,6 +1,6 @@
 """The tables, as the newest migration leaves them; a test compares the two.
 
-Columns have the names and types of the fields in `records.py`.
+Columns have the names and types of the fields in `records.py`; what no record has is said here.
 """
 
 from __future__ import annotations
@@ -65,6 +65,16 @@ def _flags() -> Column[tuple[str, ...]]:
     return Column("flags", Strings, nullable=False, server_default="[]")
 
 
+def _listed(table: str, *of: str) -> Index:
+    """By which a part of a list is found where the one before ended: of all, or of what one has."""
+    return Index("_".join([table, "listed", *of]), *of, "created_at", "id")
+
+
+def _whose() -> Column[str]:
+    """Id of its organisation, by which lists of an organisation's are found. A trigger writes it: no record has it."""
+    return Column("organisation", Text)
+
+
 state = Table(
     "state",
     metadata,
@@ -83,6 +93,7 @@ organisations = Table(
     Column("created_at", Double, nullable=False),
     Column("archived_at", Double),
     _name("organisations", "name", living="archived_at"),
+    _listed("organisations"),
 )
 
 projects = Table(
@@ -100,6 +111,8 @@ projects = Table(
     Column("archived_at", Double),
     _flags(),
     _name("projects", "organisation", "name", living="archived_at"),
+    _listed("projects"),
+    _listed("projects", "organisation"),
 )
 
 users = Table(
@@ -114,13 +127,15 @@ users = Table(
     Column("disabled_at", Double),
     _scope(),
     _name("users", "organisation", "email", living="disabled_at"),
+    _listed("users"),
+    _listed("users", "organisation"),
 )
 
 keys = Table(
     "keys",
     metadata,
     Column("id", Text, primary_key=True),
-    Column("project", Text, ForeignKey("projects.id"), nullable=False, index=True),
+    Column("project", Text, ForeignKey("projects.id"), nullable=False),
     Column("user", Text, ForeignKey("users.id")),
     Column("name", Text, nullable=False),
     Column("prefix", Text, nullable=False),
@@ -134,6 +149,10 @@ keys = Table(
     Column("replaced_by", Text),
     _scope(),
     _flags(),
+    _whose(),
+    _listed("keys"),
+    _listed("keys", "organisation"),
+    _listed("keys", "project"),
 )
 
 limits = Table(
@@ -146,7 +165,9 @@ limits = Table(
     Column("amount", BigInteger, nullable=False),
     Column("window", Text),
     Column("model", Text),
-    Index("limits_owner", "owner_kind", "owner"),
+    _whose(),
+    Index("limits_owner", "owner", "owner_kind", "id"),
+    Index("limits_listed_organisation", "organisation", "id"),
 )
 
 prices = Table(
@@ -159,6 +180,7 @@ prices = Table(
     Column("cached_input", BigInteger, nullable=False),
     Column("output", BigInteger, nullable=False),
     Column("since", Double, nullable=False),
+    Index("prices_listed", "since", "id"),
 )
 
 audit = Table(

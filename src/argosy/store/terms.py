@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from argosy.store.changes import Records
+from argosy.store.changes import ALL, Part, Records
 from argosy.store.keys import new_id
 from argosy.store.records import (
     Key,
@@ -28,7 +28,10 @@ _OWNERS: dict[OwnerKind, type[Organisation | Project | User | Key]] = {
 
 
 class Terms(Records):
-    """Reads and changes limits and prices. `actor` says who makes a change. Prices are listed by when they begin."""
+    """Reads and changes limits and prices. `actor` says who makes a change.
+
+    Limits are listed by their ids, and prices by when they begin; in parts as those of `Accounts` are.
+    """
 
     def set_limit(
         self,
@@ -76,10 +79,10 @@ class Terms(Records):
         return self._get(Limit, limit)
 
     def list_limits(
-        self, owner_kind: OwnerKind | None = None, owner: str | None = None
+        self, owner_kind: OwnerKind | None = None, owner: str | None = None, part: Part = ALL
     ) -> list[Limit]:
         """Those of one owner, of one kind of owners, or all."""
-        return self._find(Limit, owner_kind=owner_kind, owner=owner)
+        return self._find(Limit, part, owner_kind=owner_kind, owner=owner)
 
     def delete_limit(self, limit: str, *, actor: str) -> None:
         """Lift the limit with this id."""
@@ -101,6 +104,6 @@ class Terms(Records):
                 )
             return change.create(price)
 
-    def list_prices(self, model: str | None = None) -> list[Price]:
+    def list_prices(self, model: str | None = None, part: Part = ALL) -> list[Price]:
         """Those of one model, or all, past and coming ones too."""
-        return self._find(Price, model=model)
+        return self._find(Price, part, model=model)

@@ -321,6 +321,45 @@ def test_the_ledger_is_kept_when_a_route_becomes_a_replica_and_older_gateways_go
     store.close()
 
 
+OLDER_KEY = """
+    INSERT INTO keys (id, project, name, prefix, digest, role, models, networks, created_at, scope, flags) VALUES
+    (:id, 'proj_p', :id, 'a', :digest, 'caller', '[]', '[]', 1, 'organisation', '[]')
+"""
+OLDER_LIMIT = "INSERT INTO limits (id, owner_kind, owner, unit, amount) VALUES (:id, :kind, :owner, 'concurrency', 1)"
+
+
+def test_keys_and_limits_say_whose_they_are_those_of_older_versions_too(empty_url: str) -> None:
+    """Those that still run make keys and limits as they always did, without saying it."""
+    owners = {"organisation": "org_o", "project": "proj_p", "user": "user_u"}
+
+    def make(connection: sa.Connection, when: str) -> None:
+        key = f"key_{when}"
+        connection.execute(sa.text(OLDER_KEY), {"id": key, "digest": key.encode()})
+        for kind, owner in (owners | {"key": key}).items():
+            limit = {"id": f"limit_{when}_{kind}", "kind": kind, "owner": owner}
+            connection.execute(sa.text(OLDER_LIMIT), limit)
+
+    database = Database(empty_url)
+    with database.write() as connection:
+        upgrade(connection, "0001")
+        for statement in BEFORE_SCOPES[:3]:
+            connection.execute(sa.text(statement))
+        upgrade(connection, "0005")
+        make(connection, "before")
+    store = open_store(empty_url)
+    store.migrate()
+    with database.write() as connection:
+        make(connection, "meanwhile")
+    database.close()
+    other = store.accounts.create_organisation("other", actor="test")
+    for within, count in (("org_o", 1), (other.id, 0)):
+        accounts, terms = store.accounts.within(within), store.terms.within(within)
+        keys = {f"key_{when}" for when in ("before", "meanwhile")[: 2 * count]}
+        assert {key.id for key in accounts.list_keys()} == keys
+        assert len(terms.list_limits()) == 8 * count
+    store.close()
+
+
 def test_processes_migrate_at_the_same_time(empty_url: str) -> None:
     at_once(2, "migrate", empty_url)
     store = open_store(empty_url)

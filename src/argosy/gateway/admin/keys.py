@@ -27,7 +27,8 @@ KEYS = "/admin/keys"
 @api.add("GET", KEYS, "viewer", query=OfProject)
 def list_keys(desk: Desk, call: Call) -> Page[KeyView]:
     """Keys, revoked ones too, oldest first."""
-    return page(desk.accounts.list_keys(call.query.project), KeyView, call.query)
+    query = call.query
+    return page(desk.accounts.list_keys(query.project, query.part), KeyView, query)
 
 
 @api.add("POST", KEYS, "operator", body=NewKey)

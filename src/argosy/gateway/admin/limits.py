@@ -35,7 +35,8 @@ PRICES = "/admin/prices"
 def list_limits(desk: Desk, call: Call) -> Page[LimitView]:
     """Limits."""
     query = call.query
-    return page(desk.terms.list_limits(query.owner_kind, query.owner), LimitView, query)
+    found = desk.terms.list_limits(query.owner_kind, query.owner, query.part)
+    return page(found, LimitView, query)
 
 
 @api.add("POST", LIMITS, "operator", body=NewLimit)
@@ -56,7 +57,8 @@ def delete_limit(desk: Desk, call: Call) -> Deleted:
 @api.add("GET", PRICES, "viewer", query=OfModel)
 def list_prices(desk: Desk, call: Call) -> Page[PriceView]:
     """Prices, those of the past too."""
-    return page(desk.terms.list_prices(call.query.model), PriceView, call.query)
+    query = call.query
+    return page(desk.terms.list_prices(query.model, query.part), PriceView, query)
 
 
 @api.add("POST", PRICES, "admin", "gateway", body=NewPrice)

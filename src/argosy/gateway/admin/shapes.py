@@ -20,6 +20,7 @@ from argosy.store import (
     Networks,
     Organisation,
     OwnerKind,
+    Part,
     Price,
     Project,
     ReportRow,
@@ -133,17 +134,11 @@ def given(body: msgspec.Struct) -> dict[str, Any]:
 
 
 def page(records: Sequence[Record], kind: type[V], query: Paging) -> Page[V]:
-    """The part of the list that the query asks for. Raises ValueError when `after` is no id in it."""
-    start = 0
-    if query.after is not None:
-        ids = [record.id for record in records]
-        if query.after not in ids:
-            raise ValueError(f"There is no {query.after!r} in this list: take 'last_id' of a part.")
-        start = ids.index(query.after) + 1
-    part = [view(record, kind) for record in records[start : start + query.limit]]
+    """The part of a list that the query asks for; one record more than that says that there are more."""
+    part = [view(record, kind) for record in records[: query.limit]]
     return Page(
         data=part,
-        has_more=start + query.limit < len(records),
+        has_more=len(records) > query.limit,
         first_id=part[0].id if part else None,
         last_id=part[-1].id if part else None,
     )
@@ -157,6 +152,11 @@ class Paging(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     after: str | None = None
     limit: Annotated[int, Meta(ge=1, le=1000)] = 100
+
+    @property
+    def part(self) -> Part:
+        """What is to be found of the list, see `page`."""
+        return Part(self.after, self.limit + 1)
 
 
 class OfOrganisation(Paging, frozen=True, kw_only=True, forbid_unknown_fields=True):

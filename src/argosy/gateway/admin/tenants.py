@@ -43,7 +43,7 @@ USERS = "/admin/users"
 @api.add("GET", ORGANISATIONS, "viewer", query=Paging)
 def list_organisations(desk: Desk, call: Call) -> Page[OrganisationView]:
     """Organisations, archived ones too, oldest first."""
-    return page(desk.accounts.list_organisations(), OrganisationView, call.query)
+    return page(desk.accounts.list_organisations(call.query.part), OrganisationView, call.query)
 
 
 @api.add("POST", ORGANISATIONS, "admin", "gateway", body=OrganisationBody)
@@ -75,7 +75,8 @@ def archive_organisation(desk: Desk, call: Call) -> OrganisationView:
 @api.add("GET", PROJECTS, "viewer", query=OfOrganisation)
 def list_projects(desk: Desk, call: Call) -> Page[ProjectView]:
     """Projects, archived ones too, oldest first."""
-    return page(desk.accounts.list_projects(call.query.organisation), ProjectView, call.query)
+    query = call.query
+    return page(desk.accounts.list_projects(query.organisation, query.part), ProjectView, query)
 
 
 @api.add("POST", PROJECTS, "admin", body=NewProject)
@@ -110,7 +111,8 @@ def archive_project(desk: Desk, call: Call) -> ProjectView:
 @api.add("GET", USERS, "viewer", query=OfOrganisation)
 def list_users(desk: Desk, call: Call) -> Page[UserView]:
     """Users, disabled ones too, oldest first."""
-    return page(desk.accounts.list_users(call.query.organisation), UserView, call.query)
+    query = call.query
+    return page(desk.accounts.list_users(query.organisation, query.part), UserView, query)
 
 
 @api.add("POST", USERS, "admin", body=NewUser)
