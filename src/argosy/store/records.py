@@ -195,6 +195,8 @@ class Directory(msgspec.Struct, frozen=True, kw_only=True):
 
     version: int = 0
     """Raised by each change."""
+    entries: int = 0
+    """Those of the audit log."""
     seal: bytes = b""
     """Of the last change, as in the audit log."""
     organisations: tuple[Organisation, ...] = ()

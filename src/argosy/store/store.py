@@ -16,11 +16,11 @@ from argosy.folders import state_folder
 from argosy.store import schema
 from argosy.store.accounts import Accounts
 from argosy.store.audit import Audit
-from argosy.store.changes import find
 from argosy.store.copying import copy_all
 from argosy.store.database import Database, parse_url
 from argosy.store.errors import StoreError
-from argosy.store.records import Directory, Key, Limit, Organisation, Price, Project, User
+from argosy.store.reading import read_directory
+from argosy.store.records import Directory
 from argosy.store.terms import Terms
 from argosy.store.usage import UsageLog
 
@@ -56,6 +56,7 @@ class Store:
     def __init__(self, database: Database, clock: Callable[[], float]) -> None:
         self._database = database
         self._clock = clock
+        self._known: Directory | None = None
         self.accounts = Accounts(database, clock)
         self.terms = Terms(database, clock)
         self.audit = Audit(database)
@@ -88,33 +89,13 @@ class Store:
         return bytes(head) == directory.seal
 
     def directory(self) -> Directory:
-        """All accounts, as of one version."""
-        read_at = time.monotonic()
-        expired, keys = self._clock() - EXPIRED_STAY_S, schema.keys.c
+        """All accounts, as of one version. What has not changed since this was last asked is not read again."""
+        read_at, expired = time.monotonic(), self._clock() - EXPIRED_STAY_S
         with self._database.read() as connection:
-            state = connection.execute(select(schema.state)).one()
-            return Directory(
-                version=state.version,
-                seal=bytes(state.audit_head),
-                organisations=tuple(find(connection, Organisation)),
-                projects=tuple(find(connection, Project)),
-                users=tuple(find(connection, User)),
-                keys=tuple(
-                    key
-                    for key in find(connection, Key, revoked_at=None)
-                    if key.expires_at is None or key.expires_at > expired
-                ),
-                limits=tuple(find(connection, Limit)),
-                prices=tuple(find(connection, Price)),
-                heirs={
-                    row.id: row.replaced_by
-                    for row in connection.execute(
-                        select(keys.id, keys.replaced_by).where(keys.replaced_by.is_not(None))
-                    )
-                },
-                had_keys=connection.execute(select(keys.id).limit(1)).first() is not None,
-                read_at=read_at,
+            self._known = found = read_directory(
+                connection, self._known, read_at=read_at, expired_before=expired
             )
+        return found
 
 
 def open_store(url: str, *, clock: Callable[[], float] = time.time) -> Store:
