@@ -9,7 +9,9 @@ from collections.abc import Awaitable, Callable
 
 import structlog
 
-from argosy.gateway.stages import settle_forever
+from argosy.gateway.identity import Identity
+from argosy.gateway.models import Models
+from argosy.gateway.stages import Ledger, Limits, settle_forever
 from argosy.process import aside
 from argosy.store import (
     Directory,
@@ -146,6 +148,54 @@ class Books:
     def _read(self) -> Directory:
         """The accounts: the same object for as long as they have not changed. Raises StoreError."""
         return self.directory if self.store.is_current(self.directory) else self.store.directory()
+
+
+class Keeping:
+    """Tells whoever goes by the accounts what they are now, all at once. Belongs to one event loop.
+
+    What that means is worked out in a thread: there may be many accounts, and the loop has streams to pass on.
+    """
+
+    def __init__(
+        self, books: Books, models: Models, identity: Identity, limits: Limits, ledger: Ledger
+    ) -> None:
+        self.books = books
+        self.limits = limits
+        self._models = models
+        self._identity = identity
+        self._ledger = ledger
+        self._known: Directory | None = None
+        self._meant = 0
+        """How often there were other models."""
+
+    async def update(self, directory: Directory) -> None:
+        """Called each second. Raises StoreError."""
+        while directory is not self._known:
+            meant = self._meant
+            prepared = await aside(self._prepare, directory)
+            if meant == self._meant:  # else it was worked out for models that are gone
+                before = [self._known, *(take() for take in prepared)]
+                self._known = directory
+                await aside(before.clear)  # to free thousands of objects takes long, too
+        await self.limits.seed(self.books.store.usage.spent)
+
+    def mean(self) -> None:
+        """There are other models and routes: what is said of names holds for those that they stand for now."""
+        self._meant += 1
+        if self._known is not None:
+            for take in self._prepare(self._known):
+                take()
+            self.books.changed()  # what new limits have used is still to be found
+
+    def _prepare(self, directory: Directory) -> list[Callable[[], object]]:
+        """Work out, in any thread, what these accounts mean; calling what is returned lets it hold."""
+        meant = self._models.meant(directory)
+        return [
+            self._models.prepare(directory),
+            self._identity.prepare(meant),
+            self.limits.prepare(meant),
+            self._ledger.prepare(meant),
+        ]
 
 
 def _open(url: str) -> Store:

@@ -16,13 +16,13 @@ import uvloop
 
 from argosy.gateway.admin import build_admin
 from argosy.gateway.answering import FastPath, Serving, load_fast_path
-from argosy.gateway.books import Books
+from argosy.gateway.books import Books, Keeping
 from argosy.gateway.config import GatewayConfig
 from argosy.gateway.explain import Traces
 from argosy.gateway.front import Front
 from argosy.gateway.identity import Identity, check_exposure
 from argosy.gateway.journey import Stage
-from argosy.gateway.models import Models, Served, read_models
+from argosy.gateway.models import Served, read_models
 from argosy.gateway.operating import Operating, read_replicas
 from argosy.gateway.reloading import Reloading, Reread
 from argosy.gateway.replicas import Care, LookUp, Replica, look_after, look_up
@@ -58,7 +58,7 @@ class GatewayServer:
         self._metrics = GatewayMetrics()
         self._traces = Traces(config.explain)
         self._certificates = None if config.tls is None else Certificates(config.tls)
-        self._keeping: _Keeping | None = None
+        self._keeping: Keeping | None = None
         self._reloading: Reloading | None = None
         if reread is not None:
             self._reloading = Reloading(config, reread, self._served, self._mean)
@@ -107,7 +107,7 @@ class GatewayServer:
                 closing.push_async_callback(limits.close)
                 ledger = Ledger(books.spool)
                 stages += [limits, ledger]
-                keeping = _Keeping(books, self._models, self._identity, limits, ledger)
+                keeping = Keeping(books, self._models, self._identity, limits, ledger)
                 await keeping.update(books.directory)
                 self._keeping = keeping
             if bound is None:
@@ -143,7 +143,7 @@ class GatewayServer:
     async def _serve(
         self,
         stages: list[Stage],
-        keeping: _Keeping | None,
+        keeping: Keeping | None,
         bound: socket.socket,
         caring: list[Care],
         fast_path: FastPath | None,
@@ -212,7 +212,7 @@ class GatewayServer:
         trace = self._traces.find(request, organisation)
         return None if trace is None else trace.tell()
 
-    def _read(self, front: Front, serving: Serving, keeping: _Keeping | None) -> GatewayReading:
+    def _read(self, front: Front, serving: Serving, keeping: Keeping | None) -> GatewayReading:
         return GatewayReading(
             in_flight=front.in_flight,
             on_fast_path=serving.on_fast_path,
@@ -249,40 +249,6 @@ class GatewayServer:
             known = Directory() if books is None else books.directory
             check_exposure(config.host, config.auth, known)
         return listening_socket(config.host, config.port, config.uds)
-
-
-class _Keeping:
-    """Tells whoever goes by the accounts what they are now."""
-
-    def __init__(
-        self, books: Books, models: Models, identity: Identity, limits: Limits, ledger: Ledger
-    ) -> None:
-        self.books = books
-        self.limits = limits
-        self._models = models
-        self._identity = identity
-        self._ledger = ledger
-        self._known: Directory | None = None
-
-    async def update(self, directory: Directory) -> None:
-        """Called each second. Raises StoreError."""
-        if directory is not self._known:
-            self._known = directory
-            self._tell(directory)
-        await self.limits.seed(self.books.store.usage.spent)
-
-    def mean(self) -> None:
-        """There are other models and routes: what is said of names holds for those that they stand for now."""
-        if self._known is not None:
-            self._tell(self._known)
-            self.books.changed()  # what new limits have used is still to be found
-
-    def _tell(self, directory: Directory) -> None:
-        self._models.update(directory)
-        meant = self._models.meant(directory)
-        self._identity.update(meant)
-        self.limits.update(meant)
-        self._ledger.update(meant)
 
 
 def _nothing() -> None:

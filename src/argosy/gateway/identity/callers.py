@@ -67,10 +67,21 @@ class Identity:
 
     def update(self, directory: Directory) -> None:
         """Go by this directory from now on, unless it was read before the one that is known. For any thread."""
-        with self._updating:
-            if directory.read_at >= self._read_at:
-                self._read_at = directory.read_at
-                self._book = Book(directory)
+        self.prepare(directory)()
+
+    def prepare(self, directory: Directory) -> Callable[[], object]:
+        """What does as `update` does, at once, and gives what was known: all work is done by then. For any thread."""
+        book = Book(directory)
+
+        def take() -> object:
+            with self._updating:
+                before = self._book
+                if directory.read_at >= self._read_at:
+                    self._read_at = directory.read_at
+                    self._book = book
+            return before
+
+        return take
 
     def identify(self, asking: Asking) -> Caller:
         """The caller. Raises ApiError 401 or 403; 429 after many failures, 503 while signing keys are fetched."""

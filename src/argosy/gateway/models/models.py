@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -50,22 +50,32 @@ class Models:
         self._named = named
         self._targets = {name: Target(pool) for name, pool in named.items()}
         self.pools = list({pool.model: pool for pool in named.values()}.values())
-        self._configs = routes
+        self._offered = named, routes
         self._routes = self._read(Directory())
 
     def update(self, directory: Directory) -> None:
         """Look for the tenants of routes among these from now on, and say what names nothing here."""
-        self._routes = self._read(directory)
-        unknown = {route.name: route.unknown for route in self._routes if route.unknown}
-        if unknown and unknown != self._unknown:
-            log.warning("tenants_unknown", routes=unknown)
-        self._unknown = unknown
+        self.prepare(directory)()
+
+    def prepare(self, directory: Directory) -> Callable[[], None]:
+        """What does as `update` does, at once: all work is done by then, in any thread.
+
+        It is for no longer than until the next `take`.
+        """
+        routes = self._read(directory)
+        unknown = {route.name: route.unknown for route in routes if route.unknown}
         terms: tuple[Limit | Price, ...] = (*directory.limits, *directory.prices)
         strange = {term.model for term in terms if term.model} - self._named.keys()
-        if strange - self._strange:
-            some = sorted(strange)[:TOLD]
-            log.warning("models_of_terms_unknown", models=some, count=len(strange))
-        self._strange = strange
+
+        def take() -> None:
+            if unknown and unknown != self._unknown:
+                log.warning("tenants_unknown", routes=unknown)
+            if strange - self._strange:
+                some = sorted(strange)[:TOLD]
+                log.warning("models_of_terms_unknown", models=some, count=len(strange))
+            self._routes, self._unknown, self._strange = routes, unknown, strange
+
+        return take
 
     def target(self, name: str, caller: Caller, headers: Mapping[bytes, bytes]) -> Target:
         """Who answers a caller who asks this model with these headers. Raises ApiError 404 or 403.
@@ -119,12 +129,15 @@ class Models:
         return ModelCard(id=name, created=self._created, root=pool.model, max_model_len=most)
 
     def _read(self, directory: Directory) -> tuple[Route, ...]:
-        models = {name: pool.model for name, pool in self._named.items()}
-        return read_routes(self._configs, models, directory)
+        named, configs = self._offered  # one of each `take`, whatever thread this is
+        models = {name: pool.model for name, pool in named.items()}
+        return read_routes(configs, models, directory)
 
     def _meant(self, term: T) -> T:
         pool = self._named.get(term.model or "")  # None: of all models
-        return term if pool is None else msgspec.structs.replace(term, model=pool.model)
+        if pool is None or pool.model == term.model:
+            return term
+        return msgspec.structs.replace(term, model=pool.model)
 
 
 def _not_served(name: str) -> ApiError:

@@ -40,7 +40,16 @@ class Ledger:
 
     def update(self, directory: Directory) -> None:
         """Take over prices; requests that run keep those that they began with."""
-        self._prices = PriceList(directory.prices)
+        self.prepare(directory)()
+
+    def prepare(self, directory: Directory) -> Callable[[], None]:
+        """What does as `update` does, at once: all work is done by then, in any thread."""
+        prices = PriceList(directory.prices)
+
+        def take() -> None:
+            self._prices = prices
+
+        return take
 
     async def enter(self, journey: Journey) -> Entry:
         """Begin its row. Raises ApiError 503 when there is no room for one more."""

@@ -102,8 +102,16 @@ class Limits:
 
     def update(self, directory: Directory) -> None:
         """Take over limits and prices. What is in use stays in use; requests that run keep theirs."""
+        self.prepare(directory)()
+
+    def prepare(self, directory: Directory) -> Callable[[], object]:
+        """What does as `update` does, at once: all work is done by then, in any thread.
+
+        It is good until the next `update`, and gives what was in force: in any thread that may be let go of.
+        """
         meters: dict[str, tuple[Limit, Meter]] = {}
         owners: defaultdict[tuple[str, str], list[Meter]] = defaultdict(list)
+        amounts: list[tuple[Meter, int]] = []
         for limit in directory.limits:
             try:
                 meter = self._meter(limit)
@@ -112,11 +120,21 @@ class Limits:
                 continue
             meters[limit.id] = limit, meter
             owners[limit.owner_kind, limit.owner].append(meter)
-        self._meters, self._owners = meters, owners
-        self._prices = PriceList(directory.prices)
-        self._heirs = directory.heirs
-        self._closed = frozenset(p.id for p in directory.projects if p.when_unsure == "closed")
-        self._parties.clear()
+            if meter.counter.limit != limit.amount:
+                amounts.append((meter, limit.amount))
+        prices = PriceList(directory.prices)
+        closed = frozenset(p.id for p in directory.projects if p.when_unsure == "closed")
+
+        def take() -> object:
+            before = self._meters, self._owners
+            for meter, amount in amounts:
+                meter.counter.limit = amount
+            self._meters, self._owners = meters, owners
+            self._prices, self._heirs, self._closed = prices, directory.heirs, closed
+            self._parties.clear()
+            return before
+
+        return take
 
     async def seed(self, spent: Spent) -> None:
         """Count what the ledger has of limits that do not know it yet: call it after each `update`, and each second.
@@ -124,13 +142,10 @@ class Limits:
         `spent` runs in a worker thread; what it raises is raised, and the next call asks again. Rows that end while
         it is asked count twice, those not yet in the ledger not at all.
         """
-        now = self._clock()
-        new = [
-            (limit, meter, meter.counter.since(now))
-            for limit, meter in self._meters.values()
-            if meter.counter.unknown
-        ]
-        if new:
+        unknown = await aside(_unknown, self._meters)
+        if unknown:
+            now = self._clock()
+            new = [(limit, meter, meter.counter.since(now)) for limit, meter in unknown]
             told = await aside(_used, spent, new, now)
             for (_, meter, _), used in zip(new, told, strict=True):
                 meter.counter.recall(used, self._clock())
@@ -236,16 +251,15 @@ class Limits:
         return found, False
 
     def _meter(self, limit: Limit) -> Meter:
-        """The limit's meter: the one that it has, unless something else is to be counted.
+        """The limit's meter: the one that it has, of whatever amount, unless something else is to be counted.
 
         A key that is rotated is none: its limits go to another owner, and what is used of them stays.
         """
         if limit.id in self._meters:
             known, meter = self._meters[limit.id]
-            if known == limit:
-                return meter
-            if known == msgspec.structs.replace(limit, amount=known.amount, owner=known.owner):
-                meter.counter.limit = limit.amount
+            if known is limit or known == msgspec.structs.replace(
+                limit, amount=known.amount, owner=known.owner
+            ):
                 return meter
         counter = self._state.counter(limit)
         return Meter(limit.owner_kind, limit.unit, limit.window or "", limit.model, counter)
@@ -278,6 +292,11 @@ class Limits:
         while key in self._heirs:
             key = self._heirs[key]
         return key
+
+
+def _unknown(meters: Mapping[str, tuple[Limit, Meter]]) -> list[tuple[Limit, Meter]]:
+    """Those that the ledger is still to be asked about. There may be thousands, so this is for a thread."""
+    return [(limit, meter) for limit, meter in meters.values() if meter.counter.unknown]
 
 
 def _used(
