@@ -50,6 +50,8 @@ class View:
     """White space at the end of what was told, which may be told again."""
     least_tokens: int = 0
     """Tokens before which no stop string counts."""
+    again: str = ""
+    """All that was told, where it may come again, with what stood before it: see `Told.ends_whole`."""
 
 
 class ChunkReader(StreamReader):
@@ -60,6 +62,7 @@ class ChunkReader(StreamReader):
         self._delivered = delivered
         self._view = view
         self._seam = view.seam
+        self._again = view.again
         self._goes_on = told.first is not None
         self._before = told.tokens
         self._head = told.head()
@@ -125,7 +128,7 @@ class ChunkReader(StreamReader):
         if self._view.completion:
             choice["delta"] = {"content": choice.pop("text")}
             choice.pop("prompt_token_ids", None)
-        self._check_text(choice)
+        said, brought = self._text_of(choice), len(choice.get("token_ids") or ())
         counted = usage is not None and usage.completion_tokens is not None
         changed = self._take_ids(chunk, choice, counted=counted) or bool(told.gate)
         if usage is not None:
@@ -133,6 +136,8 @@ class ChunkReader(StreamReader):
             if not self._view.usage_with_each:
                 chunk["usage"] = None
                 changed = True
+        if said:
+            told.says(brought)
         text, more = self._take_text(choice)
         finishes = bool(choice.get("finish_reason"))  # some send "" until then
         shown = text or more or finishes or (self._view.ids and choice.get("token_ids"))
@@ -147,13 +152,14 @@ class ChunkReader(StreamReader):
         chunk.update(self._head)
         return changed
 
-    def _check_text(self, choice: dict[str, Any]) -> None:
-        """Raises TypeError when the text of a choice is none: before it counts as something that was told."""
+    def _text_of(self, choice: dict[str, Any]) -> str | None:
+        """The text of a choice. Raises TypeError when it is none: before it counts as something that was told."""
         text = (
             choice["delta"].get("content") if self._told.path == CHAT_PATH else choice.get("text")
         )
         if not isinstance(text, str | None):
             raise TypeError("its text is none")
+        return text
 
     def _take_text(self, choice: dict[str, Any]) -> tuple[str, bool]:
         """Note the text of a choice. What is new of it, and whether there is more than text."""
@@ -187,7 +193,10 @@ class ChunkReader(StreamReader):
         return gate.pass_on(text)
 
     def _join(self, text: str) -> str:
-        """The text without what of the seam it tells again."""
+        """The text without what it tells again."""
+        if text and self._again:
+            _, _, text = text.rpartition(self._again)
+            self._again = ""
         while self._seam and text:
             if text[0] != self._seam[0]:
                 self._seam = ""
@@ -206,18 +215,15 @@ class ChunkReader(StreamReader):
         if ids is not None:
             told.ids += ids
             told.tokens += len(ids)
+            choice["token_ids"] = told.show(len(ids)) if self._view.ids else None
         elif self._says(choice):
             told.has_ids = False
             told.tokens += 0 if counted else 1
-        if self._view.ids or (ids is None and not prompt):
+        if (self._view.ids and not self._goes_on) or (ids is None and not prompt):
             return False
-        for holder, name in (
-            (chunk, "prompt_token_ids"),
-            (choice, "prompt_token_ids"),
-            (choice, "token_ids"),
-        ):
-            if name in holder:
-                holder[name] = None
+        for holder in (chunk, choice):  # the prompt's were told before, or nobody asked
+            if "prompt_token_ids" in holder:
+                holder["prompt_token_ids"] = None
         return True
 
     def _says(self, choice: dict[str, Any]) -> bool:

@@ -35,6 +35,9 @@ from argosy.gateway.dialects.stops import StopGate
 from argosy.gateway.dialects.told import CARRIED_ON, Told
 from argosy.protocol import SSE_DONE
 
+KNOWN_AGAIN = 16
+"""Characters of what was told by which it is known when it comes again: no event has as many by chance."""
+
 
 class Outgoing(msgspec.Struct, frozen=True):
     """A request as one server gets it."""
@@ -161,14 +164,17 @@ class Carrier:
             return Leg(Outgoing(path, body), self._reader(dialect, seam=beginning))
         if not ask.drew_seed:
             told.fingerprint = CARRIED_ON
-        aligned = told.gate is not None or not has_stop_strings(ask)
+        told.forget_unsaid()
+        again = "" if told.ends_whole else told.whole_text()
+        known = told.ends_whole or len(again) >= KNOWN_AGAIN
+        aligned = known and (told.gate is not None or not has_stop_strings(ask))
         exact = aligned and is_known_by_ids(ask, path)
         if path in dialect.ids and told.has_ids and told.prompt_ids and exact:
             ids = [*told.prompt_ids, *told.ids]
             count = len(told.ids)
             from_ids = with_ids(ask, path, dialect, model, ids, told=count, room=room)
             if from_ids is not None:
-                reader = self._reader(dialect, completion=path != COMPLETION_PATH)
+                reader = self._reader(dialect, completion=path != COMPLETION_PATH, again=again)
                 return Leg(Outgoing(COMPLETION_PATH, from_ids), reader)
         if path not in dialect.prefill:
             return None
@@ -182,7 +188,9 @@ class Carrier:
         reader = self._reader(dialect, seam=text[len(stem) :])
         return Leg(Outgoing(path, from_text), reader)
 
-    def _reader(self, dialect: Dialect, *, completion: bool = False, seam: str = "") -> ChunkReader:
+    def _reader(
+        self, dialect: Dialect, *, completion: bool = False, seam: str = "", again: str = ""
+    ) -> ChunkReader:
         ask = self._ask
         path = COMPLETION_PATH if completion else self._path
         added = dialect.usage_with_each and path not in dialect.ids
@@ -196,5 +204,6 @@ class Carrier:
             completion=completion,
             seam=seam,
             least_tokens=least_tokens(ask),
+            again=again,
         )
         return ChunkReader(self._told, self._delivered, view)

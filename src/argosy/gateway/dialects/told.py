@@ -42,6 +42,12 @@ class Told:
     tokens: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    said: tuple[int, int] = (0, 0)
+    """Ids and tokens that had come when the last text had."""
+    ends_whole: bool = True
+    """That text ends where its ids do: it came with one. Of several the last may be half a character, without text."""
+    shown: int = 0
+    """Ids that the client has been given, if it asked for them."""
 
     def begin_again(self) -> None:
         """No text was told yet: what else came is forgotten, but not that the answer has begun."""
@@ -49,8 +55,28 @@ class Told:
         self.prompt_ids = None
         self.has_ids = True
         self.tokens = 0
+        self.said, self.ends_whole = (0, 0), True
         if self.gate is not None:
             self.gate.held = ""
+
+    def says(self, ids: int) -> None:
+        """An event has brought text, with so many ids."""
+        self.ends_whole = ids <= 1
+        self.said = len(self.ids), self.tokens
+
+    def show(self, last: int) -> list[int]:
+        """Of so many ids that came last, those that the client has not been given: they count as given now."""
+        new = self.ids[max(self.shown, len(self.ids) - last) :]
+        self.shown = max(self.shown, len(self.ids))
+        return new
+
+    def forget_unsaid(self) -> None:
+        """Tokens that came without text are parts of a character, which the next server gives anew.
+
+        From within one vLLM goes on with the text of its whole prompt, and others may lose that character.
+        """
+        ids, self.tokens = self.said
+        del self.ids[ids:]
 
     def whole_text(self) -> str:
         """What was told, and what is held back."""

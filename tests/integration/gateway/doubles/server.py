@@ -82,6 +82,8 @@ class Double:
     owner: ClassVar[str] = ""
     model: ClassVar[str] = "cat"
     default_tokens: ClassVar[int] = 1000
+    answer: ClassVar[tuple[str, ...]] = ANSWER
+    """What its model always says; a token without text is a part of the next one's."""
 
     name: str = ""
     prompt_ids: tuple[int, ...] = PROMPT_IDS
@@ -147,9 +149,9 @@ class Double:
     def part(self, asked: Asked) -> Part:
         """What the model gives for this request."""
         start, prompt_tokens = self._start(asked), len(self.prompt_ids)
-        tokens = WRONG if start is None else ANSWER[start:]
+        tokens = WRONG if start is None else self.answer[start:]
         if start and tokens and not isinstance(asked.body.get("prompt"), list):
-            before = "".join(ANSWER[:start])
+            before = "".join(self.answer[:start])
             tokens = (before[len(before.rstrip()) :] + tokens[0], *tokens[1:])
         most = asked.body.get("max_completion_tokens") or asked.body.get("max_tokens")
         limit = most or (self.default_tokens if not asked.chat else 1000)
@@ -164,7 +166,8 @@ class Double:
             good = prompt[: len(self.prompt_ids)] == list(self.prompt_ids)
             return len(told) if good and told == [*range(FIRST_ID, FIRST_ID + len(told))] else None
         text = self.goes_on_from(asked)
-        ends = ["".join(ANSWER[:count]).rstrip() for count in range(len(ANSWER) + 1)]
+        counts = range(len(self.answer) + 1)
+        ends = ["".join(self.answer[:count]).rstrip() for count in counts]
         return ends.index(text.rstrip()) if text is not None and text.rstrip() in ends else None
 
     # --- HTTP ------------------------------------------------------------------------------------
