@@ -17,6 +17,7 @@ from tests.waiting import until
 
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.gateway import ReplicaConfig
+from argosy.gateway.dialects import Kind
 from argosy.protocol import ApiError
 
 TOKENS = list(range(100, 112))
@@ -101,6 +102,33 @@ async def test_a_limit_ends_a_stream_at_the_token(
     assert len({(chunk["id"], chunk["created"], chunk["model"]) for chunk in told}) == 1
     (journey,) = watching.left
     assert (journey.status, journey.delivered.output_tokens) == ("stopped", counted)
+
+
+@pytest.mark.parametrize(("kind", "most"), [("openai", 5), ("openai", 12), ("llama.cpp", 12)])
+async def test_a_stream_that_was_there_at_once_ends_once(kind: Kind, most: int) -> None:
+    """Its server had ended it before the limit did."""
+
+    async def at_once(asked: Asked) -> None:
+        asked.stream()
+        for place in range(12):
+            asked.say(f" {place}")
+        asked.say("", "length")
+        asked.end(tokens=12)
+
+    watching = Watching(most=most)
+    async with (
+        rough_server(at_once) as rough,
+        front([watching], ReplicaConfig(url=rough.url, kind=kind, model="rough")) as running,
+    ):
+        asked = body(PATHS[1], stream=True, stream_options={"include_usage": True})
+        answer = await running.client.post(PATHS[1], json=asked)
+    *chunks, done = events(answer.content)
+    assert done == b"[DONE]"
+    assert b"[DONE]" not in chunks
+    assert finishes([*chunks, done]) == {0: "budget"}
+    usages = [json.loads(chunk).get("usage") for chunk in chunks]
+    assert [usage["completion_tokens"] for usage in usages if usage] == [most]
+    assert (watching.left[0].status, watching.counts[-1]) == ("stopped", most)
 
 
 async def test_a_limit_ends_a_whole_answer_at_the_token_too(tokenizer: Tokenizer) -> None:

@@ -104,6 +104,8 @@ class ClientStream:
         self._measure()
         self._attempt = None
         self.settle()
+        if self.stopped is not None:
+            return  # its end was there already
         reader = self._reader
         assert reader is not None  # noqa: S101 - the attempt has fed it
         missing = b"" if reader.done else self._missing(reader)
