@@ -86,7 +86,7 @@ class Relay:
     async def _go_on(self) -> bool:
         """Let one replica give what it can; whether the answer is whole."""
         await self._next()
-        journey, stream = self._journey, self._stream
+        journey, stream, carrier = self._journey, self._stream, self._carrier
         before = journey.delivered.output_tokens
         race = Race(journey, self._ways.clock)
         outcome: Outcome | None = None
@@ -107,8 +107,15 @@ class Relay:
         finally:
             race.turn.end(outcome, "" if failure is None else str(failure))
         if failure is not None:
+            replica, model = race.turn.replica.name, journey.pool.model
+            log.warning("attempt_failed", replica=replica, model=model, reason=str(failure))
+            lost = isinstance(failure, UpstreamError)
+            if lost and self._ended():
+                return True
             self._failed(race.turn, failure)
-            return isinstance(failure, UpstreamError) and self._ended()
+            if lost and not carrier.can_go_on:
+                raise _cut_off()
+            return False
         if whole is not None:
             await self._pass_on(whole, race.turn)
         return True
@@ -255,8 +262,6 @@ class Relay:
         journey.tried.add(replica.name)
         journey.failures += 1
         journey.failing_since = journey.failing_since or now
-        model = journey.pool.model
-        log.warning("attempt_failed", replica=replica.name, model=model, reason=str(failure))
         begun = journey.delivered.output_tokens > 0
         if failure.outcome is Outcome.SUCCESS and isinstance(failure, RefusedError) and not begun:
             message = f"The replica refused the request: {str(failure).rstrip('.')}."
@@ -278,14 +283,13 @@ class Relay:
             raise _upstream_failed(journey, now)
 
     def _ended(self) -> bool:
-        """A replica failed: had it told all but the end? Raises ApiError 502 when nobody could go on."""
+        """A replica was lost: had it told all but the end?"""
         ending = self._carrier.ending()
+        if ending is None and self._carrier.is_finished and not resumed_tokens(self._journey.ask):
+            ending = self._stream.closing()
         if ending is not None:
             self._stream.end_with(ending)
-            return True
-        if not self._carrier.can_go_on:
-            raise _cut_off()
-        return False
+        return ending is not None
 
 
 class UnfitError(Exception):

@@ -126,6 +126,13 @@ class ClientStream:
             raise RefusedError(reader.status, reader.failure)
         raise UpstreamError(reader.failure or "the stream ended before its end")
 
+    def closing(self, reason: str = "") -> bytes:
+        """The events with which the answer ends here; those of its choices that have not end for `reason`."""
+        journey, replica = self._journey, self._replica
+        assert replica is not None  # noqa: S101 - it gave what there is
+        ours = Identity(journey.id, int(journey.started_at), replica.model)
+        return closing(journey, self._carrier.identity or ours, reason)
+
     def end_with(self, events: bytes) -> None:
         """Pass on the end of an answer that its replica could no longer tell."""
         self._push(events)
@@ -314,14 +321,11 @@ class ClientStream:
 
     def _stop(self, reason: str) -> None:
         """End the answer here, unless its replica just has."""
-        journey, replica = self._journey, self._replica
-        assert replica is not None  # noqa: S101 - it gave what there is
+        journey = self._journey
         if self.stopped is not None or len(self._delivered.finished) == journey.ask.choices:
             return
         self.stopped = reason
-        ours = Identity(journey.id, int(journey.started_at), replica.model)
-        identity = self._carrier.identity or ours
-        self._push(self._carrier.held_back() + closing(journey, identity, reason))
+        self._push(self._carrier.held_back() + self.closing(reason))
         for choice in range(journey.ask.choices):
             self._delivered.finished.setdefault(choice, reason)
         if self._attempt is not None:
