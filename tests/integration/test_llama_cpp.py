@@ -115,19 +115,24 @@ async def story(
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETION])
-async def test_a_story_goes_on_when_its_server_is_killed(model: Path, path: str) -> None:
+@pytest.mark.parametrize("asks", [{}, {"stop": ["the cat", "and"]}], ids=["plain", "stop"])
+async def test_a_story_goes_on_when_its_server_is_killed(
+    model: Path, path: str, asks: dict[str, object]
+) -> None:
     async with servers(model, 2) as both:
         replicas = [ReplicaConfig(url=f"unix:{server.socket}", model="mini") for server in both]
         async with gateway(*replicas) as (running, client):
             assert {replica.kind for replica in running.replicas} == {"llama.cpp"}
             assert {replica.load.capacity for replica in running.replicas} == {2}
-            whole = await story(client, path)
+            whole = await story(client, path, asks=asks)
             assert (whole.done, len(whole.finish)) == (1, 1)
-            second = await story(client, path, both[1])  # they take turns
+            second = await story(client, path, both[1], asks)  # they take turns
             assert second.text == whole.text
             assert second.finish == whole.finish
-            assert (second.done, second.errors, len(second.identities)) == (1, [], 1)
+            assert (second.done, second.errors) == (1, [])
+            assert len({chunk["id"] for chunk in second.chunks}) == 1  # each event has its own time
             assert second.usage[0]["prompt_tokens"] == whole.usage[0]["prompt_tokens"]
+            assert second.usage[0]["completion_tokens"] == whole.usage[0]["completion_tokens"]
             assert both[1].process.returncode is not None
 
 

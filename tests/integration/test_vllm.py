@@ -119,6 +119,23 @@ async def test_a_greedy_answer_is_the_same_wherever_it_is_cut(
 
 
 @paths
+async def test_nobody_sees_the_prompt_of_an_answer_that_is_cut_within_a_character(
+    servers: list[VllmServer], path: str
+) -> None:
+    halves = [169, 240, 226, 357]  # of "é", a space, " said"
+    told = {"messages": [{"role": "system", "content": "Zebra"}, {"role": "user", "content": "Hi"}]}
+    said = told if path == CHAT else {"prompt": "Zebra"}
+    async with behind(servers) as (_, client, knife):
+        for cut in range(3, 15):
+            knife.after = cut
+            asks = said | {"temperature": 1.0, "seed": cut, "allowed_token_ids": halves}
+            seen = await story(client, path, asks)
+            assert knife.after is None
+            assert "Zebra" not in seen.text
+            assert (seen.done, seen.errors, seen.counts[0][1]) == (1, [], GREEDY["max_tokens"])
+
+
+@paths
 async def test_who_gave_a_seed_can_see_from_where_on_it_does_not_count(
     servers: list[VllmServer], path: str
 ) -> None:

@@ -131,6 +131,11 @@ def shows_usage_with_each(ask: Ask) -> bool:
     return bool(_options(ask).get("continuous_usage_stats"))
 
 
+def shows_timings(ask: Ask) -> bool:
+    """Whether it asked for what llama.cpp has to tell of its time with each event."""
+    return _is_set(ask.fields, "timings_per_token")
+
+
 def shows_ids(ask: Ask) -> bool:
     """Whether it asked for token ids."""
     return bytes(ask.fields.get("return_token_ids", Raw(b"null"))) == b"true"
@@ -244,6 +249,8 @@ def _fields(
         fields["return_token_ids"] = Raw(b"true")
     if carriable and kept_stops(ask, dialect):
         fields[dialect.keeps_stops] = Raw(b"true")
+    if carriable and dialect.timings:
+        fields["timings_per_token"] = Raw(b"true")
     if ask.stream and dialect.usage:
         options = _options(ask) | {"include_usage": True}
         if carriable and dialect.usage_with_each and path not in dialect.ids:

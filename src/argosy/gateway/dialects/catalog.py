@@ -91,6 +91,7 @@ _DIALECTS = (
         ),
         prefill=BOTH,
         prefill_flags=CONTINUE,
+        timings=True,
         misread=LLAMA_CPP_MISREAD,
     ),
     Dialect("openai", health=b"/v1/models"),

@@ -25,7 +25,7 @@ from argosy.gateway.dialects.events import (
     status_of,
 )
 from argosy.gateway.dialects.journal import Delivered
-from argosy.gateway.dialects.passing import Usage
+from argosy.gateway.dialects.passing import Tokens, Usage
 from argosy.gateway.dialects.reader import StreamReader
 from argosy.gateway.dialects.told import Told, encode
 from argosy.protocol import SSE_DONE, Unended
@@ -44,6 +44,8 @@ class View:
     """The usage that events carry: the client asked for it, or nobody did."""
     ids: bool
     """Token ids: the client asked for them."""
+    timings: bool = False
+    """Timings with each event: the same."""
     completion: bool = False
     """It comes as a completion although the answer is a chat."""
     seam: str = ""
@@ -129,8 +131,9 @@ class ChunkReader(StreamReader):
             choice["delta"] = {"content": choice.pop("text")}
             choice.pop("prompt_token_ids", None)
         said, brought = self._text_of(choice), len(choice.get("token_ids") or ())
-        counted = usage is not None and usage.completion_tokens is not None
-        changed = self._take_ids(chunk, choice, counted=counted) or bool(told.gate)
+        made = self._take_timings(chunk, choice)
+        counted = made or (usage is not None and usage.completion_tokens is not None)
+        changed = self._take_ids(chunk, choice, counted=counted) or made or bool(told.gate)
         if usage is not None:
             self._count(chunk, usage)
             if not self._view.usage_with_each:
@@ -224,6 +227,16 @@ class ChunkReader(StreamReader):
         for holder in (chunk, choice):  # the prompt's were told before, or nobody asked
             if "prompt_token_ids" in holder:
                 holder["prompt_token_ids"] = None
+        return True
+
+    def _take_timings(self, chunk: dict[str, Any], choice: dict[str, Any]) -> bool:
+        """Whether it tells how many tokens were made. At its end a server tells that unasked."""
+        timings = chunk.get("timings")
+        if not isinstance(timings, dict) or "predicted_n" not in timings:
+            return False
+        if not (self._view.timings or choice.get("finish_reason")):
+            del chunk["timings"]
+        self._told.tokens = self._before + msgspec.convert(timings["predicted_n"], Tokens)
         return True
 
     def _says(self, choice: dict[str, Any]) -> bool:

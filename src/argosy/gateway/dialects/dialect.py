@@ -119,6 +119,8 @@ class Dialect:
     """It takes `stream_options.include_usage`."""
     usage_with_each: bool = False
     """It takes `stream_options.continuous_usage_stats` too."""
+    timings: bool = False
+    """It tells with each event how many tokens it has made, when asked with `timings_per_token`."""
     unknown: frozenset[str] = OURS
     """Fields that are left out of bodies, because it does not know them or means something else by them."""
     completion_tokens: int | None = None
