@@ -20,6 +20,8 @@ from tests.integration.gateway.doubles.server import (
 
 from argosy.gateway import ReplicaConfig
 
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+
 
 class Open(Hosted):
     """A hosted API that anybody may ask."""
@@ -47,8 +49,34 @@ async def test_a_server_that_dies_once_all_was_told_costs_nobody_anything() -> N
     double = Open()
     async with running(double), gateway(*behind(double)) as (_, client):
         double.faults.append(Fault("die", len(ANSWER) + 3))  # the role, the end and usage come too
-        seen = await stream(client, CHAT, tools=[{"type": "function", "function": {"name": "f"}}])
+        seen = await stream(client, CHAT, tools=TOOLS)
         assert (seen.text, seen.finish, seen.errors, seen.done) == (WHOLE, ["stop"], [], 1)
+
+
+@pytest.mark.parametrize("how", ["die", "end"])
+@pytest.mark.parametrize("asks", [{"n": 2}, {"tools": TOOLS}], ids="-".join)
+async def test_the_usage_of_what_is_more_than_text_is_told_though_its_server_is_lost_before_that(
+    asks: dict[str, object], how: str
+) -> None:
+    """What was told is counted then, as it is billed."""
+
+    class Cut(Open):
+        def events(self, asked: Asked, part: Part) -> Iterator[bytes]:
+            *events, _, _ = super().events(asked, part)
+            for choice in range(asked.body.get("n", 1)):
+                for event in events:
+                    yield event.replace(b'"index":0', b'"index":%d' % choice)
+
+    double = Cut()
+    async with running(double), gateway(*behind(double)) as (server, client):
+        if how == "die":
+            double.faults.append(Fault("die", 100))
+        seen = await stream(client, CHAT, stream_options={"include_usage": True}, **asks)
+        choices = len(seen.finish)
+        assert (seen.finish, seen.errors, seen.done) == (["stop"] * choices, [], 1)
+        assert [usage["completion_tokens"] for usage in seen.usage] == [len(ANSWER) * choices]
+        assert len({chunk["id"] for chunk in seen.chunks}) == 1
+        assert server.replicas[0].breaker.closed
 
 
 @pytest.mark.parametrize("end", [b"", DONE[:-1]], ids=["nothing", "half an event"])

@@ -284,9 +284,7 @@ class Relay:
 
     def _ended(self) -> bool:
         """A replica was lost: had it told all but the end?"""
-        ending = self._carrier.ending()
-        if ending is None and self._carrier.is_finished and not resumed_tokens(self._journey.ask):
-            ending = self._stream.closing()
+        ending = self._stream.ending()
         if ending is not None:
             self._stream.end_with(ending)
         return ending is not None

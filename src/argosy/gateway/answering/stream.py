@@ -13,7 +13,13 @@ from argosy.gateway.answering.pace import Pace
 from argosy.gateway.answering.shortcut import Shortcut
 from argosy.gateway.answering.turn import RefusedError
 from argosy.gateway.ask import BYTES_PER_TOKEN
-from argosy.gateway.dialects import Carrier, Identity, StreamReader, usage_of
+from argosy.gateway.dialects import (
+    Carrier,
+    Identity,
+    StreamReader,
+    resumed_tokens,
+    usage_of,
+)
 from argosy.gateway.journey import Journey, Visit
 from argosy.gateway.replicas import Replica
 from argosy.gateway.upstream import Attempt, UpstreamError
@@ -119,14 +125,21 @@ class ClientStream:
     def _missing(self, reader: StreamReader) -> bytes:
         """What is still to be told of an answer whose stream ended without `[DONE]`. Raises as `finish` does."""
         whole = self._carrier.is_finished and not reader.failure
-        ending = self._carrier.ending() if whole else None
+        ending = self.ending() if whole else None
         if ending is not None:
             return ending
         if self._told == self._before and classify(reader.status or 500) is not Outcome.FAILURE:
             raise RefusedError(reader.status, reader.failure)
         raise UpstreamError(reader.failure or "the stream ended before its end")
 
-    def closing(self, reason: str = "") -> bytes:
+    def ending(self) -> bytes | None:
+        """What is still to be told of an answer that was told to its last token; None: it was not."""
+        ending = self._carrier.ending()
+        if ending is None and self._carrier.is_finished and not resumed_tokens(self._journey.ask):
+            return self._closing()
+        return ending
+
+    def _closing(self, reason: str = "") -> bytes:
         """The events with which the answer ends here; those of its choices that have not end for `reason`."""
         journey, replica = self._journey, self._replica
         assert replica is not None  # noqa: S101 - it gave what there is
@@ -325,7 +338,7 @@ class ClientStream:
         if self.stopped is not None or len(self._delivered.finished) == journey.ask.choices:
             return
         self.stopped = reason
-        self._push(self._carrier.held_back() + self.closing(reason))
+        self._push(self._carrier.held_back() + self._closing(reason))
         for choice in range(journey.ask.choices):
             self._delivered.finished.setdefault(choice, reason)
         if self._attempt is not None:

@@ -112,7 +112,8 @@ class Carrier:
         """What still has to be told of an answer that had come to its end when its server failed."""
         told, limit = self._told, self._limit
         if self._passing is not None and (self._passing.done or self.is_finished):
-            return SSE_DONE
+            told_usage = self._passing.done or self._passing.usage_told
+            return SSE_DONE if told_usage or not shows_usage(self._ask) else None
         if told.first is None:
             return None
         missing = b""

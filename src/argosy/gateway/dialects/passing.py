@@ -139,6 +139,8 @@ class PassReader(StreamReader):
         self._first = b""
         self.passed = False
         """Something was passed on: nobody else can give this answer any more."""
+        self.usage_told = False
+        """The last event had it."""
 
     @property
     def identity(self) -> Identity | None:
@@ -194,5 +196,6 @@ class PassReader(StreamReader):
                 delivered.output_tokens += 1
             if choice.finish_reason:
                 delivered.finished[choice.index] = choice.finish_reason
+        self.usage_told = usage is not None
         if usage is not None:
             usage.into(delivered)
