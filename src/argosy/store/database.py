@@ -27,6 +27,7 @@ IDLE_S = 15
 _SQLITE_WRITES = {"begin": "BEGIN IMMEDIATE"}
 _POSTGRES_READS = {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
 _POSTGRES_WRITES = {"isolation_level": "READ COMMITTED"}
+_POSTGRES_STEADY = {"isolation_level": "REPEATABLE READ"}
 _POSTGRES_PATIENCE = {
     "connect_timeout": 5,
     "keepalives_idle": 10,
@@ -93,6 +94,7 @@ class Database:
             self._engine = _sqlite(parsed)
             self._reads: dict[str, Any] = {}
             self._writes: dict[str, Any] = _SQLITE_WRITES
+            self._steady = self._writes
         else:
             plain = URL.create(
                 "postgresql", host=parsed.host, port=parsed.port, database=parsed.database
@@ -100,6 +102,7 @@ class Database:
             self.name = plain.render_as_string()
             self._engine = _postgres(parsed)
             self._reads, self._writes = _POSTGRES_READS, _POSTGRES_WRITES
+            self._steady = _POSTGRES_STEADY
 
     @classmethod
     def existing(cls, url: str) -> Database:
@@ -126,10 +129,13 @@ class Database:
             yield connection
 
     @contextmanager
-    def write(self) -> Iterator[Connection]:
-        """A transaction, committed at the end, or rolled back when an exception comes out of it."""
+    def write(self, *, steady: bool = False) -> Iterator[Connection]:
+        """A transaction, committed at the end, or rolled back when an exception comes out of it.
+
+        A `steady` one sees one state of the database, that of its first query, and what it did itself.
+        """
         with self._explained(), self._engine.connect() as connection:
-            connection.execution_options(**self._writes)
+            connection.execution_options(**self._steady if steady else self._writes)
             with connection.begin():
                 if connection.dialect.name == "postgresql":
                     limit = f"SET LOCAL idle_in_transaction_session_timeout = '{IDLE_S}s'"

@@ -306,10 +306,10 @@ class UsageLog:
         """Forget the first of what ended before; not all at a time, so that nobody has to wait long."""
         rows, days = schema.usage, schema.usage_days
         past = rows.c.ended_at < midnight
-        with self._database.write() as connection:
+        with self._database.write(steady=True) as connection:  # what comes meanwhile stays
             if connection.dialect.name == "postgresql":
-                # A row that came between the sum and the removal would be lost.
-                connection.execute(text("LOCK TABLE usage IN SHARE ROW EXCLUSIVE MODE"))
+                # Only who forgets waits here: a lock of `usage` would wait for its VACUUM, and who adds rows for both.
+                connection.execute(text("LOCK TABLE usage_days IN SHARE ROW EXCLUSIVE MODE"))
             ended = select(rows.c.ended_at).where(past).order_by(rows.c.ended_at)
             last = connection.execute(ended.offset(FORGOTTEN_AT_ONCE - 1).limit(1)).scalar()
             if last is not None:

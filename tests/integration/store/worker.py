@@ -7,6 +7,7 @@ import sys
 from tests.integration.store.rows import usage_row
 
 from argosy.store import open_store
+from argosy.store import usage as usage_module
 
 
 def main(what: str, url: str, number: str, *arguments: str) -> None:
@@ -26,6 +27,9 @@ def main(what: str, url: str, number: str, *arguments: str) -> None:
             first, count = int(number) * int(arguments[0]), int(arguments[1])
             rows = [usage_row(f"request-{i}") for i in range(first, first + count)]
             say(str(sum(store.usage.add(rows[i : i + 7]) for i in range(0, count, 7))))
+        case "forget":
+            usage_module.FORGOTTEN_AT_ONCE, usage_module.PAUSE_S = int(arguments[1]), 0
+            say(str(store.usage.forget(float(arguments[0]))))
     store.close()
 
 
