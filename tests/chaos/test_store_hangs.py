@@ -144,3 +144,30 @@ async def test_who_starts_while_it_is_away_waits_for_it_unless_told_to_leave(
                 await asyncio.to_thread(own_postgres.program.start)
             await starting
             await one.stop()
+
+
+async def test_accounts_are_fresh_while_it_takes_long_to_say_what_was_used(
+    own_postgres: PostgresServer, tmp_path: Path
+) -> None:
+    url = own_postgres.create("sums")
+    body = {"model": MODEL, "prompt": "Say", "max_tokens": 3}
+    asks = "SELECT count(*) FROM pg_locks WHERE mode = 'AccessShareLock' AND NOT granted"
+    async with rough_server() as replica:
+        with tenants(url) as store, gateway(replica.url, url, tmp_path) as one:
+            project = store.project("web")
+            key, plain = store.store.accounts.create_key(project, "first", actor="test")
+            await one.start()
+            headers = {"authorization": f"Bearer {plain}"}
+            async with httpx2.AsyncClient(base_url=one.url, headers=headers, timeout=30) as client:
+                answer = await client.post("/v1/completions", json=body)
+                assert answer.status_code == 200
+                with psycopg.connect(url) as locking:
+                    locking.execute("LOCK TABLE usage IN ACCESS EXCLUSIVE MODE")
+                    store.limit(project, "tokens", 10**9, "month")
+                    while locking.execute(asks).fetchone() != (1,):  # noqa: ASYNC110 - nobody tells
+                        await asyncio.sleep(0.05)
+                    store.store.accounts.revoke_key(key.id, actor="test")
+                    async with asyncio.timeout(LEAVES_S):
+                        while answer.status_code != 401:
+                            answer = await client.post("/v1/completions", json=body)
+            await one.stop()

@@ -32,6 +32,8 @@ HANGS_AFTER_S = 5.0
 """A store that has not answered for so long is said to be away."""
 FORGET_EACH_S = 3600.0
 DAY_S = 86_400.0
+SEEDED_WITHIN_S = 0.5
+"""How long accounts wait for what was used of new limits."""
 OPEN_S = 60.0
 """How long a database that is away at the start is waited for."""
 LAST_S = 10.0
@@ -167,9 +169,34 @@ class Keeping:
         self._known: Directory | None = None
         self._meant = 0
         """How often there were other models."""
+        self._seeding: asyncio.Task[None] | None = None
+
+    async def begin(self, directory: Directory) -> None:
+        """Called before the first request: limits know all that was used. Raises StoreError."""
+        await self._take(directory)
+        await self._seed()
 
     async def update(self, directory: Directory) -> None:
-        """Called each second. Raises StoreError."""
+        """Called each second. Raises StoreError.
+
+        Of a large ledger it may take minutes to say what was used; accounts do not wait for that.
+        """
+        await self._take(directory)
+        if self._seeding is None:
+            self._seeding = asyncio.create_task(self._seed())
+        if (await asyncio.wait({self._seeding}, timeout=SEEDED_WITHIN_S))[0]:
+            seeded, self._seeding = self._seeding, None
+            await seeded
+
+    def close(self) -> None:
+        """Nobody asks any more what was used."""
+        if self._seeding is not None:
+            self._seeding.cancel()
+
+    async def _seed(self) -> None:
+        await self.limits.seed(self.books.store.usage.spent)
+
+    async def _take(self, directory: Directory) -> None:
         while directory is not self._known:
             meant = self._meant
             prepared = await aside(self._prepare, directory)
@@ -177,7 +204,6 @@ class Keeping:
                 before = [self._known, *(take() for take in prepared)]
                 self._known = directory
                 await aside(before.clear)  # to free thousands of objects takes long, too
-        await self.limits.seed(self.books.store.usage.spent)
 
     def mean(self) -> None:
         """There are other models and routes: what is said of names holds for those that they stand for now."""

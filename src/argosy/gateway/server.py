@@ -108,7 +108,8 @@ class GatewayServer:
                 ledger = Ledger(books.spool)
                 stages += [limits, ledger]
                 keeping = Keeping(books, self._models, self._identity, limits, ledger)
-                await keeping.update(books.directory)
+                closing.callback(keeping.close)
+                await keeping.begin(books.directory)
                 self._keeping = keeping
             if bound is None:
                 bound = closing.enter_context(self._bind(books))
