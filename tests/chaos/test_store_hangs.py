@@ -7,6 +7,7 @@ import contextlib
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import LiteralString
 
 import httpx2
 import psutil
@@ -24,6 +25,9 @@ from argosy.store.migrations import _LOCK as MIGRATING
 pytestmark = pytest.mark.timeout(180)
 
 LEAVES_S = 30.0
+NOBODY = "http://127.0.0.1:1"
+ASKS = "SELECT count(*) FROM pg_locks WHERE mode = 'AccessShareLock' AND NOT granted"
+"""Who wants to read what is locked."""
 
 
 @pytest.fixture(scope="module")
@@ -103,19 +107,36 @@ async def test_who_is_told_to_leave_while_others_migrate_leaves(
     own_postgres: PostgresServer, tmp_path: Path
 ) -> None:
     url = own_postgres.create("migrating")
-    nobody = "http://127.0.0.1:1"
-    with psycopg.connect(url) as migrating, gateway(nobody, url, tmp_path) as one:
+    with psycopg.connect(url) as migrating, gateway(NOBODY, url, tmp_path) as one:
         migrating.execute("SELECT pg_advisory_xact_lock(%s)", (MIGRATING,))
-        starting = asyncio.create_task(one.start())
         waiting = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"
-        while migrating.execute(waiting).fetchone() != (1,):  # noqa: ASYNC110 - nobody tells
-            await asyncio.sleep(0.05)
-        assert one.process is not None
-        one.process.send_signal(signal.SIGTERM)
-        async with asyncio.timeout(LEAVES_S):
-            assert await one.process.wait() == 0
-        starting.cancel()
-        await asyncio.gather(starting, return_exceptions=True)
+        await leaves_at_its_start(one, migrating, waiting)
+
+
+async def test_who_is_told_to_leave_while_it_asks_what_was_used_leaves(
+    own_postgres: PostgresServer, tmp_path: Path
+) -> None:
+    url = own_postgres.create("summing")
+    with tenants(url) as store:
+        store.limit(store.project("web"), "tokens", 10**9, "month")
+    with psycopg.connect(url) as locking, gateway(NOBODY, url, tmp_path) as one:
+        locking.execute("LOCK TABLE usage IN ACCESS EXCLUSIVE MODE")
+        await leaves_at_its_start(one, locking, ASKS)
+
+
+async def leaves_at_its_start(
+    one: GatewayProcess, connection: psycopg.Connection, waits: LiteralString
+) -> None:
+    """Start it, and tell it to leave once the query counts one that waits: it does."""
+    starting = asyncio.create_task(one.start())
+    while connection.execute(waits).fetchone() != (1,):  # noqa: ASYNC110 - nobody tells
+        await asyncio.sleep(0.05)
+    assert one.process is not None
+    one.process.send_signal(signal.SIGTERM)
+    async with asyncio.timeout(LEAVES_S):
+        assert await one.process.wait() == 0
+    starting.cancel()
+    await asyncio.gather(starting, return_exceptions=True)
 
 
 async def test_who_starts_while_it_is_away_waits_for_it_unless_told_to_leave(
@@ -151,7 +172,6 @@ async def test_accounts_are_fresh_while_it_takes_long_to_say_what_was_used(
 ) -> None:
     url = own_postgres.create("sums")
     body = {"model": MODEL, "prompt": "Say", "max_tokens": 3}
-    asks = "SELECT count(*) FROM pg_locks WHERE mode = 'AccessShareLock' AND NOT granted"
     async with rough_server() as replica:
         with tenants(url) as store, gateway(replica.url, url, tmp_path) as one:
             project = store.project("web")
@@ -164,7 +184,7 @@ async def test_accounts_are_fresh_while_it_takes_long_to_say_what_was_used(
                 with psycopg.connect(url) as locking:
                     locking.execute("LOCK TABLE usage IN ACCESS EXCLUSIVE MODE")
                     store.limit(project, "tokens", 10**9, "month")
-                    while locking.execute(asks).fetchone() != (1,):  # noqa: ASYNC110 - nobody tells
+                    while locking.execute(ASKS).fetchone() != (1,):  # noqa: ASYNC110 - nobody tells
                         await asyncio.sleep(0.05)
                     store.store.accounts.revoke_key(key.id, actor="test")
                     async with asyncio.timeout(LEAVES_S):

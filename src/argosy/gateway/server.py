@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 import uvloop
@@ -29,11 +29,13 @@ from argosy.gateway.replicas import Care, LookUp, Replica, look_after, look_up
 from argosy.gateway.stages import Idempotency, Ledger, Limits, Recorder, kept_answers, shared_state
 from argosy.native import NativeUnavailable
 from argosy.process import heeding, raise_file_limit
-from argosy.store import Directory, StoreConfig
+from argosy.store import Directory
 from argosy.telemetry import GatewayMetrics, GatewayReading, configure_logs
 from argosy.web import Certificates, Listener, calm_collector, listening_socket, url_of
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
+
+T = TypeVar("T")
 
 
 class GatewayServer:
@@ -98,7 +100,7 @@ class GatewayServer:
             stages = await self._first_stages(closing)
             books, keeping = None, None
             if self._config.store is not None:
-                books = await self._open(self._config.store)
+                books = await self._unless_left(Books.open(self._config.store))
                 if books is None:
                     return
                 closing.push_async_callback(books.close)
@@ -109,7 +111,9 @@ class GatewayServer:
                 stages += [limits, ledger]
                 keeping = Keeping(books, self._models, self._identity, limits, ledger)
                 closing.callback(keeping.close)
-                await keeping.begin(books.directory)
+                await self._unless_left(keeping.begin(books.directory))
+                if self._leave.is_set():
+                    return
                 self._keeping = keeping
             if bound is None:
                 bound = closing.enter_context(self._bind(books))
@@ -130,15 +134,15 @@ class GatewayServer:
         recorder = Recorder(self._traces, self._metrics, time.monotonic)
         return [recorder, Idempotency(answers, config.answer_bytes)]
 
-    async def _open(self, config: StoreConfig) -> Books | None:
-        """The books; None: we are to leave before they can be opened. Raises as `Books.open` does."""
-        opening = asyncio.create_task(Books.open(config))
+    async def _unless_left(self, beginning: Coroutine[Any, Any, T]) -> T | None:
+        """What it returns; None: we are to leave before it has ended. Raises as it does."""
+        begun = asyncio.create_task(beginning)
         leaving = asyncio.create_task(self._leave.wait())
         try:
-            await asyncio.wait({opening, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            return await opening if opening.done() else None
+            await asyncio.wait({begun, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            return await begun if begun.done() else None
         finally:
-            opening.cancel()
+            begun.cancel()
             leaving.cancel()
 
     async def _serve(
