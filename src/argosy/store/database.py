@@ -25,9 +25,10 @@ IDLE_S = 15
 """How long a writer of PostgreSQL may do nothing: if its machine vanished, all others would wait for hours."""
 
 _SQLITE_WRITES = {"begin": "BEGIN IMMEDIATE"}
-_POSTGRES_READS = {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
-_POSTGRES_WRITES = {"isolation_level": "READ COMMITTED"}
 _POSTGRES_STEADY = {"isolation_level": "REPEATABLE READ"}
+"""Reads too. Said to be read-only, they would have later writes of their connection insist on writing, whatever
+`default_transaction_read_only` says, and refused by a standby before they ask anything."""
+_POSTGRES_WRITES = {"isolation_level": "READ COMMITTED"}
 _POSTGRES_PATIENCE = {
     "connect_timeout": 5,
     "keepalives_idle": 10,
@@ -101,8 +102,8 @@ class Database:
             )
             self.name = plain.render_as_string()
             self._engine = _postgres(parsed)
-            self._reads, self._writes = _POSTGRES_READS, _POSTGRES_WRITES
-            self._steady = _POSTGRES_STEADY
+            self._reads = self._steady = _POSTGRES_STEADY
+            self._writes = _POSTGRES_WRITES
 
     @classmethod
     def existing(cls, url: str) -> Database:

@@ -18,7 +18,6 @@ from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from tests.integration.store.conftest import at_once
 from tests.integration.store.rows import usage_row
-from tests.services import PostgresServer, running_standby
 
 from argosy.store import (
     Store,
@@ -399,32 +398,3 @@ def test_a_writer_that_vanished_keeps_nobody_waiting_for_long(
         vanish()
     assert [one.name for one in store.directory().organisations] == ["acme"]
     vanished.close()
-
-
-def test_a_name_that_moves_from_a_standby_to_the_primary_is_followed(
-    postgres: PostgresServer,
-) -> None:
-    with postgres.database() as url, running_standby(postgres) as standby:
-        primary = open_store(url)
-        primary.migrate()
-        primary.close()
-        name = Path(url.partition("@/")[2].partition("?")[0])
-        place = standby.folder / "place"
-        place.symlink_to(standby.folder)
-        store = open_store(f"postgresql://postgres@/{name}?host={place}")
-        until_copied(store)
-        for _ in range(2):
-            with pytest.raises(StoreError, match="a standby: give the address of the primary"):
-                store.accounts.create_organisation("acme", actor="test")
-        place.unlink()
-        place.symlink_to(postgres.folder)
-        assert store.accounts.create_organisation("acme", actor="test").name == "acme"
-        store.close()
-
-
-def until_copied(store: Store) -> None:
-    """Wait until the standby has the tables."""
-    while True:
-        with contextlib.suppress(StoreError):
-            store.directory()
-            return

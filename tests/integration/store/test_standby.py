@@ -1,0 +1,74 @@
+"""A PostgreSQL that lets nobody write, a standby or for a while: it is asked, and what it refuses is told."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+from tests.integration.store.rows import usage_row
+from tests.services import PostgresServer, running_standby
+
+from argosy.store import Store, StoreError, find_store, open_store
+
+
+def test_a_name_that_moves_from_a_standby_to_the_primary_is_followed(
+    postgres: PostgresServer,
+) -> None:
+    with postgres.database() as url, running_standby(postgres) as standby:
+        primary = open_store(url)
+        primary.migrate()
+        primary.close()
+        name = Path(url.partition("@/")[2].partition("?")[0])
+        place = standby.folder / "place"
+        place.symlink_to(standby.folder)
+        store = open_store(f"postgresql://postgres@/{name}?host={place}")
+        until_copied(store)
+        for _ in range(2):
+            with pytest.raises(StoreError, match="a standby: give the address of the primary"):
+                store.accounts.create_organisation("acme", actor="test")
+        place.unlink()
+        place.symlink_to(postgres.folder)
+        assert store.accounts.create_organisation("acme", actor="test").name == "acme"
+        store.close()
+
+
+def until_copied(store: Store) -> None:
+    """Wait until the standby has the tables."""
+    while True:
+        with contextlib.suppress(StoreError):
+            store.directory()
+            return
+
+
+def test_who_only_looks_may_ask_a_standby(postgres: PostgresServer, tmp_path: Path) -> None:
+    with postgres.database() as url:
+        primary = open_store(url)
+        primary.migrate()
+        primary.usage.add([usage_row("1")])
+        with running_standby(postgres) as standby:
+            store = find_store(standby.url(url.partition("@/")[2].partition("?")[0]))
+            store.migrate()
+            assert store.usage.report() == primary.usage.report()
+            backup = open_store(f"sqlite:///{tmp_path}/backup.db")
+            backup.migrate()
+            store.copy_to(backup)
+            assert backup.usage.report() == primary.usage.report()
+            backup.close()
+            store.close()
+        primary.close()
+
+
+@pytest.mark.parametrize("kind", ["postgresql"])
+def test_who_is_not_to_write_for_a_while_does_not(store: Store, url: str) -> None:
+    """Some make a database read-only before its disk is full, for all that do not insist."""
+    polite = open_store(f"{url}&options=-c%20default_transaction_read_only%3Don")
+    assert polite.directory().version == 1
+    for _ in range(2):
+        with pytest.raises(StoreError, match="see default_transaction_read_only"):
+            polite.accounts.create_organisation("acme", actor="test")
+        with pytest.raises(StoreError, match="see default_transaction_read_only"):
+            polite.usage.add([usage_row("1")])
+        assert polite.usage.report()[0].requests == 0
+    polite.close()
+    assert store.accounts.list_organisations() == []
