@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from sqlalchemy import Connection, delete, func, insert, select
+from collections.abc import Iterator
+from typing import Any
+
+from sqlalchemy import Connection, Table, delete, func, insert, select
 
 from argosy.store import schema
 from argosy.store.database import Database
@@ -24,11 +27,18 @@ def copy_all(source: Database, target: Database) -> int:
         there.execute(delete(schema.state))  # the row that every store begins with
         copied = 0
         for table in schema.metadata.sorted_tables:
-            rows = here.execute(select(table).execution_options(yield_per=BATCH)).mappings()
-            for batch in rows.partitions():
-                there.execute(insert(table), [dict(row) for row in batch])
+            for batch in _rows(source, here, table):
+                there.execute(insert(table), batch)
                 copied += len(batch)
         return copied
+
+
+def _rows(source: Database, here: Connection, table: Table) -> Iterator[list[dict[str, Any]]]:
+    """All of a table, batch by batch. What the source raises is not told as if the target had."""
+    query = select(table).execution_options(yield_per=BATCH)
+    with source.explained(), here.execute(query) as rows:
+        for batch in rows.mappings().partitions():
+            yield [dict(row) for row in batch]
 
 
 def _is_empty(connection: Connection) -> bool:

@@ -56,12 +56,17 @@ _ADVICE = (
         "No row was found",
         "It is damaged: put it back from a backup, or move it away to begin anew.",
     ),
-    ("UniqueViolation", "Somebody else did the same at this moment: try again."),
+    *(
+        (words, "Somebody else did the same at this moment: try again.")
+        for words in ("UniqueViolation", "SerializationFailure", "DeadlockDetected")
+    ),
     ("already exists", "It has tables that are not ours: give another database."),
     ("not a database", "Move that file away, or give another path."),
     ("locked", "Another process has been writing to it for long: try again."),
     ("readonly", "Let this user write to the file and to its folder."),
     *((words, _PRIMARY) for words in _READ_ONLY),
+    ("statement timeout", "Let what this user asks take longer: raise its statement_timeout."),
+    ("conflict with recovery", "A standby ends what takes long: ask the primary."),
     ("disk is full", "Make room on its disk."),
     ("No space left on device", "Make room on its disk."),
     ("disk I/O error", "Look after its disk."),
@@ -125,7 +130,7 @@ class Database:
     @contextmanager
     def read(self) -> Iterator[Connection]:
         """A transaction that sees one state of the database, whatever others write meanwhile."""
-        with self._explained(), self._engine.connect() as connection:
+        with self.explained(), self._engine.connect() as connection:
             connection.execution_options(**self._reads)
             yield connection
 
@@ -135,7 +140,7 @@ class Database:
 
         A `steady` one sees one state of the database, that of its first query, and what it did itself.
         """
-        with self._explained(), self._engine.connect() as connection:
+        with self.explained(), self._engine.connect() as connection:
             connection.execution_options(**self._steady if steady else self._writes)
             with connection.begin():
                 if connection.dialect.name == "postgresql":
@@ -148,7 +153,8 @@ class Database:
         self._engine.dispose()
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
+    def explained(self) -> Iterator[None]:
+        """Whatever its driver raises is told as a StoreError that names this database."""
         try:
             yield
         except NoResultFound as error:

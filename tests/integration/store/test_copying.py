@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import psycopg
 import pytest
+from sqlalchemy import Connection, Engine, event
 from tests.integration.store.conftest import Clock
 from tests.integration.store.rows import usage_row
 
-from argosy.store import ConflictError, Directory, Group, Price, Store, open_store
+from argosy.store import (
+    ConflictError,
+    Directory,
+    Group,
+    Price,
+    Store,
+    StoreError,
+    copying,
+    open_store,
+)
 
 ME = "test"
 
@@ -67,6 +79,34 @@ def test_what_keeps_something_is_not_written_over(store: Store, tmp_path: Path) 
         store.copy_to(store)
     assert accounts(other) == before
     assert accounts(store) == ours
+    other.close()
+
+
+@pytest.mark.parametrize("kind", ["postgresql"])
+def test_the_database_that_went_away_is_named(
+    store: Store, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copying, "BATCH", 10)
+    store.usage.add([usage_row(f"r{number}") for number in range(500)])
+    other = open_store(f"sqlite:///{tmp_path}/other.db")
+    other.migrate()
+
+    def cut(_: Connection, __: Any, statement: str, *___: object) -> None:  # noqa: ANN401 - a cursor
+        if statement.startswith("INSERT INTO usage"):
+            with psycopg.connect(url, autocommit=True) as connection:
+                connection.execute(
+                    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+                    "WHERE datname = current_database() AND pid <> pg_backend_pid()"
+                )
+
+    event.listen(Engine, "before_cursor_execute", cut)
+    try:
+        with pytest.raises(StoreError, match=r"postgresql://.* cannot be used"):
+            store.copy_to(other)
+    finally:
+        event.remove(Engine, "before_cursor_execute", cut)
+    assert other.usage.report()[0].requests == 0
+    assert store.copy_to(other) > 500
     other.close()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
+import psycopg
 import pytest
 from tests.integration.store.rows import usage_row
 from tests.services import PostgresServer, running_standby
@@ -72,3 +73,14 @@ def test_who_is_not_to_write_for_a_while_does_not(store: Store, url: str) -> Non
         assert polite.usage.report()[0].requests == 0
     polite.close()
     assert store.accounts.list_organisations() == []
+
+
+@pytest.mark.parametrize("kind", ["postgresql"])
+def test_who_has_too_little_time_is_told(store: Store, url: str) -> None:
+    hurried = open_store(f"{url}&options=-c%20statement_timeout%3D100")
+    with psycopg.connect(url) as locking:
+        locking.execute("LOCK TABLE usage IN ACCESS EXCLUSIVE MODE")
+        with pytest.raises(StoreError, match="raise its statement_timeout"):
+            hurried.usage.report()
+    assert hurried.usage.report() == store.usage.report()
+    hurried.close()
