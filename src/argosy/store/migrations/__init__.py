@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 import threading
+import time
 from pathlib import Path
 
 from alembic import command
@@ -14,6 +17,15 @@ from sqlalchemy import func, select
 from argosy.store.database import Database
 from argosy.store.errors import StoreError
 
+log = logging.getLogger("argosy.store")
+"""Commands migrate too, and what they print is no place for this."""
+
+LOCKED_WITHIN_S = 2
+"""How long a step waits for those who use a table of PostgreSQL: whoever comes after waits for both."""
+PAUSE_S = 5.0
+"""Then all others have so long."""
+_IN_USE = "55P03"
+"""What PostgreSQL says then."""
 _LOCK = 0x4172676F7379
 """Of PostgreSQL's advisory locks, the one that migrations hold."""
 
@@ -24,13 +36,29 @@ _alone = threading.Lock()
 def migrate(database: Database) -> None:
     """Run the migrations that have not run yet, all of them or none. Several processes wait for each other.
 
-    Raises StoreError when the tables are those of a newer Argosy.
+    Who uses a table for long (a backup does) is waited for, without keeping others from it meanwhile. Raises
+    StoreError when the tables are those of a newer Argosy.
     """
+    for attempt in itertools.count():
+        try:
+            _migrate(database)
+        except StoreError as error:
+            if getattr(getattr(error.__cause__, "orig", None), "sqlstate", None) != _IN_USE:
+                raise
+        else:
+            return
+        if not attempt:
+            log.warning("The tables of %s are used by somebody: waiting for that.", database.name)
+        time.sleep(PAUSE_S)
+
+
+def _migrate(database: Database) -> None:
     config = Config()
     config.set_main_option("script_location", str(Path(__file__).parent).replace("%", "%%"))
     scripts = ScriptDirectory.from_config(config)
     with _alone, database.write() as connection:
-        if connection.dialect.name == "postgresql":
+        postgresql = connection.dialect.name == "postgresql"
+        if postgresql:
             connection.execute(select(func.pg_advisory_xact_lock(_LOCK)))
         found = MigrationContext.configure(connection).get_current_revision()
         if found == scripts.get_current_head():
@@ -39,5 +67,7 @@ def migrate(database: Database) -> None:
             raise StoreError(
                 f"The tables of {database.name} are those of a newer Argosy ({found}): update this one."
             )
+        if postgresql:
+            connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{LOCKED_WITHIN_S}s'")
         config.attributes["connection"] = connection
         command.upgrade(config, "head")
