@@ -170,6 +170,8 @@ class Keeping:
         self._meant = 0
         """How often there were other models."""
         self._seeding: asyncio.Task[None] | None = None
+        self._failing = False
+        """What was used cannot be read."""
 
     async def begin(self, directory: Directory) -> None:
         """Called before the first request: limits know all that was used. Raises StoreError."""
@@ -177,13 +179,13 @@ class Keeping:
         await self._seed()
 
     async def update(self, directory: Directory) -> None:
-        """Called each second. Raises StoreError.
+        """Called each second.
 
         Of a large ledger it may take minutes to say what was used; accounts do not wait for that.
         """
         await self._take(directory)
         if self._seeding is None:
-            self._seeding = asyncio.create_task(self._seed())
+            self._seeding = asyncio.create_task(self._try_to_seed())
         if (await asyncio.wait({self._seeding}, timeout=SEEDED_WITHIN_S))[0]:
             seeded, self._seeding = self._seeding, None
             await seeded
@@ -192,6 +194,16 @@ class Keeping:
         """Nobody asks any more what was used."""
         if self._seeding is not None:
             self._seeding.cancel()
+
+    async def _try_to_seed(self) -> None:
+        try:
+            await self._seed()
+        except StoreError as error:
+            if not self._failing:
+                log.warning("limits_not_seeded", reason=str(error))
+            self._failing = True
+        else:
+            self._failing = False
 
     async def _seed(self) -> None:
         await self.limits.seed(self.books.store.usage.spent)

@@ -38,3 +38,4 @@ def test_who_uses_a_table_for_long_keeps_a_migration_waiting_and_nobody_else(
         migrating.result()
     assert store.usage.report()[0].requests == 1
     older.close()
+    store.close()
