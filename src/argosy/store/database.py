@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Iterator
@@ -217,6 +218,7 @@ def _sqlite(url: URL) -> Engine:
 
 
 def _postgres(url: URL) -> Engine:
+    logging.getLogger("psycopg").setLevel(logging.ERROR)  # what it warns of besides is raised too
     patience = {name: s for name, s in _POSTGRES_PATIENCE.items() if name not in url.query}
     args = patience | _POSTGRES_TEXT
     try:
