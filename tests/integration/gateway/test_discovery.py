@@ -315,7 +315,7 @@ async def test_the_system_is_asked_for_names() -> None:
 
 @pytest.mark.parametrize("code", [socket.EAI_NONAME, socket.EAI_NODATA])
 async def test_a_name_may_have_no_address(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(*_: object) -> None:
+    def none(*_: object, **__: object) -> None:
         raise socket.gaierror(code, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", none)
@@ -323,7 +323,7 @@ async def test_a_name_may_have_no_address(code: int, monkeypatch: pytest.MonkeyP
 
 
 async def test_a_resolver_may_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: object) -> None:
+    def fails(*_: object, **__: object) -> None:
         raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
 
     monkeypatch.setattr(socket, "getaddrinfo", fails)

@@ -10,20 +10,23 @@ import itertools
 import socket
 import struct
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.integration.gateway.wire import CHUNKED, OK, Kept, ask, read_request, serving
-from tests.waiting import still
+from tests.waiting import still, until
 
 from argosy.gateway.upstream import attempt as attempts
 from argosy.gateway.upstream import connection as upstream_connection
 from argosy.gateway.upstream.attempt import Attempt
 from argosy.gateway.upstream.connection import Connection, UpstreamError
+from argosy.gateway.upstream.names import addresses_of
 from argosy.gateway.upstream.upstream import NEXT_ADDRESS_S, Upstream
 from argosy.protocol import parse_endpoint
 
@@ -142,11 +145,73 @@ async def test_a_name_that_is_found_too_late_is_a_failure_and_no_more() -> None:
     for _ in range(8):
         with pytest.raises(UpstreamError, match="no connection"):
             await late.connect()
-    for _ in range(8):  # those before have failed by now
-        with pytest.raises(OSError, match=r"[Nn]ame"):
-            await loop.getaddrinfo("nowhere.invalid", 80)
+    with pytest.raises(OSError, match=r"[Nn]ame"):
+        await addresses_of("nowhere.invalid")
+    await until(lambda: not any(thread.name == "aside" for thread in threading.enumerate()))
     gc.collect()
     assert not reported
+
+
+class Names:
+    """What the system says of names: those of `hang` are not answered before `answers` is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *addresses: str, hang: str = "") -> None:
+        self.addresses = list(addresses)
+        self.answers = threading.Event()
+        self.asked: list[str] = []
+        self._hang = hang
+        self._system: Callable[..., list[Any]] = socket.getaddrinfo
+        monkeypatch.setattr(socket, "getaddrinfo", self._find)
+
+    def _find(self, host: str, *given: object, **more: object) -> list[Any]:
+        if not host.endswith(".test") or more:
+            return self._system(host, *given, **more)
+        self.asked.append(host)
+        if self._hang and host.startswith(self._hang):
+            self.answers.wait()
+        return [(0, 0, 0, "", (address, 0)) for address in self.addresses]
+
+
+async def test_names_that_nobody_answers_for_keep_no_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = Names(monkeypatch, "127.0.0.1", hang="hangs")
+    try:
+        async with serving(_nothing) as upstream:
+            port = upstream.endpoint.port
+            others = [Upstream(parse_endpoint(f"http://hangs{i}.test:{port}")) for i in range(40)]
+            waiting = [asyncio.create_task(other.connect()) for other in others]
+            await until(lambda: len(names.asked) == len(others))
+            well = Upstream(parse_endpoint(f"http://a.test:{port}"), connect_timeout_s=60)
+            (await well.connect()).abort()
+            names.answers.set()
+            for made in await asyncio.gather(*waiting):
+                made.abort()
+    finally:
+        names.answers.set()
+
+
+async def test_a_name_is_asked_for_once_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = Names(monkeypatch, "127.0.0.1", hang="hangs")
+    try:
+        async with serving(_nothing) as upstream:
+            endpoint = parse_endpoint(f"http://hangs.test:{upstream.endpoint.port}")
+            named = Upstream(endpoint, connect_timeout_s=0.01)
+            for _ in range(8):
+                with pytest.raises(UpstreamError, match="no connection within"):
+                    await named.connect()
+            assert names.asked == ["hangs.test"]
+            names.answers.set()
+            await until(lambda: not any(one.name == "aside" for one in threading.enumerate()))
+            named = Upstream(endpoint)
+            (await named.connect()).abort()
+    finally:
+        names.answers.set()
+
+
+async def _nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await reader.read()
+    writer.close()
 
 
 async def test_every_address_of_a_name_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,20 +219,15 @@ async def test_every_address_of_a_name_is_tried(monkeypatch: pytest.MonkeyPatch)
         await read_request(reader)
         writer.write(OK)
 
-    hosts = ["127.0.0.9", "127.0.0.1"]  # nobody listens at the first
-
-    async def find(_host: str, port: int, **_: object) -> list[object]:
-        return [(0, 0, 0, "", (host, port)) for host in hosts]
-
-    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", find)
+    names = Names(monkeypatch, "127.0.0.9", "127.0.0.1")  # nobody listens at the first
     async with serving(handler) as upstream:
         named, sink = Upstream(parse_endpoint(f"http://a.test:{upstream.endpoint.port}")), Kept()
         await ask(named, sink, b"{}")
         await sink.ended.wait()
         assert (sink.status, sink.error) == (200, None)
         named.close()
-        while hosts:
-            hosts.pop()
+        while names.addresses:
+            names.addresses.pop()
             with pytest.raises(UpstreamError, match="no connection"):
                 await named.connect()
 
@@ -177,12 +237,8 @@ async def test_what_accepts_and_closes_is_no_connection(
     monkeypatch: pytest.MonkeyPatch, host: str
 ) -> None:
     """As forwarders do whose server is away: nothing can be asked there, and nobody would be called back."""
-
-    async def find(_host: str, port: int, **_: object) -> list[object]:
-        return [(0, 0, 0, "", ("127.0.0.1", port))]
-
     made = Connection.connection_made
-    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", find)
+    Names(monkeypatch, "127.0.0.1")
     with socket.create_server(("127.0.0.1", 0)) as forwarder:
 
         def made_and_closed(self: Connection, transport: asyncio.BaseTransport) -> None:
@@ -204,15 +260,8 @@ async def test_what_accepts_and_closes_is_no_connection(
 async def test_an_address_that_never_answers_costs_a_moment_and_no_more_than_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read()
-        writer.close()
-
-    async def find(_host: str, port: int, **_: object) -> list[object]:
-        return [(0, 0, 0, "", (host, port)) for host in ("127.0.0.9", "127.0.0.1")]
-
-    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", find)
-    async with serving(handler) as upstream:
+    Names(monkeypatch, "127.0.0.9", "127.0.0.1")
+    async with serving(_nothing) as upstream:
         port = upstream.endpoint.port
         with full_socket("127.0.0.9", port):
             named = Upstream(parse_endpoint(f"http://a.test:{port}"), connect_timeout_s=10)

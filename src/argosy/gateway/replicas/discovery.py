@@ -6,13 +6,12 @@ import asyncio
 import socket
 import time
 from collections.abc import Awaitable, Callable, Collection
-from functools import partial
 from typing import Literal
 
 import structlog
 
+from argosy.gateway.upstream import addresses_of
 from argosy.policy import Addresses
-from argosy.process import aside
 
 EACH_S = 5.0
 LATE_S = 5.0
@@ -38,17 +37,13 @@ _NONE = frozenset({socket.EAI_NONAME, socket.EAI_NODATA})
 
 
 async def look_up(host: str, family: socket.AddressFamily) -> Collection[str]:
-    """Ask the system: see `LookUp`. It may take its time, in a thread that keeps nothing else waiting."""
+    """Ask the system: see `LookUp`."""
     try:
-        ask = partial(socket.getaddrinfo, host, None, family, socket.SOCK_STREAM)
-        found = await aside(ask)
+        return frozenset(await addresses_of(host, family))
     except socket.gaierror as error:
         if error.errno in _NONE:
             return ()
         raise
-    except UnicodeError as error:
-        raise OSError(f"{host!r} is no name") from error
-    return {str(address[0]) for *_, address in found}
 
 
 class Discovery:

@@ -3,6 +3,7 @@
 from argosy.gateway.upstream.asking import answer_to, get
 from argosy.gateway.upstream.attempt import Attempt
 from argosy.gateway.upstream.connection import UpstreamError
+from argosy.gateway.upstream.names import addresses_of
 from argosy.gateway.upstream.tls import UpstreamTls, client_context
 from argosy.gateway.upstream.upstream import Upstream
 
@@ -11,6 +12,7 @@ __all__ = [
     "Upstream",
     "UpstreamError",
     "UpstreamTls",
+    "addresses_of",
     "answer_to",
     "client_context",
     "get",

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import ssl
 
 from argosy.gateway.upstream.connection import Connection, UpstreamError
+from argosy.gateway.upstream.names import addresses_of
 from argosy.protocol import Endpoint
 from argosy.web import Deadlines
 
@@ -40,6 +40,8 @@ class Upstream:
         self._idle: list[Connection] = []
         self._deaf: set[str] = set()
         """Addresses of its name that did not answer when they were tried last."""
+        self._asking: asyncio.Future[tuple[str, ...]] | None = None
+        """The name is being looked up."""
         self._expiring = Deadlines(IDLE_S, Connection.close)
         self._closed = False
 
@@ -82,13 +84,23 @@ class Upstream:
         if endpoint.unix is not None:
             _, made = await loop.create_unix_connection(self._make, endpoint.unix)
             return made
-        # uvloop logs a look-up of its own that fails after its connection was given up, each time.
         if endpoint.address is not None:
             return await self._reach(endpoint.address)
-        found = await loop.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
-        addresses = list(dict.fromkeys(str(address[0]) for *_, address in found))
+        addresses = await self._addresses()
         self._deaf.intersection_update(addresses)
         return await self._first(sorted(addresses, key=self._deaf.__contains__))
+
+    async def _addresses(self) -> tuple[str, ...]:
+        """Of its name, which is looked up once for all who ask meanwhile: it may take long. Raises OSError."""
+        if self._asking is None:
+            self._asking = asyncio.ensure_future(addresses_of(self.endpoint.host))
+            self._asking.add_done_callback(self._asked)
+        return await asyncio.shield(self._asking)
+
+    def _asked(self, asking: asyncio.Future[tuple[str, ...]]) -> None:
+        self._asking = None
+        if not asking.cancelled():
+            asking.exception()  # it may be that nobody waits any more
 
     async def _first(self, addresses: list[str]) -> Connection:
         """To the first of them that answers, each tried a little after the one before. Raises OSError."""
