@@ -41,6 +41,15 @@ async def test_what_a_replica_serves_besides_generation(tokenizer: Tokenizer) ->
         assert (await client.post("/tokenize", json={"model": "other"})).status_code == 404
         refused = await client.post("/tokenize", json={"prompt": 3})
         assert refused.json()["error"]["param"] == "prompt"
+        for path in ("/tokenize", "/detokenize"):
+            for wrong in (
+                b'{"model": "\xff"}',
+                b'{"model": [3]}',
+                b'{"model": %s}' % (b"9" * 5000),
+            ):
+                refused = await client.post(path, content=wrong)
+                assert refused.status_code == 400
+                assert refused.json()["error"]["code"] in {"invalid_json", "invalid_type"}
         assert "/v1/completions" in (await client.get("/openapi.json")).json()["paths"]
         head = await client.head("/openapi.json", timeout=5)
         assert (head.status_code, head.content) == (200, b"")

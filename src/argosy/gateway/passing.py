@@ -29,8 +29,9 @@ METRICS = "/metrics"
 
 
 class _Known(msgspec.Struct, gc=False):
-    """The fields that may be large; all others may be anything."""
+    """The model, and the fields that may be large; all others may be anything."""
 
+    model: str | None = None
     prompt: Raw = Raw()
     messages: Raw = Raw()
     tokens: Raw = Raw()
@@ -49,12 +50,9 @@ class Passing:
         known = parse(_Known, raw)
         texts = (known.prompt, known.messages, known.tokens)
         fields = fields_of(raw, sum(len(bytes(text)) for text in texts))
-        named = fields.get("model", Raw(b"null"))
-        name = msgspec.json.decode(named)
-        models, headers = self._models, exchange.headers
-        asked = isinstance(name, str)
-        target = models.target(name, caller, headers) if asked else models.only(caller, headers)
-        pool = target.pool
+        models, name, headers = self._models, known.model, exchange.headers
+        one = models.only(caller, headers) if name is None else models.target(name, caller, headers)
+        pool = one.pool
         if self._limits is None:
             await self._pass(exchange, pool, fields)
             return
