@@ -53,6 +53,8 @@ def decode(text: bytes, kind: type[T]) -> T:
         raise ValueError(f"{error}{_remedy(str(error), kind)}") from error
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply; settings are flat") from error
 
 
 def _refuse_twice(node: yaml.Node | None, seen: set[int]) -> None:
