@@ -20,11 +20,37 @@ _FULL = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 log = logging.getLogger("argosy.web")
 
 
+class UnixSocket(socket.socket):
+    """A Unix socket bound to a path, where somebody else may have put another since."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError."""
+        super().__init__(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self.bind(str(path))
+            self._path, self._file = path, _file_at(path)
+        except OSError:
+            self.close()
+            raise
+
+    def remove(self) -> None:
+        """Remove its file, if it is still there."""
+        if _file_at(self._path) == self._file:
+            self._path.unlink(missing_ok=True)
+
+
 def leave(listening: socket.socket) -> None:
     """Listen no more. A Unix socket's path goes first: once nobody listens there, somebody else may."""
-    if listening.fileno() >= 0 and listening.family == socket.AF_UNIX:
-        Path(listening.getsockname()).unlink(missing_ok=True)
+    if listening.fileno() >= 0 and isinstance(listening, UnixSocket):
+        listening.remove()
     listening.close()
+
+
+def _file_at(path: Path) -> tuple[int, int] | None:
+    with contextlib.suppress(OSError):
+        found = path.stat()
+        return found.st_dev, found.st_ino
+    return None
 
 
 class Acceptor:

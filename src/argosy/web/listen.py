@@ -14,7 +14,7 @@ from pathlib import Path
 import uvicorn
 
 from argosy.process import most_clients
-from argosy.web.accepting import Acceptor, leave
+from argosy.web.accepting import Acceptor, UnixSocket, leave
 from argosy.web.connection import Connection
 from argosy.web.deadlines import Deadlines
 from argosy.web.exchange import App
@@ -120,14 +120,12 @@ def bind(host: str, port: int) -> socket.socket:
 
 def bind_unix(path: Path) -> socket.socket:
     """A socket at `path`, where one that nobody listens on any more is replaced. Raises OSError."""
-    unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if path.is_socket() and not _somebody_listens(path):
             path.unlink()
-        unix.bind(str(path))
+        unix = UnixSocket(path)
         unix.listen(BACKLOG)
     except OSError as error:
-        unix.close()
         message = f"cannot listen on {path} ({error.strerror or error}); choose another path (uds)"
         raise OSError(error.errno, message) from error
     return unix

@@ -128,6 +128,21 @@ def test_who_comes_while_another_drains_keeps_the_socket(tmp_path: Path) -> None
             assert healthy(tmp_path, second)
 
 
+def test_who_leaves_takes_no_socket_away_that_another_has_put_in_its_place(tmp_path: Path) -> None:
+    config = str(configured(tmp_path))
+    with running(*GATEWAY, config) as first:
+        assert healthy(tmp_path, first)
+        (tmp_path / "gateway.sock").unlink()
+        with running(*GATEWAY, config) as second:
+            assert healthy(tmp_path, second)
+            first.send_signal(signal.SIGTERM)
+            assert first.wait(30) == 0
+            assert healthy(tmp_path, second)
+            second.send_signal(signal.SIGTERM)
+            assert second.wait(30) == 0
+    assert not (tmp_path / "gateway.sock").exists()
+
+
 def test_what_is_on_its_way_when_a_gateway_leaves_is_answered(tmp_path: Path) -> None:
     """On a connection that is kept; then nothing keeps the gateway any more."""
     config = str(configured(tmp_path, "drain_deadline_s: 60\ndrain_idle_s: 60"))
