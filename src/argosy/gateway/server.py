@@ -172,14 +172,18 @@ class GatewayServer:
         await self._served.start()
         if self._reloading is not None:
             caring.append(self._reloading.run)
-        await self._listen(front, bound, [*caring, serving.tend])
+        each = 2 if fast_path is None else 4  # its own and a replica's, which the fast path has too
+        await self._listen(front, bound, [*caring, serving.tend], each)
 
-    async def _listen(self, front: Front, bound: socket.socket, caring: list[Care]) -> None:
+    async def _listen(
+        self, front: Front, bound: socket.socket, caring: list[Care], each: int
+    ) -> None:
+        """To clients that take so many descriptors `each`."""
         certificates = self._certificates
         listener = Listener(
             front,
             certificates,
-            descriptors=2,  # its own, and a replica's
+            descriptors=each,
             age_s=self._config.connection_age_s,
         )
         listening = asyncio.create_task(listener.serve(sockets=[bound]))

@@ -21,11 +21,14 @@ import httpx2
 import msgspec
 import psutil
 import pytest
+from tests.integration.fake_engine import FakeEngine, Script
 from tests.integration.gateway.certificates import Authority
 from tests.integration.rough_server import Asked, plain, rough_server
+from tests.integration.serving import MODEL, serve
 from tests.pipes import fill
 from tests.waiting import until
 
+from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.gateway import GatewayConfig, GatewayServer, ModelConfig, ReplicaConfig
 
 GATEWAY = (sys.executable, "-m", "argosy.cli", "gateway", "--config")
@@ -33,11 +36,17 @@ START_S = 60.0
 
 
 def configured(
-    folder: Path, more: str = "", behind: str = "http://127.0.0.1:1", model: str = "big"
+    folder: Path,
+    more: str = "",
+    behind: str = "http://127.0.0.1:1",
+    model: str = "big",
+    *,
+    kind: str = "openai",
+    serves: str = "rough",
 ) -> Path:
     """The file of a gateway on a Unix socket, in front of that server or of nobody."""
     path = folder / "gateway.yaml"
-    replica = f"{{url: '{behind}', kind: openai, model: rough}}"
+    replica = f"{{url: '{behind}', kind: {kind}, model: {serves}}}"
     behind = f"models: [{{name: {model}, replicas: [{replica}]}}]"
     path.write_text(f"uds: {folder}/gateway.sock\n{behind}\n{more}")
     return path
@@ -275,6 +284,34 @@ async def test_who_is_let_in_with_few_descriptors_left_is_answered(tmp_path: Pat
             assert "attempt_failed" not in process.communicate()[1]
 
 
+async def test_streams_on_the_fast_path_have_the_descriptors_that_they_take(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def few() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
+
+    monkeypatch.setattr("tests.integration.fake_engine.SEATS", 100)
+    script = Script(list(range(100, 103)), finish="length", pause_after=1)
+    engine, log = FakeEngine(tokenizer, lambda _: script), tmp_path / "log"
+    async with serve(engine) as served:
+        config = configured(tmp_path, behind=served.url, kind="argosy", serves=MODEL)
+        with (
+            log.open("wb") as lines,
+            running(*GATEWAY, str(config), preexec_fn=few, stderr=lines) as process,
+        ):
+            assert await asyncio.to_thread(healthy, tmp_path, process)
+            streams = [asyncio.create_task(completed(tmp_path, stream=True)) for _ in range(19)]
+            while b"fast_path_streams 19.0" not in await asyncio.to_thread(
+                asked, tmp_path, "/metrics"
+            ):
+                assert process.poll() is None
+            streams += [asyncio.create_task(completed(tmp_path, stream=True)) for _ in range(40)]
+            await until(lambda: "no connection can be accepted" in log.read_text())
+            engine.go_on.set()
+            assert await asyncio.gather(*streams) == [200] * 59
+    assert "attempt_failed" not in log.read_text()
+
+
 async def test_a_server_that_answers_rubbish_is_met_once_it_makes_sense() -> None:
     deep = b'{"a":' + b"[" * 100_000
     told = {"/v1/models": deep, "/info": deep, "/health": b"{}"}
@@ -309,9 +346,9 @@ async def test_a_server_that_answers_rubbish_is_met_once_it_makes_sense() -> Non
         await until(lambda: not open_to)
 
 
-async def completed(folder: Path) -> int:
+async def completed(folder: Path, *, stream: bool = False) -> int:
     """The status of a completion by a client of its own."""
     transport = httpx2.AsyncHTTPTransport(uds=str(folder / "gateway.sock"))
     async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
-        body = {"model": "big", "prompt": "Say", "max_tokens": 3}
+        body = {"model": "big", "prompt": "Say", "max_tokens": 3, "stream": stream}
         return (await client.post("/v1/completions", json=body, timeout=60)).status_code
