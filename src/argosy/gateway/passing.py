@@ -124,7 +124,10 @@ async def _passed(
             await attempt.send(upstream, request)
             status, content = await attempt.head, await attempt.whole()
         outcome = classify(status)
-    except (UpstreamError, TimeoutError):
+    except UpstreamError as error:
+        outcome = error.outcome
+        return False
+    except TimeoutError:
         return False
     finally:
         attempt.abandon("nobody waits for it")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import socket
 import time
 from collections.abc import AsyncIterator
@@ -10,6 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import httpx2
 import pytest
+from structlog.testing import capture_logs
 from tests.integration.fake_engine import FakeEngine, State, always, says
 from tests.integration.gateway.harness import Running, front, opened
 from tests.integration.rough_server import Asked, plain, rough_server
@@ -220,3 +222,26 @@ async def test_one_that_works_and_was_missed_is_found_again_before_what_runs_the
             assert await ready(running) == 200
             more.set()
             assert (await long).status_code == 200
+
+
+async def test_what_is_lacking_here_is_held_against_no_replica() -> None:
+    async with (
+        rough_server() as server,
+        front([], at(server.port), timeouts=PATIENT) as running,
+    ):
+        (replica,), soft = running.replicas, resource.getrlimit(resource.RLIMIT_NOFILE)
+        assert await ready(running) == 200  # on a connection that is kept
+        while (kept := replica.upstream.kept()) is not None:
+            kept.abort()
+        with capture_logs() as logs:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, soft[1]))
+            try:
+                answer = asks(running)
+                await until(lambda: "attempt_failed" in [line["event"] for line in logs])
+                for _ in range(5):
+                    await running.probe()
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, soft)
+            assert replica.breaker.closed
+            assert (await answer).status_code == 200
+        assert (await asks(running)).status_code == 200

@@ -84,6 +84,8 @@ class Prober:
                 outcome = await self._try_out() if probing else Outcome.SUCCESS
                 self._welcome()
         except WRONG as error:
+            if isinstance(error, UpstreamError) and not probing:
+                outcome = error.outcome
             log.debug("probe_failed", replica=replica.name, reason=str(error))
         finally:
             self.asked.set()

@@ -33,13 +33,14 @@ LONGEST_REASON = 300
 class UpstreamError(Exception):
     """The transport to a replica failed: no connection, a cut, or what is no HTTP."""
 
-    outcome = Outcome.FAILURE
-    """What that says of the replica."""
-
-    def __init__(self, message: str, *, untouched: bool = False) -> None:
+    def __init__(
+        self, message: str, *, untouched: bool = False, outcome: Outcome = Outcome.FAILURE
+    ) -> None:
         super().__init__(message[:LONGEST_REASON])
         self.untouched = untouched
         """Nothing of an answer had come."""
+        self.outcome = outcome
+        """What that says of the replica."""
 
 
 class Sink(Protocol):
