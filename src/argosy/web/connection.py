@@ -25,7 +25,9 @@ from argosy.web.wire import RequestWire
 MOST_DIFFER = 8
 """Of a client whose heads differ so often in a row no more are compared."""
 MOST_WAITING = 100
-"""Requests of a client that wait for answers to those before; the last of so many is the connection's last."""
+"""Requests of a client that wait for answers to those before; the last of so many is the connection's last,"""
+MOST_WAITING_HEADERS = 4096
+"""or the one with which they have so many headers."""
 MOST_UNREAD_BYTES = 1 << 30
 """Of all connections together; bodies that go on coming beyond that are refused."""
 
@@ -196,7 +198,8 @@ class Connection(asyncio.Protocol):
             self._start(wire, scope)
         else:
             self._waiting.append((wire, scope))
-            if len(self._waiting) >= MOST_WAITING:
+            headers = sum(len(each["headers"]) for _, each in self._waiting)
+            if len(self._waiting) >= MOST_WAITING or headers >= MOST_WAITING_HEADERS:
                 self._more, wire.keep_alive = True, False
             self.hold()
 

@@ -13,6 +13,9 @@ from argosy.web.exchange import Scope
 
 LIMIT_BYTES = 64 * 1024
 """Most bytes of request line and headers together."""
+BESIDE_BYTES = 32
+"""What a header counts for beside its name and value (as in RFC 9113, 6.5.2): tens of thousands of empty ones take
+megabytes, and tens of milliseconds."""
 MOST_DIGITS = 9
 """Of a body's length that comes with its head, in one piece."""
 _END = b"\r\n\r\n"
@@ -47,7 +50,7 @@ class Head:
 
     def add_header(self, name: bytes, value: bytes) -> None:
         """A header came."""
-        self._bytes += len(name) + len(value)
+        self._bytes += len(name) + len(value) + BESIDE_BYTES
         if self._bytes > LIMIT_BYTES:
             raise _too_large()
         name = name.lower()

@@ -164,6 +164,24 @@ async def test_of_very_many_pipelined_requests_the_first_are_answered(
     assert answer.count(b"connection: close") == 1
 
 
+async def test_of_pipelined_requests_with_many_headers_fewer_are_taken_in() -> None:
+    many = b"GET /counting HTTP/1.1\r\nhost: x\r\n" + b"a:\r\n" * 999 + b"\r\n"
+    async with talking() as (reader, writer):
+        writer.write(post("/echo", b"first") + many * 40)
+        answer = await reader.read()
+    assert answer.count(b"HTTP/1.1 200 OK") == 6
+    assert answer.count(b"connection: close") == 1
+
+
+async def test_a_head_of_very_many_headers_is_refused() -> None:
+    some = b"GET /counting HTTP/1.1\r\nhost: x\r\n" + b"a:\r\n" * 1000 + b"\r\n"
+    many = b"GET /counting HTTP/1.1\r\nhost: x\r\n" + b"a:\r\n" * 3000 + b"\r\n"
+    answer = await answer_to(some + many)
+    assert answer.startswith(b"HTTP/1.1 200 OK")
+    assert answer.count(b"HTTP/1.1 400 Bad Request") == 1
+    assert b"bad_http" in answer
+
+
 async def test_an_old_connection_ends_with_a_whole_answer() -> None:
     stream = await answer_to(COUNT, age_s=0.0)
     piece = await answer_to(post("/echo", b"asked"), age_s=0.0)
