@@ -36,7 +36,7 @@ serve: .venv/.serve
 	$(BIN)/argosy serve $(MODEL) --port $(PORT)
 
 test: .venv/.dev $(JS_READY)
-	$(BIN)/pytest --numprocesses 2 --dist loadfile $(ARGS)
+	$(BIN)/pytest --numprocesses 3 --dist loadfile $(ARGS)
 
 check: .venv/.dev
 	$(BIN)/ruff format --check
