@@ -6,6 +6,7 @@ python -m benchmarks.record engine:int8 --engines argosy-int8   (kept apart as D
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import json
 import platform
@@ -47,7 +48,7 @@ def printed(command: list[str]) -> str:
     """What `command` prints. Whatever ends this waits for it: what it started is its own to end."""
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
-            said, _ = process.communicate()
+            said = _said(process)
         except BaseException as error:
             if not isinstance(error, KeyboardInterrupt):  # Ctrl-C is told to both
                 process.terminate()
@@ -56,6 +57,13 @@ def printed(command: list[str]) -> str:
     if process.returncode:
         raise SystemExit(process.returncode)
     return said
+
+
+def _said(process: subprocess.Popen[str]) -> str:
+    """All that it prints. A signal that comes just before a wait does not end it: so none is long."""
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.communicate(timeout=0.5)[0]
 
 
 def main() -> None:
