@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import errno
 import functools
 import io
 import os
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 T = TypeVar("T")
+
+NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+"""Errors of who may have no more descriptors, or memory for sockets: no fault of the other end's."""
 
 LONGEST_SOCKET = 107
 """Bytes that the path of a Unix socket may have: see unix(7)."""

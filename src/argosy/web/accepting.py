@@ -11,11 +11,12 @@ import ssl
 from collections.abc import Callable, Sized
 from pathlib import Path
 
+from argosy.process import NO_ROOM
+
 AT_ONCE = 32
 """Connections that are accepted before those that are there get their turn again."""
 FULL_FOR_S = 0.5
 """How long nobody is accepted when the process has no room for one more."""
-_FULL = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 log = logging.getLogger("argosy.web")
 
@@ -114,7 +115,7 @@ class Acceptor:
         except BlockingIOError:
             return False
         except OSError as error:
-            if error.errno in _FULL:
+            if error.errno in NO_ROOM:
                 raise
             return True  # it has gone again
         opening = self._loop.create_task(self._open(accepted))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import ssl
 
 from argosy.gateway.upstream.connection import Connection, UpstreamError
 from argosy.gateway.upstream.names import addresses_of
 from argosy.policy import Outcome
+from argosy.process import NO_ROOM
 from argosy.protocol import Endpoint
 from argosy.web import Deadlines
 
@@ -18,8 +18,6 @@ MAX_IDLE = 256
 CONNECT_TIMEOUT_S = 2.0
 NEXT_ADDRESS_S = 0.25
 """A name's next address is tried beside those that have not answered for so long (RFC 8305, section 8)."""
-_NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
-"""What is lacking is lacking here: no fault of a replica, but no more can go there for now."""
 
 
 class Upstream:
@@ -77,7 +75,7 @@ class Upstream:
             raise UpstreamError(message, untouched=True) from error
         except OSError as error:
             message = f"no connection ({error.strerror or error})"
-            outcome = Outcome.BACKPRESSURE if error.errno in _NO_ROOM else Outcome.FAILURE
+            outcome = Outcome.BACKPRESSURE if error.errno in NO_ROOM else Outcome.FAILURE
             raise UpstreamError(message, untouched=True, outcome=outcome) from error
         if made.closed:  # it would call nobody back
             raise UpstreamError("no connection (it was closed at once)", untouched=True)
