@@ -7,7 +7,8 @@ that `promtool check metrics` is content.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+import math
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
@@ -78,11 +79,21 @@ class Histogram:
         self._counts: defaultdict[Labels, list[int]] = defaultdict(lambda: [0] * len(self._bounds))
         self._sums: defaultdict[Labels, float] = defaultdict(float)
 
-    def observe(self, labels: Labels, *values: float) -> None:
-        """Count values; what was counted once is shown, be there none."""
-        counts = self._counts[labels]
-        for value in values:
-            counts[bisect_left(self._buckets, value)] += 1
+    def observe(self, labels: Labels, value: float) -> None:
+        """Count a value."""
+        self._counts[labels][bisect_left(self._buckets, value)] += 1
+        self._sums[labels] += value
+
+    def observe_all(self, labels: Labels, values: Sequence[float]) -> None:
+        """Count values, of which there may be none: most of many are in the same few buckets."""
+        counts, buckets, ordered = self._counts[labels], self._buckets, sorted(values)
+        counted = 0
+        while counted < len(ordered):
+            bucket = bisect_left(buckets, ordered[counted])
+            bound = buckets[bucket] if bucket < len(buckets) else math.inf
+            upto = bisect_right(ordered, bound, counted)
+            counts[bucket] += upto - counted
+            counted = upto
         self._sums[labels] += sum(values)
 
     def family(self) -> Metric:

@@ -150,7 +150,7 @@ class GatewayMetrics(Collector):
     def next_tokens(self, model: str, gaps_s: Sequence[float]) -> None:
         """It got more, so often, each so long after the one before."""
         if gaps_s:
-            self._itl.observe((model,), *gaps_s)
+            self._itl.observe_all((model,), gaps_s)
 
     def waited(self, model: str, queued_s: float) -> None:
         """It was given to a replica, or waited for one in vain."""

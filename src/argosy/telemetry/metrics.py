@@ -308,7 +308,7 @@ class Metrics(Collector):
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
         made = Histogram(name, text, buckets, "model")
-        made.observe(self._model)
+        made.observe_all(self._model, ())
         self._counted.append(made)
         return made
 

@@ -40,7 +40,7 @@ def test_a_histogram_is_the_librarys(
     )
     ours = Histogram("x", "X.", buckets, "one", "two")
     for labels, values in observed:
-        ours.observe(labels)
+        ours.observe_all(labels, ())
         library.labels(*labels)
         for value in values:
             ours.observe(labels, value)
@@ -59,9 +59,12 @@ def test_a_counter_is_the_librarys(counted: list[tuple[tuple[str, str], int]]) -
     assert lines(Shown(ours)) == lines(theirs)
 
 
-def test_several_values_at_once_are_as_many_one_by_one() -> None:
+@given(st.lists(st.integers(0, 20_000)))
+def test_several_values_at_once_are_as_many_one_by_one(values: list[int]) -> None:
     one_by_one, at_once = (Histogram("x", "X.", TTFT_BUCKETS, "model") for _ in range(2))
-    for value in (0.5, 0.25, 8.0):
-        one_by_one.observe(("m",), value)
-    at_once.observe(("m",), 0.5, 0.25, 8.0)
+    at_once.observe_all(("m",), ())
+    at_once.observe_all(("m",), [value / 1024 for value in values])
+    one_by_one.observe_all(("m",), ())
+    for value in values:
+        one_by_one.observe(("m",), value / 1024)
     assert lines(Shown(at_once)) == lines(Shown(one_by_one))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from operator import sub
 
 import msgspec
 
@@ -62,12 +63,15 @@ class Recording(msgspec.Struct, eq=False):
     def counted(self, times: Sequence[float]) -> None:
         """See `Visit`."""
         trace, gaps = self.journey.trace, self.gaps
-        for now in times:
-            last, trace.last = trace.last, now
-            if last is None:
-                trace.first = now
-            elif trace.stream:
-                gaps.append(now - last)
+        last, trace.last = trace.last, times[-1]
+        if last is None:
+            trace.first = times[0]
+        if not trace.stream:
+            return
+        if last is not None:
+            gaps.append(times[0] - last)
+        if len(times) > 1:
+            gaps += map(sub, times[1:], times)
         if len(gaps) >= GAPS:
             self._tell_gaps()
 
