@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from argosy.engine.execution.checkpoint import locate, tensor_files
+from argosy.engine.execution.checkpoint import digest, locate, tensor_files
 from argosy.engine.execution.device import cpu_device
 from argosy.engine.execution.families import FAMILIES, parts_of
 from argosy.engine.execution.spec import RopeSpec
@@ -313,3 +313,35 @@ def test_configurations_are_read_without_torch() -> None:
         "assert not {'torch', 'safetensors', 'huggingface_hub'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_digest_is_of_what_is_in_the_files_and_not_of_where_they_are(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("one", "two")]
+    for folder in folders:
+        folder.mkdir()
+        save_file({"a": torch.ones(300, 100)}, folder / "model.safetensors")
+        (folder / "config.json").write_text("{}")
+        (folder / "notes.md").write_text(folder.name)
+    one, two = folders
+    assert digest(one) == digest(two)
+    weights = load_file(two / "model.safetensors")["a"]
+    weights[299, 99] = 2.0
+    save_file({"a": weights}, two / "model.safetensors")
+    assert digest(one) != digest(two)
+    save_file({"a": torch.ones(300, 100)}, two / "model.safetensors")
+    (two / "chat_template.jinja").write_text("{{ messages }}")
+    assert digest(one) != digest(two)
+
+
+def test_of_a_large_file_a_part_of_every_matrix_counts(tmp_path: Path) -> None:
+    matrix = 8 << 20
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(16 * matrix)
+        before = digest(tmp_path)
+        for number in range(16):
+            file.seek(number * matrix)
+            file.write(b"\1" * matrix)
+            file.flush()
+            after = digest(tmp_path)
+            assert after != before
+            before = after

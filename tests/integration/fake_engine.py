@@ -55,6 +55,8 @@ class FakeEngine:
     script: Callable[[EngineRequest], Script]
     state: State = "starting"
     max_model_len: int = 512
+    digest: str = ""
+    """Of the model, as the core would tell it."""
     requests: list[EngineRequest] = field(default_factory=list)
     live: set[str] = field(default_factory=set)
     aborted: list[str] = field(default_factory=list)
@@ -88,6 +90,7 @@ class FakeEngine:
             load_s=0.0,
             backend="fake",
             fingerprint="",
+            digest=self.digest,
         )
 
     async def start(self, on_step: Callable[[Stats], None] | None = None) -> Ready:

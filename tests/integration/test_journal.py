@@ -120,6 +120,19 @@ async def test_a_stream_cut_after_any_block_goes_on_as_if_nothing_had_happened(
         assert merged(cut.chunks + rest.chunks) == merged(whole.chunks)
 
 
+async def test_another_model_does_not_go_on(real: Served) -> None:
+    path, body = BODIES["chat"]
+    journal = {"x-argosy-journal": "1"}
+    told = await real.client.post(path, json=body | {"max_tokens": 2}, headers=journal)
+    assert told.status_code == 200
+    same = {"x-argosy-model-digest": told.headers["x-argosy-model-digest"]}
+    again = body | {"max_tokens": 2, "stream": True}
+    assert (await real.client.post(path, json=again, headers=journal | same)).status_code == 200
+    other = {"x-argosy-model-digest": "0" * 32}
+    refused = await real.client.post(path, json=again, headers=journal | other)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "other_model")
+
+
 async def test_the_journal_counts_what_the_usage_says(real: Served) -> None:
     path, body = BODIES["chat"]
     *_, whole = await stream(real, path, body | {"stream_options": {"include_usage": True}})

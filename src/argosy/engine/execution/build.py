@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from argosy.engine.config import EngineConfig, EngineLimits, resolve
-from argosy.engine.execution.checkpoint import fingerprint, locate
+from argosy.engine.execution.checkpoint import digest, fingerprint, locate
 from argosy.engine.execution.device import Device, cpu_device
 from argosy.engine.execution.executor import Executor, TorchExecutor
 from argosy.engine.execution.model import Decoder
@@ -36,6 +36,7 @@ class Built:
     load_s: float
     backend: str
     fingerprint: str
+    digest: str
     inflight: int
     """Steps under way while the next one is planned."""
     ridge_tokens: int
@@ -76,6 +77,7 @@ def build(config: EngineConfig, progress: Callable[[str, float], None]) -> Built
         kv_bytes_per_token=parts.kv_bytes_per_token,
         load_s=time.monotonic() - begin,
         fingerprint=f"{state} {held}",
+        digest=digest(path),
         inflight=device.inflight if config.inflight is None else config.inflight,
         ridge_tokens=device.ridge_tokens,
         backend=f"{device.name} {held} {executor.attention_name}",

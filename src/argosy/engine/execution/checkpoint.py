@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 
 from argosy.engine.execution.model_config import read_json
@@ -15,6 +16,9 @@ WANTED = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken"
 UNWANTED = ("consolidated*", "*/*")
 """What is not: weights in other layouts, and folders of them."""
 _HEADER_LIMIT = 100 << 20
+_PIECE_BYTES = 16 * 1024
+_PIECES = 1024
+"""Of a file, evenly spread: all of a small one, and some of every matrix of a large one."""
 
 
 def locate(model: str, revision: str | None) -> Path:
@@ -83,6 +87,22 @@ def fingerprint(path: Path) -> str:
         for name, s in states
     ]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def digest(path: Path) -> str:
+    """Tells a checkpoint from others by what is in its files, wherever they lie: names, sizes, and a part of each.
+
+    Training, or merging an adapter, changes all of the matrices that it touches.
+    """
+    found = hashlib.sha256()
+    for file in sorted({file for pattern in WANTED for file in path.glob(pattern)}):
+        with file.open("rb") as stream:
+            size = stream.seek(0, os.SEEK_END)
+            found.update(f"{file.name} {size}\n".encode())
+            for start in range(0, size, max(_PIECE_BYTES, -(-size // _PIECES))):
+                stream.seek(start)
+                found.update(stream.read(_PIECE_BYTES))
+    return found.hexdigest()[:32]
 
 
 def tensor_files(path: Path) -> dict[str, Path]:

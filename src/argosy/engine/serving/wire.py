@@ -124,6 +124,8 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="rea
     """Which compute path is in use, for people, e.g. "cpu (avx512_bf16, 2 threads) bfloat16 native"."""
     fingerprint: str
     """Which state of the model's files was loaded. Requests never go on with another one."""
+    digest: str = ""
+    """Tells the model from others, on any machine; empty: nobody knows."""
 
 
 class KvChange(msgspec.Struct, frozen=True, array_like=True):

@@ -11,6 +11,9 @@ from argosy.gateway.journey import Journey
 from argosy.gateway.replicas import Replica
 
 _FIXED = [(b"content-type", b"application/json"), (b"accept-encoding", b"identity")]
+_DIGEST = b"x-argosy-model-digest"
+"""By which a replica of ours tells which model it has, and is told which one has to go on with an answer."""
+_IS_DIGEST = re.compile(rb"[0-9a-f]{1,64}")
 _TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(?:-[!-~]{0,64})?")
 _TRACESTATE = re.compile(rb"[\t -~]{1,1024}")
 """W3C Trace Context. What is not like this may be more than a replica takes, which would then count as ill."""
@@ -34,7 +37,15 @@ def request_headers(
     headers += _of(caller.tier, caller.weight, caller.tenant, caller.domain)
     if journaled:
         headers.append((b"x-argosy-journal", b"1"))
+    if journey.delivered.digest:
+        headers.append((_DIGEST, journey.delivered.digest))
     return headers
+
+
+def model_digest(told: Mapping[bytes, bytes]) -> bytes:
+    """Which model a replica says that it has; empty where it does not."""
+    digest = told.get(_DIGEST, b"")
+    return digest if _IS_DIGEST.fullmatch(digest) else b""
 
 
 def _trace(sent: Mapping[bytes, bytes]) -> list[tuple[bytes, bytes]]:

@@ -12,7 +12,7 @@ import structlog
 
 from argosy.gateway.answering.answer import Out
 from argosy.gateway.answering.dispatch import RETRY_AFTER_S, Dispatcher, unavailable
-from argosy.gateway.answering.headers import request_headers
+from argosy.gateway.answering.headers import model_digest, request_headers
 from argosy.gateway.answering.stream import ClientStream
 from argosy.gateway.answering.turn import Begun, Race, RefusedError, Turn, Whole
 from argosy.gateway.ask import Ask
@@ -32,6 +32,9 @@ from argosy.gateway.upstream import Attempt, UpstreamError
 from argosy.policy import Outcome, backoff_s, classify
 from argosy.protocol import ApiError
 from argosy.web import Deadlines
+
+OTHER_MODEL = 409
+"""What a replica of ours answers that has another model than the one that began the answer."""
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
@@ -95,7 +98,8 @@ class Relay:
             whole = await self._attempt(race)
             outcome = Outcome.SUCCESS
         except UnfitError:
-            return self._passed_over(race.turn.replica)
+            self._passed_over(race.turn.replica)
+            return False
         except (UpstreamError, RefusedError) as error:
             if stream.stopped is not None:
                 return True
@@ -143,6 +147,8 @@ class Relay:
         leg = begun
         if race.hedged:  # the carrier goes by the last leg that it gave
             leg = _leg(carrier, turn.replica) or begun
+        if not journey.delivered.output_tokens:
+            journey.delivered.digest = model_digest(turn.attempt.headers)
         stream.feed_from(turn.attempt, turn.replica, leg.reader)
         try:
             await turn.attempt.end
@@ -179,6 +185,8 @@ class Relay:
                 replica.answers()
             if leg is not None and status == 200:
                 return leg
+            if status == OTHER_MODEL and journey.delivered.digest:
+                raise UnfitError
             content = await attempt.whole()
         finally:
             deadlines.remove(attempt)
@@ -234,13 +242,15 @@ class Relay:
         self._owes = False
         return await self._dispatcher.move(journey, within_s)
 
-    def _passed_over(self, replica: Replica) -> bool:
+    def _passed_over(self, replica: Replica) -> None:
         """It cannot go on: perhaps another can. Raises ApiError 502 when none is left."""
         journey = self._journey
+        if journey.delivered.digest and self._out.retract():
+            self._stream.start_over()  # the client has nothing of it yet, so any model may answer
+            return
         journey.unfit.add(replica.name)
         if all(one.name in journey.unfit for one in journey.pool.alive()):
             raise _cut_off()
-        return False
 
     def _second(self) -> Picked | None:
         """Another replica, beside the one that is silent, if there is room to spare."""

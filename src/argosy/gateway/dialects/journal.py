@@ -39,10 +39,13 @@ class Delivered(msgspec.Struct, eq=False):
     """Choice -> ids, as comma-separated pieces."""
     finished: dict[int, str] = msgspec.field(default_factory=dict)
     output_tokens: int = 0
+    digest: bytes = b""
+    """Of the model that gave it; empty: it did not say."""
 
     def forget(self) -> None:
         """It was not given to the client after all."""
         self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
+        self.digest = b""
         self.tokens.clear()
         self.finished.clear()
 

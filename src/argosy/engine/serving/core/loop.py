@@ -95,6 +95,7 @@ class EngineCore:
             load_s=built.load_s,
             backend=built.backend,
             fingerprint=built.fingerprint,
+            digest=built.digest,
         )
         self._eos = frozenset(built.spec.eos_token_ids)
         self._deltas = Deltas(limits.block_size)

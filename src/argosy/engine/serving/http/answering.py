@@ -38,6 +38,8 @@ from argosy.web import Exchange, SlowReaderError
 LARGE_BODY_BYTES = 32 * 1024
 """Bodies from this size are parsed and tokenized in a thread, so that streams do not wait for them."""
 
+DIGEST = b"x-argosy-model-digest"
+JOURNAL = b"x-argosy-journal"
 KEEP_ALIVE = comment(b"keep-alive")
 _ANSWER = re.compile(r"([\x21-\x7e]{1,128}) (\d{1,11})")
 MAX_WEIGHT = 1e6
@@ -81,6 +83,7 @@ class Answering:
     async def _answer(self, exchange: Exchange, api: Api[Body]) -> None:
         try:
             self._replica.service()  # refuse before reading
+            self._check_digest(exchange)
             raw = await exchange.body()
             body, frame = await self._admit(exchange, api, raw)
         except ApiError as error:
@@ -101,6 +104,15 @@ class Answering:
             raise
         finally:
             recorder.ended(reason)
+
+    def _check_digest(self, exchange: Exchange) -> None:
+        """Refuse to go on with what another model began, whatever it is called."""
+        digest, wanted = self._replica.engine.info.digest, exchange.header(DIGEST)
+        if wanted not in {"", digest}:
+            message = "The answer was begun by another model of this name. Ask a replica that has it, or begin anew."
+            raise ApiError(409, "other_model", message)
+        if digest and exchange.header(JOURNAL) == "1":
+            exchange.extra.append((DIGEST, digest.encode()))
 
     async def _admit(self, exchange: Exchange, api: Api[Body], raw: bytes) -> tuple[Body, Frame]:
         """Check everything and prepare the answer."""
@@ -205,7 +217,7 @@ def trusted_context(exchange: Exchange, answer_id: str) -> Context:
     return Context(
         request_id=answer_id,
         created=created,
-        journal=exchange.header(b"x-argosy-journal") == "1",
+        journal=exchange.header(JOURNAL) == "1",
         tenant=exchange.header(b"x-argosy-tenant"),
         domain=exchange.header(b"x-argosy-domain"),
         tier=int(tier),

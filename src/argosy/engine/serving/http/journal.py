@@ -8,9 +8,9 @@ and before the first
 
     : argosy prompt <tokens> <cached tokens>[ <names of its KV blocks, in base64>]
 
-Events count only together with the block that
-follows them: a stream that was cut goes on after the last whole block, with the ids in `resume`, and nothing
-is missing or told twice.
+Events count only together with the block that follows them: a stream that was cut goes on after the last whole
+block, with the ids in `resume`, and nothing is missing or told twice. The header `x-argosy-model-digest` names the
+model; who sends it back is answered by no other (409).
 """
 
 from __future__ import annotations
