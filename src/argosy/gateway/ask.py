@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Raw
 
-from argosy.protocol import ApiError, parse
+from argosy.protocol import ApiError, invalid, parse
 
 BYTES_PER_TOKEN = 4
 """For estimates where the prompt is text and no tokenizer is at hand."""
@@ -19,7 +19,9 @@ DEFAULT_OUTPUT = 256
 LONGEST_TOKEN_BYTES = 128
 """No token of a tokenizer in use is longer, runs of spaces included."""
 MOST = 1 << 24
-"""Choices, and tokens of each, as far as estimates go; who asks for more is refused by the replica."""
+"""Tokens of an answer, as far as estimates go; who asks for more is refused by the replica."""
+MOST_CHOICES = 1 << 14
+"""Of one request. Where its answer is ended here each is told so, whether its replica knew of so many or not."""
 MEDIA_TOKENS = 1024
 """For estimates: about what models that see make of one picture."""
 MOST_BESIDE_BYTES = 4 * 1024 * 1024
@@ -59,6 +61,7 @@ class _Known(msgspec.Struct, gc=False):
     timeout_s: Annotated[float, Meta(gt=0, le=86_400)] | None = None
     priority: Annotated[int, Meta(ge=0, le=8)] | None = None
     request_id: str | None = None
+    resume: Raw = Raw()
 
 
 class _Part(msgspec.Struct, gc=False):
@@ -85,10 +88,11 @@ class Ask(msgspec.Struct, frozen=True, eq=False):
     choices: int
     """Answers: `n` for each prompt."""
     max_output: int | None
+    """None: it names no limit, or one below 0, which means the same to those who take it (llama.cpp)."""
     prompt: bytes
     """The prompt or the messages, as they came."""
     prompt_tokens: int
-    """Estimated."""
+    """Estimated, with those that it gives itself to go on after (`resume`)."""
     session: str
     """What it belongs together with: of equal sessions, all go to one replica where the pool's rule is `hash`."""
     timeout_s: float = math.inf
@@ -137,6 +141,10 @@ def read(raw: bytes, prompt_field: str, domain: str = "", session: str = "") -> 
             400, "missing_required_parameter", f"Missing parameter '{name}'. Add it.", param=name
         )
     fields = fields_of(raw, len(prompt))
+    choices = max(1, known.n or 1) * _prompts(prompt)
+    if choices > MOST_CHOICES:
+        message = f"A request has at most {MOST_CHOICES} answers: 'n' of each prompt. Send several."
+        raise invalid(message, prompt_field if known.n is None else "n")
     drew_seed = known.seed is None
     if drew_seed:
         # Drawn here, so that whichever replica carries the answer on draws the same tokens.
@@ -148,10 +156,10 @@ def read(raw: bytes, prompt_field: str, domain: str = "", session: str = "") -> 
         fields=fields,
         model=known.model,
         stream=bool(known.stream),
-        choices=max(1, min(known.n or 1, MOST)) * _prompts(prompt),
-        max_output=None if limit is None else max(0, min(limit, MOST)),
+        choices=choices,
+        max_output=None if limit is None or limit < 0 else min(limit, MOST),
         prompt=prompt,
-        prompt_tokens=_tokens(prompt),
+        prompt_tokens=_tokens(prompt) + bytes(known.resume).count(b","),
         session=known.session_id or session or known.prompt_cache_key or "",
         timeout_s=math.inf if known.timeout_s is None else known.timeout_s,
         priority=known.priority or 0,
@@ -180,11 +188,24 @@ def _exceeds(prompt: bytes, tokens: int) -> bool:
 
 
 def fields_of(raw: bytes, prompt_bytes: int) -> dict[str, Raw]:
-    """All fields of a body, of which so much may be prompt. Raises ApiError 400 or 413."""
+    """All fields of a body, of which so much may be prompt. Raises ApiError 400 or 413.
+
+    Their texts are UTF-8: some are read here only later, for some servers.
+    """
     if len(raw) - prompt_bytes > MOST_BESIDE_BYTES:
         message = f"The body has more than {MOST_BESIDE_BYTES} bytes beside its prompt. Send less."
         raise ApiError(413, "request_too_large", message)
+    if not raw.isascii():
+        _check_utf8(raw)
     return parse(dict[str, Raw], raw)
+
+
+def _check_utf8(raw: bytes) -> None:
+    try:
+        raw.decode()
+    except UnicodeDecodeError as error:
+        message = f"The body is not valid UTF-8 (byte {error.start}). Send UTF-8."
+        raise invalid(message, code="invalid_json") from error
 
 
 def _tokens(prompt: bytes) -> int:

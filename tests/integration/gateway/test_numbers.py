@@ -211,6 +211,25 @@ async def test_tokens_that_the_client_gave_itself_are_not_delivered(
         assert (await here.agree()).output_tokens == 3
 
 
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("n", [1, 2])
+async def test_tokens_that_the_client_gave_itself_are_read_as_its_prompt_is(
+    tmp_path: Path, tokenizer: Tokenizer, stream: bool, n: int
+) -> None:
+    """Whole prompts that came as these cost nothing."""
+    engine = FakeEngine(tokenizer, always(Script([*range(100, 108)], finish="length")))
+    async with (
+        serve(engine) as served,
+        kept(tmp_path, ReplicaConfig(url=served.url, model=MODEL)) as here,
+    ):
+        await here.ask(stream=stream, n=n, max_tokens=8)
+        prompt = here.row().input_tokens
+        given = [[*range(100, 105)]] * n
+        await here.ask(stream=stream, n=n, resume={"token_ids": given}, max_tokens=8)
+        row = here.row()
+        assert (row.input_tokens, row.output_tokens) == (prompt + 5 * n, 3 * n)
+
+
 async def test_who_has_no_project_counts_for_their_organisation() -> None:
     metrics = GatewayMetrics()
     recorder = Recorder(Traces(ExplainConfig()), metrics, lambda: 1.0)

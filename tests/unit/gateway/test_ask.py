@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy.gateway.ask import LONGEST_TOKEN_BYTES, MEDIA_TOKENS, Ask, read
+from argosy.gateway.ask import LONGEST_TOKEN_BYTES, MEDIA_TOKENS, MOST_CHOICES, Ask, read
 from argosy.protocol import ApiError
 
 
@@ -110,6 +110,37 @@ def test_a_body_is_its_prompt_and_not_much_beside() -> None:
         read(b'{"model":"m","prompt":"x"' + many + b"}", "prompt")
     assert caught.value.status == 413
     assert read(b'{"model":"m","prompt":"' + many.hex().encode() + b'"}', "prompt").choices == 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "n", "param"),
+    [("a", MOST_CHOICES + 1, "n"), ("a", 10**30, "n"), (["a"] * 129, 128, "n")]
+    + [(["a"] * (MOST_CHOICES + 1), None, "prompt")],
+    ids=["choices", "absurdly many", "of each prompt", "prompts"],
+)
+def test_nobody_asks_for_millions_of_answers_at_once(
+    prompt: object, n: int | None, param: str
+) -> None:
+    """To end 16 million, where a server took the request, took a minute of the event loop and the memory."""
+    with pytest.raises(ApiError) as caught:
+        completion(prompt, n=n)
+    assert (caught.value.status, caught.value.param) == (400, param)
+    assert completion("a", n=MOST_CHOICES).choices == MOST_CHOICES
+
+
+@pytest.mark.parametrize(
+    "field",
+    [b'"stop":"\xff"', b'"cache_salt":"\xff"', b'"user":["\xff"]', b'"\xff":1'],
+)
+def test_a_body_is_utf_8_wherever_it_is_read_first(field: bytes) -> None:
+    with pytest.raises(ApiError) as caught:
+        read(b'{"model":"m","prompt":"x",' + field + b"}", "prompt")
+    assert (caught.value.status, caught.value.code) == (400, "invalid_json")
+
+
+def test_a_limit_below_zero_is_none() -> None:
+    assert completion("a", max_tokens=-1).max_output is None
+    assert completion("a", max_tokens=0).max_output == 0
 
 
 @pytest.mark.parametrize(

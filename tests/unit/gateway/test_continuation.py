@@ -147,6 +147,17 @@ def test_a_limit_holds_over_all_servers_together(
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETION])
+@given(deaths=places)
+def test_a_limit_below_zero_is_none_wherever_the_answer_goes_on(
+    path: str, deaths: list[int]
+) -> None:
+    passed, delivered = carry("llama.cpp", path, deaths, [], max_tokens=-1)
+    seen = seen_in(passed)
+    assert (seen.text, seen.finish) == (WHOLE, ["stop"])
+    assert delivered.output_tokens == len(ANSWER)
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETION])
 @pytest.mark.parametrize("limit", [4, 12])
 @pytest.mark.parametrize("how", ["exact", "prefill"])
 @given(deaths=places, cuts=places, stop=parts)

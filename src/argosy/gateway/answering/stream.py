@@ -159,7 +159,7 @@ class ClientStream:
     def count_whole(self, content: bytes, came: float, resumed: int) -> None:
         """An answer came in one piece: count what it says it used, about so much where it does not say.
 
-        `resumed` of its tokens are the client's own.
+        `resumed` of its tokens are the client's own, and were read as its prompt was.
         """
         journey, delivered = self._journey, self._delivered
         if journey.current is not None:
@@ -171,7 +171,8 @@ class ClientStream:
             usage.into(delivered)
             if usage.completion_tokens is not None:
                 journey.pool.answered(usage.completion_tokens / journey.ask.choices)
-        delivered.output_tokens = max(0, delivered.output_tokens - resumed)
+            delivered.prompt_tokens += resumed
+            delivered.output_tokens = max(0, delivered.output_tokens - resumed)
         self.settle()
         self._count((came,))
 
@@ -322,7 +323,8 @@ class ClientStream:
         uncached = picked.uncached
         if replica.kind == "argosy":  # others tell at the end, if at all
             uncached = told.prompt_tokens - told.cached_tokens
-            picked.answered(told.prompt_tokens, told.cached_tokens, told.prompt_blocks)
+            prompt = told.prompt_tokens - resumed_tokens(self._journey.ask)
+            picked.answered(prompt, told.cached_tokens, told.prompt_blocks)
         elif told.prompt_ids is not None:
             picked.read(told.prompt_ids, self._journey.ask)
         replica.first_token(attempt.last - tried.sent, uncached, attempt.last)

@@ -155,8 +155,13 @@ def journaled(
 
 
 def resumed_tokens(ask: Ask) -> int:
-    """How many ids those are that the client itself wants its choices to go on after."""
-    return sum(map(len, _resumed(ask)))
+    """How many ids those are that the client itself wants its choices to go on after; 0 where they make no sense."""
+    if "resume" not in ask.fields:
+        return 0
+    try:
+        return sum(map(len, _resumed(ask)))
+    except (msgspec.DecodeError, LookupError, TypeError):
+        return 0
 
 
 def _resumed(ask: Ask) -> list[list[int]]:
@@ -264,7 +269,7 @@ def _limits(ask: Ask, path: bytes, dialect: Dialect, told: int) -> dict[str, int
     left = {}
     for name, least in (("max_tokens", 1), ("max_completion_tokens", 1), ("min_tokens", 0)):
         value = msgspec.json.decode(ask.fields.get(name, Raw(b"null")))
-        if isinstance(value, int):
+        if isinstance(value, int) and value >= 0:
             left[name] = max(least, value - told)
     limit = output_limit(ask, path, dialect)
     if ask.max_output is None and limit is not None:

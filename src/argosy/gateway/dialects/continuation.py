@@ -20,6 +20,7 @@ from argosy.gateway.dialects.asking import (
     kept_stops,
     least_tokens,
     output_limit,
+    resumed_tokens,
     shows_ids,
     shows_timings,
     shows_usage,
@@ -140,7 +141,7 @@ class Carrier:
         if delivered.tokens:
             ids = [delivered.ids(choice) for choice in range(ask.choices)]
         body = journaled(ask, model, ids, streams=True)
-        return Leg(Outgoing(self._path, body), JournalReader(delivered))
+        return Leg(Outgoing(self._path, body), JournalReader(delivered, resumed_tokens(ask)))
 
     def _first(self, dialect: Dialect, model: str) -> Leg:
         ask, path = self._ask, self._path

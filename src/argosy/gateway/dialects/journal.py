@@ -57,8 +57,10 @@ class Delivered(msgspec.Struct, eq=False):
 class JournalReader(StreamReader):
     """One attempt's stream. Events are held until the block that makes them count has come."""
 
-    def __init__(self, delivered: Delivered) -> None:
+    def __init__(self, delivered: Delivered, resumed: int = 0) -> None:
+        """`resumed`: tokens that the client gave itself to go on after, which are read as its prompt is."""
         self._delivered = delivered
+        self._resumed = resumed
         self._first = not delivered.tokens
         self._told = delivered.finished.keys() - delivered.tokens.keys()
         """Choices that ended without a token: no ids say so, and the replica tells them again."""
@@ -127,7 +129,7 @@ class JournalReader(StreamReader):
             if not _COUNTS.fullmatch(entry):
                 raise ValueError("its counts of the prompt are none")
             if self._first:
-                delivered.prompt_tokens = int(words[1])
+                delivered.prompt_tokens = int(words[1]) + self._resumed
                 delivered.cached_tokens = min(int(words[2]), delivered.prompt_tokens)
                 delivered.prompt_blocks = words[3] if len(words) > 3 else b""
             return True

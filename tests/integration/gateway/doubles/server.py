@@ -154,7 +154,8 @@ class Double:
             before = "".join(self.answer[:start])
             tokens = (before[len(before.rstrip()) :] + tokens[0], *tokens[1:])
         most = asked.body.get("max_completion_tokens") or asked.body.get("max_tokens")
-        limit = most or (self.default_tokens if not asked.chat else 1000)
+        default = self.default_tokens if not asked.chat else 1000
+        limit = most if most and most > 0 else default  # below 0: llama.cpp's way to say none
         finish = "stop" if len(tokens) < limit else "length"
         start = start or 0
         return Part(start, tokens[:limit], finish, prompt_tokens + start)
