@@ -114,8 +114,12 @@ def test_a_body_is_its_prompt_and_not_much_beside() -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "n", "param"),
-    [("a", MOST_CHOICES + 1, "n"), ("a", 10**30, "n"), (["a"] * 129, 128, "n")]
-    + [(["a"] * (MOST_CHOICES + 1), None, "prompt")],
+    [
+        ("a", MOST_CHOICES + 1, "n"),
+        ("a", 10**30, "n"),
+        (["a"] * 129, 128, "n"),
+        (["a"] * (MOST_CHOICES + 1), None, "prompt"),
+    ],
     ids=["choices", "absurdly many", "of each prompt", "prompts"],
 )
 def test_nobody_asks_for_millions_of_answers_at_once(

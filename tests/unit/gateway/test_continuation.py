@@ -24,7 +24,7 @@ from tests.integration.gateway.doubles.server import ANSWER, WHOLE, Asked, Doubl
 from argosy.gateway.ask import Ask, read
 from argosy.gateway.dialects import Carrier, Carry, Dialect, Kind, Leg, dialect_of
 from argosy.gateway.dialects.journal import Delivered
-from argosy.protocol import EventParser
+from argosy.protocol import ApiError, EventParser
 
 KINDS: dict[Kind, type[Double]] = {
     "vllm": Vllm,
@@ -62,6 +62,23 @@ def test_servers_that_can_keep_the_cached_prompts_of_tenants_apart() -> None:
     assert salt("vllm", "a") == salt("vllm", "a", cache_salt=None)
     assert salt("vllm", "", cache_salt="own") == "own"
     assert salt("tgi", "a", cache_salt="own") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((name, b"1e400") for name in ("stop", "cache_salt", "response_format", "min_tokens")),
+        ("stream_options", b'{"include_usage":true,"x":1e400}'),
+        ("response_format", b'{"type":' + b"9" * 5000 + b"}"),
+    ],
+)
+def test_what_can_be_no_value_here_is_refused_by_name(name: str, value: bytes) -> None:
+    """Also where an engine would take it."""
+    body = json.dumps(BODIES[CHAT] | {"stream": True}).encode()
+    ask = read(body[:-1] + b',"%b":%b}' % (name.encode(), value), "messages")
+    with pytest.raises(ApiError) as caught:
+        Carrier(ask, CHAT.encode(), Delivered()).leg(dialect_of("vllm"), "m")
+    assert (caught.value.status, caught.value.param) == (400, name)
 
 
 def stream_of(kind: Kind, leg: Leg) -> bytes:

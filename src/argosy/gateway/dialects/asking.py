@@ -10,6 +10,7 @@ from msgspec import Raw
 
 from argosy.gateway.ask import Ask
 from argosy.gateway.dialects.dialect import CHAT_PATH, COMPLETION_PATH, OPERATORS, Dialect
+from argosy.protocol import ApiError, invalid
 
 _encode = msgspec.json.Encoder().encode
 
@@ -75,7 +76,7 @@ def is_plain_text(ask: Ask, path: bytes) -> bool:
         return False
     if not _is_set(fields, "response_format"):
         return True
-    wanted = msgspec.json.decode(fields["response_format"])
+    wanted = _said(ask, "response_format")
     return path == CHAT_PATH and isinstance(wanted, dict) and wanted.get("type") == "text"
 
 
@@ -83,7 +84,7 @@ def is_known_by_ids(ask: Ask, path: bytes) -> bool:
     """Whether the token ids of its prompt say all of it: those of a picture or a sound only say where it stands."""
     if path == COMPLETION_PATH:
         return True
-    messages = msgspec.json.decode(ask.prompt, type=list[dict[str, Any]])
+    messages = _said(ask, "messages", list[dict[str, Any]])
     contents = [message.get("content") for message in messages]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     return all(
@@ -108,7 +109,7 @@ def kept_stops(ask: Ask, dialect: Dialect) -> tuple[str, ...]:
         or any(_is_set(ask.fields, name) for name in (dialect.keeps_stops, "stop_token_ids"))
     ):
         return ()
-    stops = msgspec.json.decode(ask.fields.get("stop", Raw(b"null")))
+    stops = _said(ask, "stop")
     listed = [stops] if isinstance(stops, str) else stops
     if not isinstance(listed, list) or not all(isinstance(stop, str) for stop in listed):
         return ()
@@ -117,7 +118,7 @@ def kept_stops(ask: Ask, dialect: Dialect) -> tuple[str, ...]:
 
 def least_tokens(ask: Ask) -> int:
     """Tokens before which no stop string counts."""
-    least = msgspec.json.decode(ask.fields.get("min_tokens", Raw(b"null")))
+    least = _said(ask, "min_tokens")
     return least if isinstance(least, int) else 0
 
 
@@ -160,13 +161,13 @@ def resumed_tokens(ask: Ask) -> int:
         return 0
     try:
         return sum(map(len, _resumed(ask)))
-    except (msgspec.DecodeError, LookupError, TypeError):
+    except (ApiError, LookupError, TypeError):
         return 0
 
 
 def _resumed(ask: Ask) -> list[list[int]]:
     """The ids that the client itself wants each choice to go on after, which a replica has found good."""
-    resume = msgspec.json.decode(ask.fields.get("resume", Raw(b"null")))
+    resume = _said(ask, "resume")
     if resume is None:
         return [[]] * ask.choices
     given: list[Any] = resume["token_ids"]
@@ -185,14 +186,14 @@ def with_text(
     fields = _fields(ask, path, dialect, model, carriable=True)
     changes: dict[str, Any] = _limits(ask, path, dialect, tokens)
     if path == COMPLETION_PATH:
-        prompt = msgspec.json.decode(ask.prompt)
+        prompt = _said(ask, "prompt")
         if isinstance(prompt, list) and len(prompt) == 1:
             prompt = prompt[0]
         if not isinstance(prompt, str):
             return None
         changes["prompt"] = prompt + text
         return _changed(fields, changes)
-    messages = msgspec.json.decode(ask.prompt, type=list[dict[str, Any]])
+    messages = _said(ask, "messages", list[dict[str, Any]])
     last = messages[-1] if messages else {}
     if last.get("role") != "assistant":
         messages.append({"role": "assistant", "content": text})
@@ -228,7 +229,7 @@ def sent_salt(ask: Ask, dialect: Dialect) -> str:
     own = ask.fields.get("cache_salt", Raw(b"null"))
     if ask.domain:
         return hashlib.sha256(ask.domain.encode() + b"\0" + bytes(own)).hexdigest()
-    salt = msgspec.json.decode(own)
+    salt = _said(ask, "cache_salt")
     return salt if isinstance(salt, str) else ""
 
 
@@ -268,7 +269,7 @@ def _limits(ask: Ask, path: bytes, dialect: Dialect, told: int) -> dict[str, int
     """What is left of the limits on the answer's length."""
     left = {}
     for name, least in (("max_tokens", 1), ("max_completion_tokens", 1), ("min_tokens", 0)):
-        value = msgspec.json.decode(ask.fields.get(name, Raw(b"null")))
+        value = _said(ask, name)
         if isinstance(value, int) and value >= 0:
             left[name] = max(least, value - told)
     limit = output_limit(ask, path, dialect)
@@ -277,8 +278,20 @@ def _limits(ask: Ask, path: bytes, dialect: Dialect, told: int) -> dict[str, int
     return left
 
 
+def _said(ask: Ask, name: str, kind: Any = Any) -> Any:  # noqa: ANN401 - whatever it is
+    """What a field says; None where it is not there.
+
+    Raises ApiError 400 for what can be no value here: engines may take it, numbers beyond any, say.
+    """
+    try:
+        return msgspec.json.decode(ask.fields.get(name, Raw(b"null")), type=kind)
+    except msgspec.DecodeError as error:
+        message = f"Invalid value for '{name}': {error}. Correct it."
+        raise invalid(message, name, "invalid_type") from error
+
+
 def _options(ask: Ask) -> dict[str, Any]:
-    options = msgspec.json.decode(ask.fields.get("stream_options", Raw(b"null")))
+    options = _said(ask, "stream_options")
     return options if isinstance(options, dict) else {}
 
 
