@@ -39,6 +39,17 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
         "/v1/completions",
         completion("The cat", max_tokens=2, seed=1, prompt_logprobs=1),
     ),
+    "stream options": (
+        "/v1/completions",
+        completion(
+            "The cat",
+            seed=9,
+            max_tokens=4,
+            prompt_logprobs=None,
+            stream_options={"include_usage": True, "continuous_usage_stats": True},
+        ),
+    ),
+    "no such stream options": ("/v1/completions", completion("A", stream_options={"x": 1})),
     "no such temperature": ("/v1/completions", completion("The cat", temperature=-1)),
 }
 

@@ -26,7 +26,7 @@ MEDIA_TOKENS = 1024
 """For estimates: about what models that see make of one picture."""
 MOST_BESIDE_BYTES = 4 * 1024 * 1024
 """Of a body, beside its prompt: millions of fields would take a second and a gigabyte to look at."""
-WHOLE_ONLY = frozenset({"prompt_logprobs", "resume", "stream_options"})
+WHOLE_ONLY = ("prompt_logprobs", "resume")
 """Fields that streams do not take, or take differently."""
 
 _MEDIA = re.compile(rb'"(?:data:[^",]{0,100},)?[A-Za-z0-9+/\\]{512,}={0,2}"')
@@ -125,7 +125,7 @@ class Ask(msgspec.Struct, frozen=True, eq=False):
     @property
     def gathers(self) -> bool:
         """Whether its whole answer can be put together from a stream of ours."""
-        return self.fields.keys().isdisjoint(WHOLE_ONLY)
+        return all(bytes(self.fields.get(name, b"null")) == b"null" for name in WHOLE_ONLY)
 
 
 def read(raw: bytes, prompt_field: str, domain: str = "", session: str = "") -> Ask:

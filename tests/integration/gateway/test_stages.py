@@ -131,10 +131,21 @@ async def test_a_stream_that_was_there_at_once_ends_once(kind: Kind, most: int) 
     assert (watching.left[0].status, watching.counts[-1]) == ("stopped", most)
 
 
-async def test_a_limit_ends_a_whole_answer_at_the_token_too(tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"stream": False, "stream_options": {"include_usage": True}},
+        {"stream_options": None, "resume": None, "prompt_logprobs": None},
+    ],
+    ids=["plain", "stream options", "nulls"],
+)
+async def test_a_limit_ends_a_whole_answer_at_the_token_too(
+    tokenizer: Tokenizer, more: dict[str, Any]
+) -> None:
     watching = Watching(most=5)
     async with ours(tokenizer, watching) as (running, engine):
-        answer = await running.client.post(PATHS[0], json=CHAT | {"return_token_ids": True})
+        answer = await running.client.post(PATHS[0], json=CHAT | {"return_token_ids": True} | more)
         await engine.nothing_runs()
     told = answer.json()
     (choice,) = told["choices"]
