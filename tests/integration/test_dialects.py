@@ -474,6 +474,9 @@ async def test_no_client_says_what_only_parts_of_a_fleet_may_say(family: Family)
             "migration_request": {"remote_engine_id": "10.0.0.1"},
             "disaggregated_params": {"request_type": "generation_only"},
             "lora_path": "/another",
+            "Model": "another",
+            "models": ["another"],
+            "fallbacks": [{"model": "another"}],
             "id_slot": 0,
             "custom_logit_processor": "{}",
         }

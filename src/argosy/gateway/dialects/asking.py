@@ -244,7 +244,12 @@ def _fields(
     ask: Ask, path: bytes, dialect: Dialect, model: str, *, carriable: bool
 ) -> dict[str, Raw]:
     left_out = dialect.unknown | OPERATORS
-    fields = {name: value for name, value in ask.fields.items() if name not in left_out}
+    fields = {
+        name: value
+        for name, value in ask.fields.items()
+        # Servers in Go take "Model" for "model", and whichever comes last.
+        if name not in left_out and name.lower() != "model"
+    }
     if ask.drew_seed:
         del fields["seed"]  # it is for our own replicas; others are slower with one
     fields["model"] = Raw(_encode(model))

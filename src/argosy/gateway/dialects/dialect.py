@@ -52,7 +52,10 @@ OPERATORS = frozenset(
         "routed_dp_rank",
         "disagg_prefill_dp_rank",
         "id_slot",
-        # Another model than the one that was asked for: an adapter, by its name or from a path.
+        # Another model than the one that was asked for: in its place (OpenRouter, LiteLLM), or an adapter, by its name
+        # or from a path.
+        "models",
+        "fallbacks",
         "lora",
         "lora_path",
         "lora_request",
