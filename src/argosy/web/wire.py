@@ -95,7 +95,7 @@ class RequestWire:
         self._body = bytearray()
         self._size = 0
         self._crowded = False
-        """There was no room for what came."""
+        """There was no room for what came, and it is more than what is taken in of any."""
         self._most = UNREAD_BYTES
         self._handed = False
         """The end of the body was given to an ASGI application."""
@@ -183,7 +183,8 @@ class RequestWire:
             return
         self._body += body
         self._size += len(body)
-        self._crowded = not self._connection.keep(len(body))
+        there_is_room = self._connection.keep(len(body))
+        self._crowded = not there_is_room and self._size > UNREAD_BYTES
         if self._size > self._most:
             self._connection.hold()
         self._wake()

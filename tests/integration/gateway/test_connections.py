@@ -289,6 +289,34 @@ async def test_bodies_that_are_never_whole_take_so_much_together_and_no_more(
             assert whole.endswith(b"900000")
 
 
+async def test_there_is_room_for_small_bodies_whoever_sends_large_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who sent large ones slowly kept all others out, but for those whose request came in one packet."""
+    came = 0
+
+    def keep(self: connections.Connection, count: int) -> bool:
+        nonlocal came
+        came += max(0, count)
+        return keeps(self, count)
+
+    keeps = connections.Connection.keep
+    monkeypatch.setattr(connections.Connection, "keep", keep)
+    monkeypatch.setattr(connections, "MOST_UNREAD_BYTES", 1 << 20)
+    large, small = (
+        post("/hold/", bytes(1 << 21)),
+        post("/hold/", bytes(50_000), "connection: close"),
+    )
+    async with listening(APP) as port, connected(port) as (_, slow), connected(port) as new:
+        slow.write(large[: 1 << 20])
+        await until(lambda: came > 1_000_000)
+        before, (reader, writer) = came, new
+        writer.write(small[:40_000])
+        await until(lambda: came > before)
+        writer.write(small[40_000:])
+        assert (await reader.read()).endswith(b"50000")
+
+
 async def test_continue_is_sent_when_the_body_is_wanted() -> None:
     async with talking() as (reader, writer):
         asked = post("/echo", b"hello", "expect: 100-continue", "connection: close")
