@@ -68,6 +68,34 @@ async def test_of_what_a_server_does_not_say_is_counted_what_it_gave(
         assert (row.input_tokens, row.cached_tokens, row.output_tokens) == counts
 
 
+@pytest.mark.parametrize("name", ["content", "reasoning", "tool_calls"])
+@pytest.mark.parametrize("choices", [1, 2], ids=["carriable", "passed"])
+async def test_who_leaves_before_the_usage_pays_for_more_than_an_events_first_token(
+    tmp_path: Path, choices: int, name: str
+) -> None:
+    """Hosted APIs, and engines that are told to, send dozens of tokens with each event."""
+    words = "forty words or so " * 20
+    calls = [{"index": 0, "function": {"arguments": words}}]
+
+    async def script(asked: Asked) -> None:
+        asked.stream()
+        delta = {name: calls if name == "tool_calls" else words}
+        for finish in (None, "stop"):
+            choice = {"index": 0, "delta": delta, "finish_reason": finish}
+            asked.send(event(json.dumps({"choices": [choice]}).encode()))
+        await asked.writer.drain()
+        await asyncio.Event().wait()
+
+    async with rough_server(script) as rough, carriable(tmp_path, rough.url) as here:
+        body = {"model": "big", "messages": [], "n": choices, **STREAM}
+        async with here.running.client.stream("POST", CHATS, json=body) as answer:
+            async for line in answer.aiter_lines():
+                if "stop" in line:
+                    break
+        await here.running.idle()
+        assert here.row().output_tokens == 2 * (len(words) // 4)
+
+
 async def test_counts_that_cannot_be_are_not_believed(tmp_path: Path) -> None:
     async def script(asked: Asked) -> None:
         asked.stream()

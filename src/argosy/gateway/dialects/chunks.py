@@ -25,7 +25,7 @@ from argosy.gateway.dialects.events import (
     status_of,
 )
 from argosy.gateway.dialects.journal import Delivered
-from argosy.gateway.dialects.passing import Tokens, Usage
+from argosy.gateway.dialects.passing import Tokens, Usage, tokens_of
 from argosy.gateway.dialects.reader import StreamReader
 from argosy.gateway.dialects.told import Told, encode
 from argosy.protocol import SSE_DONE, Unended
@@ -221,7 +221,8 @@ class ChunkReader(StreamReader):
             choice["token_ids"] = told.show(len(ids)) if self._view.ids else None
         elif self._says(choice):
             told.has_ids = False
-            told.tokens += 0 if counted else 1
+            said = choice["delta"].values() if told.path == CHAT_PATH else (choice["text"],)
+            told.tokens += 0 if counted else tokens_of(*said)
         if (self._view.ids and not self._goes_on) or (ids is None and not prompt):
             return False
         for holder in (chunk, choice):  # the prompt's were told before, or nobody asked

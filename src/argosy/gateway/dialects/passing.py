@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from argosy.gateway.ask import BYTES_PER_TOKEN
 from argosy.gateway.dialects.events import (
     BROKEN_OFF,
     DONE,
@@ -24,6 +25,26 @@ from argosy.protocol import SSE_DONE, Unended
 
 Tokens = Annotated[int, Meta(ge=0, lt=2**31)]
 """A count that can be: whatever else a server says is not billed. A ledger could not sum up a few larger ones."""
+
+
+ONE_TOKEN_BYTES = 32
+"""Longer text of one event is of several tokens: many servers send those that came together as one."""
+
+
+def tokens_of(*said: object) -> int:
+    """How many tokens an event has brought that says this, about, where its server does not tell: mostly one.
+
+    Of several texts the longest counts: some say the same twice, by an old name and a new one.
+    """
+    texts = [text for one in said for text in (_arguments(one) if isinstance(one, list) else [one])]
+    size = max(len(text.encode()) for text in ("", *texts) if isinstance(text, str))
+    return size // BYTES_PER_TOKEN if size > ONE_TOKEN_BYTES else 1
+
+
+def _arguments(calls: list[object]) -> list[object]:
+    """Those of tool calls, as far as they are some."""
+    functions = [call.get("function") for call in calls if isinstance(call, dict)]
+    return [one.get("arguments") for one in functions if isinstance(one, dict)]
 
 
 class Cached(msgspec.Struct):
@@ -109,6 +130,11 @@ class _Delta(msgspec.Struct):
         more = self.reasoning or self.reasoning_content or self.refusal or self.tool_calls
         return bool(self.content or more or self.function_call or self.audio)
 
+    @property
+    def tokens(self) -> int:
+        texts = self.content, self.reasoning, self.reasoning_content, self.refusal
+        return tokens_of(*texts, self.tool_calls)
+
 
 class _Choice(msgspec.Struct):
     index: int = 0
@@ -120,6 +146,10 @@ class _Choice(msgspec.Struct):
     def says(self) -> bool:
         return bool(self.text) or (self.delta is not None and self.delta.says)
 
+    @property
+    def tokens(self) -> int:
+        return tokens_of(self.text) if self.delta is None else self.delta.tokens
+
 
 class _Chunk(msgspec.Struct):
     choices: list[_Choice] | None = None
@@ -129,7 +159,7 @@ class _Chunk(msgspec.Struct):
 
 
 class PassReader(StreamReader):
-    """One attempt's stream. A choice that says something is taken for one token, until the usage tells."""
+    """One attempt's stream. What a choice says counts by its length (`tokens_of`), until the usage tells."""
 
     def __init__(self, delivered: Delivered, *, shows_usage: bool) -> None:
         self._delivered = delivered
@@ -193,7 +223,7 @@ class PassReader(StreamReader):
         delivered, usage = self._delivered, chunk.usage
         for choice in chunk.choices or ():
             if choice.says:
-                delivered.output_tokens += 1
+                delivered.output_tokens += choice.tokens
             if choice.finish_reason:
                 delivered.finished[choice.index] = choice.finish_reason
         self.usage_told = usage is not None
