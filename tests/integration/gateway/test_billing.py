@@ -96,6 +96,18 @@ async def test_who_leaves_before_the_usage_pays_for_more_than_an_events_first_to
         assert here.row().output_tokens == 2 * (len(words) // 4)
 
 
+async def test_a_prompt_that_is_echoed_is_no_answer(tmp_path: Path) -> None:
+    async def script(asked: Asked) -> None:
+        asked.stream()
+        asked.say(PROMPT * 9)
+        asked.say(" a story", "stop")
+        asked.end()
+
+    async with rough_server(script) as rough, books(tmp_path, rough.url) as here:
+        await here.ask(echo=True, **STREAM)
+        assert (await here.agree()).output_tokens == 2
+
+
 async def test_counts_that_cannot_be_are_not_believed(tmp_path: Path) -> None:
     async def script(asked: Asked) -> None:
         asked.stream()

@@ -122,6 +122,11 @@ def least_tokens(ask: Ask) -> int:
     return least if isinstance(least, int) else 0
 
 
+def echoes(ask: Ask) -> bool:
+    """Whether its answers begin with their prompts."""
+    return _is_set(ask.fields, "echo")
+
+
 def shows_usage(ask: Ask) -> bool:
     """Whether the client asked for the usage of its stream."""
     return bool(_options(ask).get("include_usage"))

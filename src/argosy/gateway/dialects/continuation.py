@@ -13,6 +13,7 @@ import msgspec
 from argosy.gateway.ask import Ask
 from argosy.gateway.dialects.asking import (
     asked,
+    echoes,
     has_stop_strings,
     is_known_by_ids,
     is_plain_text,
@@ -152,7 +153,8 @@ class Carrier:
         self._told.gate = None
         if carriable:
             return Leg(outgoing, self._reader(dialect))
-        self._passing = PassReader(self._delivered, shows_usage=shows_usage(ask))
+        shown, echoed = shows_usage(ask), echoes(ask)
+        self._passing = PassReader(self._delivered, shows_usage=shown, echoes=echoed)
         return Leg(outgoing, self._passing)
 
     def _next(self, dialect: Dialect, model: str, room: int) -> Leg | None:

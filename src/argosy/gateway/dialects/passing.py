@@ -161,9 +161,13 @@ class _Chunk(msgspec.Struct):
 class PassReader(StreamReader):
     """One attempt's stream. What a choice says counts by its length (`tokens_of`), until the usage tells."""
 
-    def __init__(self, delivered: Delivered, *, shows_usage: bool) -> None:
+    def __init__(self, delivered: Delivered, *, shows_usage: bool, echoes: bool = False) -> None:
+        """`echoes`: each choice begins with its prompt."""
         self._delivered = delivered
         self._shows_usage = shows_usage
+        self._echoes = echoes
+        self._begun: set[int] = set()
+        """Choices that have said something."""
         self._decode = msgspec.json.Decoder(_Chunk).decode
         self._rest = Unended()
         self._first = b""
@@ -223,7 +227,9 @@ class PassReader(StreamReader):
         delivered, usage = self._delivered, chunk.usage
         for choice in chunk.choices or ():
             if choice.says:
-                delivered.output_tokens += choice.tokens
+                prompt = self._echoes and choice.index not in self._begun
+                delivered.output_tokens += 1 if prompt else choice.tokens
+                self._begun.add(choice.index)
             if choice.finish_reason:
                 delivered.finished[choice.index] = choice.finish_reason
         self.usage_told = usage is not None
