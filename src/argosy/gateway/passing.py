@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable
+from weakref import WeakValueDictionary
 
 import msgspec
 from msgspec import Raw
@@ -24,6 +25,8 @@ from argosy.web import JSON, DisconnectedError, Exchange
 TIMEOUT_S = 30.0
 AGAIN_S = 0.5
 """While nothing is there and something may be soon."""
+AT_ONCE = 4
+"""Of one tenant; more of them wait: replicas tokenize the prompts of all others with the same processors."""
 REPLICAS = "/replicas/"
 METRICS = "/metrics"
 
@@ -43,6 +46,8 @@ class Passing:
     def __init__(self, models: Models, limits: Limits | None) -> None:
         self._models = models
         self._limits = limits
+        self._places = WeakValueDictionary[str, asyncio.Semaphore]()
+        """By tenant."""
 
     async def text(self, exchange: Exchange, caller: Caller) -> None:
         """`POST /tokenize` and `POST /detokenize`."""
@@ -53,14 +58,18 @@ class Passing:
         models, name, headers = self._models, known.model, exchange.headers
         one = models.only(caller, headers) if name is None else models.target(name, caller, headers)
         pool = one.pool
+        places = self._places.setdefault(caller.tenant, asyncio.Semaphore(AT_ONCE))
         if self._limits is None:
-            await self._pass(exchange, pool, fields)
+            async with places:
+                await self._pass(exchange, pool, fields)
             return
-        async with self._limits.passing(caller, pool.model, exchange.extra):
+        async with self._limits.passing(caller, pool.model, exchange.extra), places:
             await self._pass(exchange, pool, fields)
 
     async def _pass(self, exchange: Exchange, pool: Pool, fields: dict[str, Raw]) -> None:
         """Let a replica answer, or one that is coming back. Raises ApiError 503."""
+        if exchange.gone:  # it had to wait
+            raise DisconnectedError
         until = time.monotonic() + TIMEOUT_S
         while True:
             for replica in _by_load(pool):

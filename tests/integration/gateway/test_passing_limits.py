@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 
+import httpx2
 import pytest
 from structlog.testing import capture_logs
+from tests.gateways import tenants
+from tests.integration.gateway.doubles.families import Vllm
+from tests.integration.gateway.doubles.server import Asked, running
 from tests.integration.gateway.limit_world import CALLER, limit, refusal, request
 from tests.integration.gateway.test_limits import Clock, in_force
 from tests.integration.gateway.test_shared_limits import gateways
 from tests.services import RedisServer, running_redis
+from tests.waiting import until
 
+from argosy.gateway import GatewayConfig, GatewayServer, ModelConfig, ReplicaConfig
+from argosy.gateway.passing import AT_ONCE
 from argosy.protocol import ApiError
+from argosy.store import StoreConfig
 
 
 @pytest.fixture
@@ -55,6 +65,55 @@ async def test_what_generates_nothing_asks_for_its_room_too(server: RedisServer)
         with pytest.raises(ApiError, match="2 requests per hour"):
             async with stage.passing(CALLER, "big", []):
                 pass
+
+
+class Slow(Vllm):
+    """Tokenizes once it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may = asyncio.Event()
+        self.most = 0
+
+    async def _answer(self, asked: Asked, writer: asyncio.StreamWriter) -> bool:
+        self.running += 1
+        self.most = max(self.most, self.running)
+        await self.may.wait()
+        self.running -= 1
+        return await super()._answer(asked, writer)
+
+
+async def test_one_tenants_texts_are_tokenized_a_few_at_a_time(tmp_path: Path) -> None:
+    """Sixty long ones at once kept everybody else's prompts waiting for seconds."""
+    double, url = Slow(), f"sqlite:///{tmp_path / 'argosy.db'}"
+    with tenants(url) as people:
+        shop, other = (people.key(people.project(name)) for name in ("shop", "other"))
+        async with running(double):
+            behind = ReplicaConfig(url=double.url, kind="vllm", model=double.model)
+            config = GatewayConfig(
+                port=0,
+                models=[ModelConfig(name="big", replicas=[behind])],
+                store=StoreConfig(url=url),
+            )
+            ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+            server = GatewayServer(config, ready.set_result)
+            serving = asyncio.create_task(server.run())
+            async with httpx2.AsyncClient(base_url=await ready, timeout=30) as client:
+
+                async def ask(key: str) -> int:
+                    headers = {"authorization": f"Bearer {key}"}
+                    body = {"model": "big", "prompt": "Tell me"}
+                    return (await client.post("/tokenize", json=body, headers=headers)).status_code
+
+                asking = [asyncio.create_task(ask(shop)) for _ in range(3 * AT_ONCE)]
+                await until(lambda: double.running >= AT_ONCE)
+                asking.append(asyncio.create_task(ask(other)))
+                await until(lambda: double.running > AT_ONCE)
+                double.may.set()
+                assert await asyncio.gather(*asking) == [200] * len(asking)
+                assert double.most == AT_ONCE + 1
+            server.stop()
+            await serving
 
 
 async def test_a_limit_that_cannot_be_counted_takes_none_of_the_others_out_of_force(
