@@ -130,7 +130,7 @@ class Book:
         one = self._projects.get(wanted)
         named = self._named.get(wanted, []) if one is None else [one]
         found = [project for project in named if not home or project.organisation == home]
-        # The oldest, but those that are archived last: nobody takes a project from others by giving theirs its name.
+        # The oldest, but those that are archived last: nobody takes a project from others by giving a new one its name.
         found.sort(key=lambda project: project.archived_at is not None)
         if not found:
             message = f"The token's project {wanted[:100]!r} is not known here."
