@@ -26,7 +26,7 @@ TIMEOUT_S = 30.0
 AGAIN_S = 0.5
 """While nothing is there and something may be soon."""
 AT_ONCE = 4
-"""Of one tenant; more of them wait: replicas tokenize the prompts of all others with the same processors."""
+"""Of one tenant; more of them wait unread: replicas tokenize the prompts of all others with the same processors."""
 REPLICAS = "/replicas/"
 METRICS = "/metrics"
 
@@ -51,6 +51,12 @@ class Passing:
 
     async def text(self, exchange: Exchange, caller: Caller) -> None:
         """`POST /tokenize` and `POST /detokenize`."""
+        async with self._places.setdefault(caller.tenant, asyncio.Semaphore(AT_ONCE)):
+            if exchange.gone:
+                raise DisconnectedError
+            await self._text(exchange, caller)
+
+    async def _text(self, exchange: Exchange, caller: Caller) -> None:
         raw = await exchange.body()
         known = parse(_Known, raw)
         texts = (known.prompt, known.messages, known.tokens)
@@ -58,18 +64,14 @@ class Passing:
         models, name, headers = self._models, known.model, exchange.headers
         one = models.only(caller, headers) if name is None else models.target(name, caller, headers)
         pool = one.pool
-        places = self._places.setdefault(caller.tenant, asyncio.Semaphore(AT_ONCE))
         if self._limits is None:
-            async with places:
-                await self._pass(exchange, pool, fields)
+            await self._pass(exchange, pool, fields)
             return
-        async with self._limits.passing(caller, pool.model, exchange.extra), places:
+        async with self._limits.passing(caller, pool.model, exchange.extra):
             await self._pass(exchange, pool, fields)
 
     async def _pass(self, exchange: Exchange, pool: Pool, fields: dict[str, Raw]) -> None:
         """Let a replica answer, or one that is coming back. Raises ApiError 503."""
-        if exchange.gone:  # it had to wait
-            raise DisconnectedError
         until = time.monotonic() + TIMEOUT_S
         while True:
             for replica in _by_load(pool):
