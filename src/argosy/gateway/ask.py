@@ -31,13 +31,8 @@ WHOLE_ONLY = ("prompt_logprobs", "resume")
 
 _MEDIA = re.compile(rb'"(?:data:[^",]{0,100},)?[A-Za-z0-9+/\\]{512,}={0,2}"')
 """A picture or sound in base64."""
-_SEVERAL = re.compile(rb'\[\s*["[]')
-"""Texts or lists of ids, and not one text, one list of ids, or a chat's messages."""
-
 _IDS = re.compile(rb"\[[\s0-9,]*+\]")
 """One list of ids."""
-_MESSAGES = re.compile(rb"\[\s*\{")
-"""A chat's."""
 
 
 class _StreamOptions(msgspec.Struct, gc=False):
@@ -179,7 +174,7 @@ def _exceeds(prompt: bytes, tokens: int) -> bool:
         return prompt.count(b",") >= tokens
     if not prompt.startswith(b"["):
         return len(msgspec.json.decode(prompt, type=str)) // LONGEST_TOKEN_BYTES > tokens
-    if _MESSAGES.match(prompt):
+    if _first_of(prompt) == b"{":  # a chat's messages
         if len(prompt) // LONGEST_TOKEN_BYTES <= tokens:
             return False
         messages = msgspec.json.decode(prompt, type=list[_Message])
@@ -219,4 +214,13 @@ def _tokens(prompt: bytes) -> int:
 
 def _prompts(prompt: bytes) -> int:
     """How many prompts a completion has: a list of texts or of lists of ids has as many as items."""
-    return len(msgspec.json.decode(prompt, type=list[Raw])) if _SEVERAL.match(prompt) else 1
+    if _first_of(prompt) not in {b'"', b"["}:
+        return 1  # one text, one list of ids, or a chat's messages
+    return len(msgspec.json.decode(prompt, type=list[Raw]))
+
+
+def _first_of(listed: bytes) -> bytes:
+    """What the first item of a JSON list begins with; empty where it is none. There may be megabytes of white space."""
+    if not listed.startswith(b"["):
+        return b""
+    return listed[1:64].lstrip()[:1] or listed[1:].lstrip()[:1]

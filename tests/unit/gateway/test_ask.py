@@ -162,3 +162,15 @@ def test_a_prompt_of_millions_of_values_is_refused_before_they_are_made(item: st
 def test_a_text_may_be_as_long_as_any_context_whatever_it_is_of() -> None:
     rows = [{"id": number, "tags": ["a", "b"]} for number in range(50_000)]
     assert completion(json.dumps(rows)).choices == 1
+
+
+@given(st.integers(0, 200), st.sampled_from(" \t\r\n"))
+def test_what_a_list_holds_is_seen_behind_any_white_space(count: int, white: str) -> None:
+    def choices(prompt: str) -> int:
+        return read(f'{{"model": "m", "prompt": {prompt}}}'.encode(), "prompt").choices
+
+    space = white * count
+    assert choices(f'[{space}"one", "two"]') == 2
+    assert choices(f"[{space}[1, 2], [3]]") == 2
+    assert choices(f"[{space}1, 2]") == 1
+    assert choices(f"[{space}]") == 1
