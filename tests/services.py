@@ -169,6 +169,22 @@ def running_standby(primary: PostgresServer) -> Iterator[PostgresServer]:
 
 
 @contextlib.contextmanager
+def running_pgbouncer(postgres: PostgresServer, **settings: object) -> Iterator[PostgresServer]:
+    """PgBouncer before a server, with these settings: it is used as if it were that server."""
+    program = _find("pgbouncer", "pgbouncer")
+    user = _unprivileged()
+    with _folder(user) as folder:
+        told = {"listen_port": 5432, "unix_socket_dir": folder, "auth_type": "any", **settings}
+        lines = [f"[databases]\n* = host={postgres.folder} user=postgres\n[pgbouncer]"]
+        lines += [f"{name} = {value}" for name, value in told.items()]
+        (folder / "ini").write_text("\n".join(lines))
+        command = [program, str(folder / "ini")]
+        connect = partial(_connect, folder)
+        with _running(Program(command, folder, user, signal.SIGKILL, connect)) as running:
+            yield PostgresServer(folder, running)
+
+
+@contextlib.contextmanager
 def running_redis() -> Iterator[RedisServer]:
     """A server that keeps nothing on disk."""
     program = _find("redis-server", "redis-server")
@@ -185,7 +201,7 @@ def running_redis() -> Iterator[RedisServer]:
 def _find(program: str, package: str) -> str:
     """Where a program is. Without it the test is skipped, and in CI it fails."""
     installed = sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
-    path = os.pathsep.join([os.environ.get("PATH", ""), *map(str, installed)])
+    path = os.pathsep.join([os.environ.get("PATH", ""), *map(str, installed), "/usr/sbin"])
     found = shutil.which(program, path=path)
     if found is None:
         missing = f"{program} is not installed: install the package {package}"

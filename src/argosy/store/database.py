@@ -40,6 +40,9 @@ _POSTGRES_PATIENCE = {
 """A server that has vanished is noticed in seconds, not when TCP gives up."""
 _POSTGRES_TEXT = {"client_encoding": "utf8"}
 """Else text is what the database's encoding makes of it: bytes, where that is SQL_ASCII."""
+_POSTGRES_POOLED = {"prepare_threshold": None}
+"""Nothing is prepared: behind PgBouncer the next transaction may be another connection's, where a name that was given
+here is unknown, or stands for what somebody else has prepared."""
 
 _READ_ONLY = ("read-only transaction", "during recovery")
 """What PostgreSQL says where only the primary may do something."""
@@ -49,6 +52,7 @@ _PRIMARY = (
 )
 
 _FULL = ("connection slots", "too many clients")
+_POOL_FULL = ("max_client_conn", "query_wait_timeout")
 
 _ADVICE = (
     ("no such table", "It has no tables yet: call migrate() first."),
@@ -76,13 +80,16 @@ _ADVICE = (
     ("no equivalent in encoding", "Copy it (`argosy store copy`) into one with ENCODING 'UTF8'."),
     ("permission denied", "Let this user make and change its tables: GRANT, or own its schema."),
     *((words, "Let more connect: raise its max_connections.") for words in _FULL),
+    *((words, "Let PgBouncer have more: see its default_pool_size.") for words in _POOL_FULL),
+    ("statement pooling", "Have PgBouncer pool otherwise: pool_mode = transaction."),
+    ("unsupported startup parameter", "Leave it out of the URL: PgBouncer does not pass it on."),
     ("authentication failed", "Check the user and the password in the URL."),
     ("does not exist", "Check the user and the database in the URL."),
     ("QueuePool", "Too many threads use it at a time: try again."),
     ("", "Is it running, and can it be reached at this address?"),
 )
 """What to do about an error that has these words in it; the first that fits."""
-_AWAY = frozenset({*_READ_ONLY, *_FULL, ""})
+_AWAY = frozenset({*_READ_ONLY, *_FULL, *_POOL_FULL, ""})
 """Those of them that a server of its own may get over by itself."""
 
 
@@ -220,7 +227,7 @@ def _sqlite(url: URL) -> Engine:
 def _postgres(url: URL) -> Engine:
     logging.getLogger("psycopg").setLevel(logging.ERROR)  # what it warns of besides is raised too
     patience = {name: s for name, s in _POSTGRES_PATIENCE.items() if name not in url.query}
-    args = patience | _POSTGRES_TEXT
+    args = patience | _POSTGRES_TEXT | _POSTGRES_POOLED
     try:
         return create_engine(url, connect_args=args, pool_pre_ping=True, hide_parameters=True)
     except ImportError as error:
