@@ -8,10 +8,12 @@ import contextvars
 import errno
 import functools
 import io
+import math
 import os
 import resource
 import select
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -35,6 +37,8 @@ LAST = 2
 """Descriptor of standard error."""
 AT_ONCE = select.PIPE_BUF
 """Bytes that a pipe takes at once when it takes any."""
+LONGEST_WATCH_S = 86_400
+"""Systems take no number of seconds."""
 PATIENCE_MS = 500
 """How long standard error waits for who reads it, until it has once waited in vain."""
 
@@ -132,6 +136,20 @@ async def aside(call: Callable[..., T], *given: object) -> T:
 
     threading.Thread(target=run, name="aside", daemon=True).start()
     return await done
+
+
+def have_watched(peer: socket.socket, vanished_s: float) -> None:
+    """Have the system end a TCP connection whose other end answers no packet, or takes nothing, for so long.
+
+    Else only timeouts of our own would.
+    """
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if sys.platform == "linux":
+        seconds = math.ceil(min(max(vanished_s, 1), LONGEST_WATCH_S))
+        each_s = max(1, seconds // 4)
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, each_s)
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, each_s)
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, seconds * 1000)
 
 
 def keep_standard_streams() -> None:

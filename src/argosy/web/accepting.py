@@ -11,7 +11,7 @@ import ssl
 from collections.abc import Callable, Sized
 from pathlib import Path
 
-from argosy.process import NO_ROOM
+from argosy.process import NO_ROOM, have_watched
 
 AT_ONCE = 32
 """Connections that are accepted before those that are there get their turn again."""
@@ -67,14 +67,19 @@ class Acceptor:
         tls: ssl.SSLContext | None,
         clients: Sized,
         most: int,
+        vanished_s: float,
     ) -> None:
-        """Accept on `listening` from now on, until `close` closes it, while there are fewer than `most` clients."""
+        """Accept on `listening` from now on, until `close` closes it, while there are fewer than `most` clients.
+
+        One that answers no packet, or takes nothing, for `vanished_s` is gone.
+        """
         self._loop = asyncio.get_running_loop()
         self._listening = listening
         self._make = make
         self._tls = tls
         self._clients = clients
         self._most = most
+        self._vanished_s = vanished_s
         self._opening: set[asyncio.Task[None]] = set()
         self._again: asyncio.TimerHandle | None = None
         listening.settimeout(0)
@@ -133,6 +138,8 @@ class Acceptor:
 
     async def _open(self, accepted: socket.socket) -> None:
         try:
+            if accepted.family != socket.AF_UNIX:
+                have_watched(accepted, self._vanished_s)
             await self._loop.connect_accepted_socket(self._make, accepted, ssl=self._tls)
         except OSError as error:  # a client that speaks no TLS, or has gone
             log.debug("a connection was not opened: %s", error)

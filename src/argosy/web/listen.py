@@ -29,6 +29,8 @@ HEADER_TIMEOUT_S = 30
 """A connection whose request line and headers take longer is dropped."""
 QUIET_S = 0.05
 """How often it is looked whether a client that has closed its sending direction is there, while it waits."""
+VANISHED_S = 60
+"""A client whose machine answers no packet for so long is gone."""
 LOOK_S = 0.02
 """How often it is looked whether connections are left."""
 GOODBYE_S = 5
@@ -45,9 +47,14 @@ class Listener(uvicorn.Server):
         *,
         descriptors: int = 1,
         age_s: float = math.inf,
+        vanished_s: float = VANISHED_S,
     ) -> None:
-        """`descriptors`: how many a client takes; `age_s`: how long a connection may be kept for more requests."""
+        """`descriptors`: how many a client takes; `age_s`: how long a connection may be kept for more requests.
+
+        A client that answers no packet, or takes nothing, for `vanished_s` is gone.
+        """
         self._descriptors = descriptors
+        self._vanished_s = vanished_s
         shown = None if certificates is None else certificates.context
         super().__init__(
             uvicorn.Config(
@@ -73,7 +80,7 @@ class Listener(uvicorn.Server):
         make = partial(Connection, heads, idle, quiet, self.config.loaded_app, self._state)
         clients, most = self._state.connections, most_clients(self._descriptors)
         self.servers = [
-            Acceptor(each, make, self.config.ssl, clients, most)  # type: ignore[misc] # they do as asyncio's
+            Acceptor(each, make, self.config.ssl, clients, most, self._vanished_s)  # type: ignore[misc] # they do as asyncio's
             for each in sockets or ()
         ]
         self.started = True

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import sys
 from collections.abc import Callable
 from typing import Protocol, cast
 
 import httptools
 
 from argosy.policy import Outcome
+from argosy.process import have_watched
 
 OVERHEAD_LIMIT_BYTES = 64 * 1024
 """Most bytes in a row that are no body: heads, interim answers, chunk sizes, trailers."""
@@ -138,7 +138,7 @@ class Connection(asyncio.Protocol):
         peer: socket.socket | None = transport.get_extra_info("socket")
         if peer is not None and peer.family != socket.AF_UNIX:
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            _have_watched(peer)
+            have_watched(peer, VANISHED_S)
 
     def data_received(self, data: bytes) -> None:
         """Bytes of an answer."""
@@ -227,13 +227,3 @@ class Connection(asyncio.Protocol):
         self.abort()
         if sink is not None:
             sink.on_failure(UpstreamError(message, untouched=untouched))
-
-
-def _have_watched(peer: socket.socket) -> None:
-    """Have the system end the connection when its other end has vanished: else only our own timeouts would."""
-    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if sys.platform == "linux":
-        each_s = max(1, VANISHED_S // 4)
-        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, each_s)
-        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, each_s)
-        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, VANISHED_S * 1000)

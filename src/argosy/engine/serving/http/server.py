@@ -68,7 +68,9 @@ class ReplicaServer:
         self._on_ready = on_ready
         self.replica = Replica(config, config.names_of(engine_config.model), engine)
         self._certificates = None if config.tls is None else Certificates(config.tls)
-        self._listener = Listener(App(self.replica), self._certificates)
+        self._listener = Listener(
+            App(self.replica), self._certificates, vanished_s=2 * config.slow_reader_timeout_s
+        )
         self._leave = asyncio.Event()
         self._at_once = asyncio.Event()
 
