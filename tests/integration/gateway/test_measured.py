@@ -7,7 +7,7 @@ import asyncio
 import httpx2
 import pytest
 from tests.integration.fake_engine import FakeEngine, always, says
-from tests.integration.gateway.harness import Watching, front
+from tests.integration.gateway.harness import Watching, front, opened
 from tests.integration.rough_server import Asked, plain, rough_server
 from tests.integration.serving import MODEL, chat, completion, real_engine, serve
 from tests.waiting import until
@@ -68,6 +68,33 @@ async def test_the_speed_of_another_server_is_measured_from_its_streams() -> Non
         assert load.latency.value(watching.left[0].trace.arrived) > 0
         assert load.prefill_rate != UNKNOWN.prefill_rate
         assert load.decode_s != UNKNOWN.decode_s
+
+
+async def test_one_that_comes_back_is_not_as_slow_as_while_it_stood_still() -> None:
+    """Else it would get nothing, for as long as others have room, that could show how fast it is."""
+    watching, more = Watching(), asyncio.Event()
+
+    async def stands_still(asked: Asked) -> None:
+        asked.stream()
+        asked.say("first")
+        await more.wait()
+        asked.say("second")
+        await asyncio.Event().wait()
+
+    async with (
+        rough_server(stands_still) as other,
+        front([watching], ReplicaConfig(url=other.url, kind="openai", model="rough")) as running,
+    ):
+        (replica,) = running.replicas
+        body = completion("Say it.", model="big", max_tokens=9, stream=True)
+        async with running.client.stream("POST", "/v1/completions", json=body) as answer:
+            pieces = answer.aiter_text()
+            await anext(pieces)
+            more.set()
+            await until(lambda: replica.load.decode_s > 1.0)
+        opened(replica)
+        await running.probe()
+        assert replica.load.decode_s == UNKNOWN.decode_s
 
 
 @pytest.mark.parametrize("tokens", [None, 4096])

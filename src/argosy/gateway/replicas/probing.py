@@ -92,6 +92,8 @@ class Prober:
             now = time.monotonic()
             if probing:
                 breaker.probed(outcome, now)
+                if breaker.closed:
+                    replica.forget_speed()
                 if outcome is Outcome.BACKPRESSURE:
                     replica.backpressure.refused(replica.load.in_flight, now)
                 replica.on_change()

@@ -163,6 +163,13 @@ class Replica:
             if self._decode.per_s > 0:
                 self.load.decode_s = 1.0 / self._decode.per_s
 
+    def forget_speed(self) -> None:
+        """It is back: while it failed its streams stood still, and where it counts as slow nobody measures it again."""
+        if not self.tells_speed:
+            unknown = ReplicaLoad(self.name)
+            self._prefill, self._decode = Rate(PREFILL_HALF_LIFE), Rate(DECODE_HALF_LIFE)
+            self.load.prefill_rate, self.load.decode_s = unknown.prefill_rate, unknown.decode_s
+
     def ended(
         self, outcome: Outcome | None, now: float, retry_after_s: float | None = None
     ) -> None:
