@@ -101,6 +101,7 @@ class Prober:
                 breaker.record(outcome, now)
             if not well:
                 replica.lost(now)
+            replica.look_after(now)
 
     async def _meet(self) -> bool:
         """Find out what it is and which models it has; whether it may be sent requests."""

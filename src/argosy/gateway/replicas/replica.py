@@ -27,6 +27,8 @@ LEAST_PREFILL = 64
 """The first token of a shorter prompt says nothing of the rate at which prompts are computed."""
 PREFILL_HALF_LIFE = 8192.0
 DECODE_HALF_LIFE = 256.0
+RESTED_S = 60.0
+"""How fast a replica was says nothing after it had no request of ours for so long: were it slow, it would get none."""
 RETURNING = frozenset({"starting", "restarting"})
 """States of a replica of ours that will take requests."""
 
@@ -74,6 +76,8 @@ class Replica:
     """The header by which one of ours knows this gateway's requests, those of this pool, from all others."""
     parts: tuple[int, ...] | None = None
     """Of its seats, those that are this gateway's when the next request is of tier 0, 1, 2; None: all."""
+    _used_at: float = field(default=0.0, init=False)
+    """When something of ours was there last, as far as it was looked."""
     _alone: bool = field(default=False, init=False)
     """Nothing else has been there since the last request was sent."""
     _prefill: Rate = field(default_factory=lambda: Rate(PREFILL_HALF_LIFE), init=False)
@@ -163,8 +167,16 @@ class Replica:
             if self._decode.per_s > 0:
                 self.load.decode_s = 1.0 / self._decode.per_s
 
+    def look_after(self, now: float) -> None:
+        """To be called now and then: one that was slow once is tried again."""
+        if self.load.in_flight:
+            self._used_at = now
+        elif now - self._used_at > RESTED_S:
+            self._used_at = now
+            self.forget_speed()
+
     def forget_speed(self) -> None:
-        """It is back: while it failed its streams stood still, and where it counts as slow nobody measures it again."""
+        """Where it counts as slow nobody measures it again; what stood still while it failed made it that, too."""
         if not self.tells_speed:
             unknown = ReplicaLoad(self.name)
             self._prefill, self._decode = Rate(PREFILL_HALF_LIFE), Rate(DECODE_HALF_LIFE)
