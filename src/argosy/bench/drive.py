@@ -114,10 +114,11 @@ class Driver:
 
     async def _all_done(self) -> None:
         while self._tasks:
-            results = await asyncio.gather(*self._tasks, return_exceptions=True)
-            for result in results:
-                if isinstance(result, Exception):
-                    raise result
+            # `gather` lets nobody run where all have ended, from Python 3.12 on: they would stay here for ever.
+            ended, _ = await asyncio.wait(self._tasks)
+            for task in ended:
+                if not task.cancelled():
+                    task.result()
 
     async def _converse(
         self, session: tuple[PlannedRequest, ...], scheduled_s: float, body: bytes
