@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sqlite3
@@ -83,9 +84,10 @@ def test_a_mistyped_store_is_not_made(url: str, tmp_path: Path, command: tuple[s
     assert "Argosy keeps nothing in" in refused(*command)
     assert not (tmp_path / "state").exists()
     others = tmp_path / "others.db"
-    sqlite3.connect(others).execute("CREATE TABLE bookmarks (id)")
-    assert "argosy keys create" in refused(*command, "--store", f"sqlite:///{others}")
-    assert sqlite3.connect(others).execute("SELECT count(*) FROM sqlite_schema").fetchone() == (1,)
+    with contextlib.closing(sqlite3.connect(others)) as database:
+        database.execute("CREATE TABLE bookmarks (id)")
+        assert "argosy keys create" in refused(*command, "--store", f"sqlite:///{others}")
+        assert database.execute("SELECT count(*) FROM sqlite_schema").fetchone() == (1,)
 
 
 def test_keys_are_made_with_everything_they_may_have(url: str) -> None:

@@ -13,6 +13,17 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 DAY = dt.timedelta(days=1)
+_SIGNS = x509.KeyUsage(
+    digital_signature=False,
+    content_commitment=False,
+    key_encipherment=False,
+    data_encipherment=False,
+    key_agreement=False,
+    key_cert_sign=True,
+    crl_sign=False,
+    encipher_only=False,
+    decipher_only=False,
+)
 
 
 @dataclass(frozen=True)
@@ -30,20 +41,19 @@ class Authority:
         self._folder = folder
         self._key = ec.generate_private_key(ec.SECP256R1())
         self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-        builder = self._builder(self._name, self._key)
-        builder = builder.add_extension(
-            x509.BasicConstraints(ca=True, path_length=None), critical=True
-        )
+        own = x509.BasicConstraints(ca=True, path_length=None)
+        builder = self._builder(self._name, self._key).add_extension(own, critical=True)
+        builder = builder.add_extension(_SIGNS, critical=True)
         path = folder / f"{name}.pem"
         certificate = builder.sign(self._key, hashes.SHA256())
         path.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
         self.ca = str(path)
 
     def pair(self, name: str, *names: str) -> Pair:
-        """Certificate and key in files called `name`, for these host names and addresses."""
+        """Certificate and key in files called `name`, for these host names and addresses, else `name`."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-        alternatives = x509.SubjectAlternativeName([_general(each) for each in names])
+        alternatives = x509.SubjectAlternativeName([_general(each) for each in names or (name,)])
         builder = self._builder(subject, key).add_extension(alternatives, critical=False)
         certificate = builder.sign(self._key, hashes.SHA256())
         pair = Pair(str(self._folder / f"{name}.pem"), str(self._folder / f"{name}.key"))
@@ -60,12 +70,16 @@ class Authority:
     def _builder(
         self, subject: x509.Name, key: ec.EllipticCurvePrivateKey
     ) -> x509.CertificateBuilder:
-        now = dt.datetime.now(dt.UTC)
+        """With all that Python asks for from 3.13 on."""
+        now, subject_key, signer = dt.datetime.now(dt.UTC), key.public_key(), self._key.public_key()
+        by = x509.AuthorityKeyIdentifier.from_issuer_public_key(signer)
         return (
             x509.CertificateBuilder()
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(subject_key), critical=False)
+            .add_extension(by, critical=False)
             .subject_name(subject)
             .issuer_name(self._name)
-            .public_key(key.public_key())
+            .public_key(subject_key)
             .serial_number(x509.random_serial_number())
             .not_valid_before(now - DAY)
             .not_valid_after(now + DAY)
