@@ -1,12 +1,12 @@
 """Serving HTTP/1.1: hardened connections, requests and answers under limits, listening sockets."""
 
 from argosy.web.collector import calm_collector
+from argosy.web.copies import Copy
 from argosy.web.deadlines import Deadlines
 from argosy.web.exchange import (
     EXCHANGE,
     JSON,
     App,
-    Copy,
     DisconnectedError,
     Exchange,
     ExchangeLimits,

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any, Protocol
 
 from argosy.protocol import SSE_CONTENT_TYPE, ApiError, comment
+from argosy.web.copies import Copy, to_both
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -25,6 +26,8 @@ WIRE = "argosy.wire"
 EXCHANGE = "argosy.exchange"
 """Key of the scope's state: the `Exchange`, for an application that it was handed to."""
 
+PIECE_BYTES = 64 * 1024
+"""A whole answer that is larger is sent in pieces of so many, as the client takes them."""
 OPENAI_VERSION = b"2020-10-01"
 """Of the API that is spoken; there is no other."""
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -54,16 +57,6 @@ class Watcher(Protocol):
         """It has gone away."""
 
 
-class Copy(Protocol):
-    """What an answer is sent to besides its client."""
-
-    def begin(self, kind: bytes) -> None:
-        """It begins, and is of this media type."""
-
-    def add(self, data: bytes) -> None:
-        """A part of its body."""
-
-
 class Wire(Protocol):
     """The connection under a request. What is sent after the client has gone is lost without an error."""
 
@@ -74,6 +67,10 @@ class Wire(Protocol):
     @property
     def full(self) -> bool:
         """Whether the client is behind with what was sent to it."""
+
+    @property
+    def unsent(self) -> int:
+        """Bytes that wait for the client to take others."""
 
     @property
     def gone(self) -> bool:
@@ -90,6 +87,9 @@ class Wire(Protocol):
 
     def begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         """Begin an answer of unknown length, which ends with the connection where HTTP is 1.0."""
+
+    def begin_sized(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        """Begin one whose length `headers` tell."""
 
     def push(self, data: bytes) -> None:
         """Send a part of the answer that has begun."""
@@ -230,8 +230,25 @@ class Exchange:
         if self._copy is not None:
             self._copy.begin(content_type)
             self._copy.add(body)
-        self._wire.answer(status, self._headed(status, headers), body)
+        if len(body) <= PIECE_BYTES:
+            self._wire.answer(status, self._headed(status, headers), body)
+        else:
+            await self._answer_in_pieces(status, self._headed(status, headers), body)
         self.complete = True
+
+    async def _answer_in_pieces(
+        self, status: int, headers: list[tuple[bytes, bytes]], body: bytes
+    ) -> None:
+        """No faster than the client takes them: for thousands who take nothing, all of it would be kept."""
+        self._wire.begin_sized(status, headers)
+        try:
+            for start in range(0, len(body), PIECE_BYTES):
+                await self._room()
+                self._wire.push(body[start : start + PIECE_BYTES])
+        except BaseException:
+            self.cut()  # nothing else can be said before the rest
+            raise
+        self._wire.end()
 
     async def refuse(self, error: ApiError) -> None:
         """Send an error body, with the headers that tell clients when to try again."""
@@ -263,7 +280,7 @@ class Exchange:
     def copy_to(self, copy: Copy | None) -> None:
         """Give `copy` too what is sent of the answer from now on: its socket must not be lent. None: nobody more."""
         self._copy = copy
-        self.push = self._wire.push if copy is None else _to_both(self._wire.push, copy.add)
+        self.push = self._wire.push if copy is None else to_both(self._wire.push, copy.add)
 
     def lend(self) -> int | None:
         """See `Wire`."""
@@ -316,12 +333,15 @@ class Exchange:
 
     async def _room(self) -> None:
         """Wait while the client is behind; when it takes nothing, cut it and raise SlowReaderError."""
-        try:
-            async with asyncio.timeout(self._limits.slow_reader_timeout_s):
-                await self._wire.room()
-        except TimeoutError as error:
-            await self.drop()
-            raise SlowReaderError from error
+        before = math.inf
+        while (unsent := self._wire.unsent) < before:
+            try:
+                async with asyncio.timeout(self._limits.slow_reader_timeout_s):
+                    return await self._wire.room()
+            except TimeoutError:
+                before = unsent
+        await self.drop()
+        raise SlowReaderError
 
 
 class Leaving:
@@ -348,16 +368,6 @@ class Leaving:
     def on_gone(self) -> None:
         """See `Watcher`."""
         self._gone()
-
-
-def _to_both(
-    one: Callable[[bytes], None], other: Callable[[bytes], None]
-) -> Callable[[bytes], None]:
-    def push(data: bytes) -> None:
-        one(data)
-        other(data)
-
-    return push
 
 
 def _by_name(headers: Sequence[tuple[bytes, bytes]]) -> dict[bytes, bytes]:

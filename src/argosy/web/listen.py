@@ -23,6 +23,11 @@ from argosy.web.tls import Certificates
 
 BACKLOG = 2048
 """Connections that wait to be accepted: who comes before anybody accepts waits too."""
+UNSENT_BYTES = 128 * 1024
+"""What the kernel keeps for a client that takes nothing, beside what is on its way.
+
+It would be megabytes for each, and one that takes less than a third of that would not be seen to take anything.
+"""
 KEEP_ALIVE_S = 75
 """An idle connection is closed after this long; longer than clients keep theirs."""
 HEADER_TIMEOUT_S = 30
@@ -118,11 +123,14 @@ def bind(host: str, port: int) -> socket.socket:
     """A listening socket; port 0 takes a free one. Raises OSError (with the remedy) when it is taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+        bound = socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
         reason = (error.strerror or str(error)).partition(" (")[0]  # the address is said there, too
         message = f"cannot listen on {host}:{port} ({reason}); choose another --port"
         raise OSError(error.errno, message) from error
+    # Clients' sockets have it of this one.
+    bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
+    return bound
 
 
 def bind_unix(path: Path) -> socket.socket:

@@ -112,6 +112,11 @@ class RequestWire:
         """See `Wire`."""
         return self._connection.full
 
+    @property
+    def unsent(self) -> int:
+        """See `Wire`."""
+        return len(self._held) + self._transport.get_write_buffer_size()
+
     async def body(self, limit: int) -> bytes:
         """See `Wire`."""
         self._most = limit
@@ -139,6 +144,10 @@ class RequestWire:
         self._chunked = self._version != "1.0"
         if self._chunked:
             headers = [*headers, (b"transfer-encoding", b"chunked")]
+        self._write(self._head(status, headers))
+
+    def begin_sized(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        """See `Wire`."""
         self._write(self._head(status, headers))
 
     def push(self, data: bytes) -> None:
@@ -269,7 +278,7 @@ class RequestWire:
         if b"close" in names.get(b"connection", b"").lower():
             self.keep_alive = False
         if b"content-length" in names or status in _BODILESS:
-            self._write(self._head(status, headers))
+            self.begin_sized(status, headers)
         else:
             self.begin(status, headers)
 
