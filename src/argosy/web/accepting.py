@@ -15,6 +15,8 @@ from argosy.process import NO_ROOM, have_watched
 
 AT_ONCE = 32
 """Connections that are accepted before those that are there get their turn again."""
+BEHIND_BYTES = 16 * 1024
+"""A client for which so much waits here, beside what the kernel keeps for it, is behind: it is sent no more for now."""
 FULL_FOR_S = 0.5
 """How long nobody is accepted when the process has no room for one more."""
 
@@ -140,7 +142,10 @@ class Acceptor:
         try:
             if accepted.family != socket.AF_UNIX:
                 have_watched(accepted, self._vanished_s)
-            await self._loop.connect_accepted_socket(self._make, accepted, ssl=self._tls)
+            opened, _ = await self._loop.connect_accepted_socket(
+                self._make, accepted, ssl=self._tls
+            )
+            opened.set_write_buffer_limits(BEHIND_BYTES)
         except OSError as error:  # a client that speaks no TLS, or has gone
             log.debug("a connection was not opened: %s", error)
             accepted.close()
