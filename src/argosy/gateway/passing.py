@@ -128,7 +128,7 @@ async def _passed(
         b"POST" if exchange.method == "POST" else b"GET"
     )  # the answer to HEAD would not be read
     request = upstream.request(method, (path or exchange.path).encode(), body, headers)
-    outcome = Outcome.FAILURE
+    outcome: Outcome | None = Outcome.FAILURE
     replica.sent(0)
     try:
         async with asyncio.timeout(TIMEOUT_S):

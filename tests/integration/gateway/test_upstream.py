@@ -28,6 +28,7 @@ from argosy.gateway.upstream.attempt import Attempt
 from argosy.gateway.upstream.connection import Connection, UpstreamError
 from argosy.gateway.upstream.names import addresses_of
 from argosy.gateway.upstream.upstream import NEXT_ADDRESS_S, Upstream
+from argosy.policy import Outcome
 from argosy.protocol import parse_endpoint
 
 
@@ -311,6 +312,35 @@ async def test_a_paused_sink_holds_the_server_back_and_memory_stays_bounded() ->
         connection.resume()
         await sink.ended.wait()
         assert len(sink.body) == 4000 * len(piece)
+
+
+@pytest.mark.parametrize(
+    ("held_s", "outcome"), [(0.0, None), (60.0, Outcome.FAILURE)], ids=["long", "a moment"]
+)
+async def test_a_server_that_was_held_back_for_long_may_give_up(
+    held_s: float, outcome: Outcome | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It cuts off clients that take nothing; what ours does not take says nothing about it."""
+    monkeypatch.setattr(upstream_connection, "HELD_BACK_S", held_s)
+    paused = asyncio.Event()
+
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(CHUNKED + b"3\r\nabc\r\n")
+        await paused.wait()
+        writer.transport.abort()
+
+    async with serving(handler) as upstream:
+        sink = Kept()
+        connection = await ask(upstream, sink)
+        await sink.begun.wait()
+        connection.pause()
+        connection.pause()
+        connection.resume()
+        paused.set()
+        await sink.ended.wait()
+        assert sink.error is not None
+        assert sink.error.outcome is outcome
 
 
 async def test_a_sink_that_paused_at_an_answers_end_leaves_a_connection_that_works() -> None:

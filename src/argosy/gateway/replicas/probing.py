@@ -85,7 +85,7 @@ class Prober:
                 self._welcome()
         except WRONG as error:
             if isinstance(error, UpstreamError) and not probing:
-                outcome = error.outcome
+                outcome = error.outcome or outcome
             log.debug("probe_failed", replica=replica.name, reason=str(error))
         finally:
             self.asked.set()

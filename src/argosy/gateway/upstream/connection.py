@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import Callable
 from typing import Protocol, cast
 
@@ -26,6 +27,9 @@ VANISHED_S = 20
 It has to take what it is sent within that time, too.
 """
 
+HELD_BACK_S = 10.0
+"""A server whose answer was not taken for so long may have given us up, as it does with all that take nothing."""
+
 LONGEST_REASON = 300
 """Characters: it may have been made of what a replica said, and is kept and logged."""
 
@@ -34,13 +38,17 @@ class UpstreamError(Exception):
     """The transport to a replica failed: no connection, a cut, or what is no HTTP."""
 
     def __init__(
-        self, message: str, *, untouched: bool = False, outcome: Outcome = Outcome.FAILURE
+        self,
+        message: str,
+        *,
+        untouched: bool = False,
+        outcome: Outcome | None = Outcome.FAILURE,
     ) -> None:
         super().__init__(message[:LONGEST_REASON])
         self.untouched = untouched
         """Nothing of an answer had come."""
         self.outcome = outcome
-        """What that says of the replica."""
+        """What that says of the replica; None: nothing."""
 
 
 class Sink(Protocol):
@@ -75,6 +83,9 @@ class Connection(asyncio.Protocol):
         self._status = 0
         self._overhead = 0
         """Bytes since the last piece of a body."""
+        self._paused_at: float | None = None
+        self._held_back = False
+        """The answer was not taken for long."""
         self._whole = False
         """The answer's end was parsed; what it means waits until all bytes at hand are."""
         self.closed = False
@@ -85,17 +96,20 @@ class Connection(asyncio.Protocol):
         """Send a request; the answer goes to `sink`."""
         self._sink = sink
         self._status = self._overhead = 0
+        self._held_back = False
         assert self.transport is not None  # noqa: S101 - it is connected, or it would not be handed out
         self.transport.write(request)
 
     def pause(self) -> None:
         """Take nothing more from the replica for now."""
         if self.transport is not None and not self.closed:
+            self._paused_at = self._paused_at or time.monotonic()
             self.transport.pause_reading()
 
     def resume(self) -> None:
         """Go on taking."""
         if self.transport is not None and not self.closed:
+            self._note_pause()
             self.transport.resume_reading()
 
     def lend(self) -> int | None:
@@ -166,8 +180,10 @@ class Connection(asyncio.Protocol):
             return
         if exc is None and self._status >= 200 and not self._framed:
             self._end()
-        else:
-            self._fail(f"the replica closed the connection ({exc or 'before the end'})")
+            return
+        self._note_pause()
+        outcome = None if self._held_back else Outcome.FAILURE
+        self._fail(f"the replica closed the connection ({exc or 'before the end'})", outcome)
 
     def on_message_begin(self) -> None:
         """An answer begins; a second one to the same request puts the connection out of step."""
@@ -222,8 +238,13 @@ class Connection(asyncio.Protocol):
         if sink is not None:
             sink.on_end()
 
-    def _fail(self, message: str) -> None:
+    def _note_pause(self) -> None:
+        paused_at, self._paused_at = self._paused_at, None
+        if paused_at is not None and time.monotonic() - paused_at >= HELD_BACK_S:
+            self._held_back = True
+
+    def _fail(self, message: str, outcome: Outcome | None = Outcome.FAILURE) -> None:
         sink, untouched = self._sink, self._status == 0
         self.abort()
         if sink is not None:
-            sink.on_failure(UpstreamError(message, untouched=untouched))
+            sink.on_failure(UpstreamError(message, untouched=untouched, outcome=outcome))
