@@ -166,10 +166,12 @@ class Change:
         changed = {name for name in given if getattr(record, name) != getattr(after, name)}
         if not changed:
             return record
-        if changed.intersection(UNIQUE.get(type(record), ())):
-            self._refuse_second(after)
         table = _TABLES[type(record)]
         values = {name: getattr(after, name) for name in changed}
+        if changed.intersection(UNIQUE.get(type(record), ())):
+            self._refuse_second(after)
+            if "named_at" in table.c:
+                values["named_at"] = self.now
         self.connection.execute(update(table).where(table.c.id == record.id).values(values))
         old, new = _told(record), _told(after)
         self._log(action, record, {name: [old[name], new[name]] for name in changed})

@@ -60,6 +60,7 @@ def _whole(connection: Connection) -> Directory:
         organisations=tuple(find(connection, Organisation)),
         projects=tuple(find(connection, Project)),
         users=tuple(find(connection, User)),
+        named=_named(connection),
         keys=tuple(find(connection, Key, revoked_at=None)),
         limits=tuple(find(connection, Limit)),
         prices=tuple(find(connection, Price)),
@@ -86,12 +87,26 @@ def _updated(connection: Connection, known: Directory | None, state: Row[Any]) -
         organisations=now(Organisation, known.organisations),
         projects=now(Project, known.projects),
         users=now(User, known.users),
+        named=known.named | _named(connection, changed),
         keys=keys,
         limits=now(Limit, known.limits),
         prices=now(Price, known.prices),
         heirs=known.heirs | {key.id: key.replaced_by for key in keys if key.replaced_by},
         had_keys=known.had_keys or bool(keys),
     )
+
+
+def _named(
+    connection: Connection, changed: Mapping[type[Record], Collection[str]] | None = None
+) -> dict[str, float]:
+    """When those that have changed, or all, were given other names or emails."""
+    named: dict[str, float] = {}
+    for kind, table in ((Project, schema.projects), (User, schema.users)):
+        query = select(table.c.id, table.c.named_at).where(table.c.named_at.is_not(None))
+        if changed is not None:
+            query = query.where(table.c.id.in_(changed.get(kind, ())))
+        named.update((row.id, row.named_at) for row in connection.execute(query))
+    return named
 
 
 def _changed(

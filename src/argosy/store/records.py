@@ -202,6 +202,8 @@ class Directory(msgspec.Struct, frozen=True, kw_only=True):
     organisations: tuple[Organisation, ...] = ()
     projects: tuple[Project, ...] = ()
     users: tuple[User, ...] = ()
+    named: dict[str, float] = {}
+    """Ids of projects and users that were given another name or email, and when they were given the one they have."""
     keys: tuple[Key, ...] = ()
     limits: tuple[Limit, ...] = ()
     prices: tuple[Price, ...] = ()

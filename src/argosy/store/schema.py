@@ -75,6 +75,11 @@ def _whose() -> Column[str]:
     return Column("organisation", Text)
 
 
+def _named_at() -> Column[float]:
+    """When it was given the name or email that it has; NULL: it has had it since it was made. No record has it."""
+    return Column("named_at", Double)
+
+
 state = Table(
     "state",
     metadata,
@@ -110,6 +115,7 @@ projects = Table(
     Column("created_at", Double, nullable=False),
     Column("archived_at", Double),
     _flags(),
+    _named_at(),
     _name("projects", "organisation", "name", living="archived_at"),
     _listed("projects"),
     _listed("projects", "organisation"),
@@ -126,6 +132,7 @@ users = Table(
     Column("created_at", Double, nullable=False),
     Column("disabled_at", Double),
     _scope(),
+    _named_at(),
     _name("users", "organisation", "email", living="disabled_at"),
     _listed("users"),
     _listed("users", "organisation"),

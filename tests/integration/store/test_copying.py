@@ -42,6 +42,7 @@ def test_a_copy_keeps_everything_and_goes_on(store: Store, clock: Clock, other_u
         project.id, "k", user=user.id, models=["m"], networks=["10.0.0.0/8"], actor=ME
     )
     rotated, _ = store.accounts.rotate_key(key.id, 60.0, actor=ME)
+    store.accounts.change_project(project.id, name="shop", actor=ME)
     store.terms.set_limit("key", rotated.id, "tokens", 2**62, window="minute", actor=ME)
     price = Price(model="m", tier=None, input=3, cached_input=1, output=9, since=7.5)
     store.terms.set_price(price, actor=ME)
@@ -54,6 +55,7 @@ def test_a_copy_keeps_everything_and_goes_on(store: Store, clock: Clock, other_u
     assert store.copy_to(other) > len(rows)
     assert other.is_current(store.directory())
     assert accounts(other) == accounts(store)
+    assert other.directory().named == {project.id: clock.now}
     groups: tuple[Group, ...] = ("key", "day", "model", "asked", "route", "replica")
     assert other.usage.report(groups) == store.usage.report(groups)
     assert other.usage.report()[0].requests == len(rows) + 1

@@ -78,6 +78,7 @@ def change(store: Store, draw: random.Random, now: float) -> None:
     ]
     able += [lambda: terms.delete_limit(draw.choice(limits), actor=ME)] * bool(limits)
     able += [lambda: accounts.disable_user(draw.choice(users), actor=ME)] * bool(users)
+    able += [lambda: accounts.change_user(draw.choice(users), email=name, actor=ME)] * bool(users)
     if draw.random() < 0.03:
         able = [lambda: accounts.archive_organisation(draw.choice(organisations), actor=ME)]
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from argosy.gateway.caller import TIERS, Caller
 from argosy.gateway.identity.addresses import Network, parse_networks
@@ -12,7 +12,11 @@ from argosy.protocol import ApiError
 from argosy.store import Directory, Key, Project, Role, RoleScope, User
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
     from argosy.gateway.identity.tokens import Claims
+
+P = TypeVar("P", bound=Project | User)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,18 +39,13 @@ class Book:
         """Callers need keys."""
         self._keys = {key.digest: key for key in directory.keys}
         self._projects = {project.id: project for project in directory.projects}
-        self._named: dict[str, list[Project]] = {}
-        for project in directory.projects:
-            self._named.setdefault(project.name, []).append(project)
+        self._named = _namesakes(directory.projects, lambda one: one.name, directory.named)
         living = [item for item in directory.organisations if item.archived_at is None]
         self._organisations = {item.name: item for item in living} | {
             item.id: item for item in living
         }
         self._users = {user.id: user for user in directory.users}
-        self._emails: dict[str, list[User]] = {}
-        """The oldest first, but those that are disabled last: a new user may have the email of one."""
-        for user in sorted(directory.users, key=lambda user: user.disabled_at is not None):
-            self._emails.setdefault(user.email.lower(), []).append(user)
+        self._emails = _namesakes(directory.users, lambda one: one.email.lower(), directory.named)
         self._entries: dict[bytes, Entry] = {}
 
     def by_digest(self, digest: bytes) -> Entry | None:
@@ -128,14 +127,32 @@ class Book:
                 raise ApiError(403, "no_project", message)
             return None
         one = self._projects.get(wanted)
-        named = self._named.get(wanted, []) if one is None else [one]
-        found = [project for project in named if not home or project.organisation == home]
-        # The oldest, but those that are archived last: nobody takes a project from others by giving a new one its name.
-        found.sort(key=lambda project: project.archived_at is not None)
-        if not found:
-            message = f"The token's project {wanted[:100]!r} is not known here."
-            raise ApiError(403, "unknown_project", message)
-        return _checked(found[0])
+        for project in self._named.get(wanted, ()) if one is None else (one,):
+            if not home or project.organisation == home:
+                return _checked(project)
+        message = f"The token's project {wanted[:100]!r} is not known here."
+        raise ApiError(403, "unknown_project", message)
+
+
+def _namesakes(
+    records: Iterable[P], name: Callable[[P], str], named: Mapping[str, float]
+) -> dict[str, list[P]]:
+    """By name or email, first who has had it the longest: nobody takes tokens from others by naming theirs so.
+
+    What has ended comes last, as its name is free.
+    """
+
+    def place(one: P) -> tuple[bool, float]:
+        ended = one.archived_at if isinstance(one, Project) else one.disabled_at
+        return ended is not None, named.get(one.id, one.created_at)
+
+    found: dict[str, list[P]] = {}
+    for record in records:
+        found.setdefault(name(record), []).append(record)
+    for same in found.values():
+        if len(same) > 1:
+            same.sort(key=place)
+    return found
 
 
 def _caller(

@@ -32,8 +32,8 @@ class JwtConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Finds the user; `sub` does too, when it is the id of one."""
     organisation_claim: str = "organisation"
     """Id or name; a token that names an unknown one is refused. Of several users with one email, or projects with one
-    name, it says which is meant; without it, it is the one that was made first, whatever it was called then: admins of
-    another organisation could give one of theirs the name of yours."""
+    name, it says which is meant; without it, it is the one that has had it the longest: admins of another organisation
+    take none of yours by naming theirs so, but they could have been first."""
     project_claim: str = "project"
     """Id or name of the project that the request counts for; by default the user's own."""
     role_claim: str | None = None
