@@ -95,8 +95,10 @@ async def test_what_never_fits_is_refused_before_it_waits(tokenizer: Tokenizer) 
     ):
         for prompt in ([1] * 513, "x" * 512 * 200):
             answer = await running.client.post("/v1/completions", json=BODY | {"prompt": prompt})
-            assert answer.status_code == 413
-            assert answer.json()["error"]["code"] == "context_length_exceeded"
+            assert answer.status_code == 400
+            refused = answer.json()["error"]
+            assert refused["code"] == "context_length_exceeded"
+            assert "This model's maximum context length is 512 tokens" in refused["message"]
     assert not watching.left
 
 

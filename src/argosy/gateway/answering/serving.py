@@ -34,7 +34,7 @@ from argosy.gateway.journey import (
 from argosy.gateway.models import Models
 from argosy.gateway.replicas import Pool
 from argosy.gateway.upstream import Attempt
-from argosy.protocol import ApiError, event
+from argosy.protocol import ApiError, event, invalid
 from argosy.web import Deadlines, DisconnectedError, Exchange, SlowReaderError
 
 
@@ -141,11 +141,12 @@ class Serving:
         pool, route = self._models.target(ask.model, caller, exchange.headers)
         most = pool.max_model_len
         if most is not None and ask.exceeds(most):
+            # OpenAI's status and words: clients know by them that it is the prompt.
             message = (
-                f"The prompt is longer than the {most} tokens that {pool.model!r} can take. "
+                f"This model's maximum context length is {most} tokens, and the prompt is longer. "
                 "Send less, or have it cut (truncate_prompt_tokens)."
             )
-            raise ApiError(413, "context_length_exceeded", message, param=api.prompt_field)
+            raise invalid(message, api.prompt_field, "context_length_exceeded")
         now = self._clock()
         return Journey(
             exchange,
