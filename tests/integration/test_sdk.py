@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -52,6 +53,14 @@ async def test_chat_stream_helper(sdk: openai.AsyncOpenAI) -> None:
         final = await stream.get_final_completion()
     assert final.choices[0].message.content == REPLY
     assert final.choices[0].finish_reason == "stop"
+
+
+async def test_an_answer_is_sent_back_as_the_helper_gave_it(sdk: openai.AsyncOpenAI) -> None:
+    async with sdk.chat.completions.stream(model=MODEL, messages=HELLO) as stream:
+        said = (await stream.get_final_completion()).choices[0].message
+    history: list[Any] = [*HELLO, said, *HELLO]
+    answer = await sdk.chat.completions.create(model=MODEL, messages=history)
+    assert answer.choices[0].message.content == REPLY
 
 
 async def test_completions(sdk: openai.AsyncOpenAI) -> None:

@@ -65,6 +65,10 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     tool_call_id: str | None = None
     function_call: Json | None = None
     audio: Json | None = None
+    annotations: Any = None
+    """With the next two: what APIs and client libraries put beside an answer's text, and send back with it."""
+    parsed: Any = None
+    provider_specific_fields: Any = None
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

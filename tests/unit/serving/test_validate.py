@@ -268,6 +268,23 @@ def test_messages_of_parts_are_flattened() -> None:
     assert by_parts.requests[0].prompt == by_text.requests[0].prompt
 
 
+@pytest.mark.parametrize(
+    "beside",
+    [
+        {"annotations": []},
+        {"annotations": None, "audio": None, "function_call": None, "tool_calls": None},
+        {"refusal": None, "parsed": None},
+        {"parsed": {"name": "x"}},
+        {"provider_specific_fields": {"refusal": None}},
+    ],
+)
+def test_answers_come_back_with_what_clients_put_beside_their_text(beside: dict[str, Any]) -> None:
+    answer = {"role": "assistant", "content": "the cat"}
+    with_it = chat(messages=[*USER, answer | beside, *USER])
+    without = chat(messages=[*USER, answer, *USER])
+    assert with_it.requests[0].prompt == without.requests[0].prompt
+
+
 def test_continuing_the_final_message() -> None:
     messages = [*USER, {"role": "assistant", "content": "the cat"}]
     prompt = chat(messages=messages, continue_final_message=True).requests[0].prompt
