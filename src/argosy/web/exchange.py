@@ -30,6 +30,8 @@ PIECE_BYTES = 64 * 1024
 """A whole answer that is larger is sent in pieces of so many, as the client takes them."""
 OPENAI_VERSION = b"2020-10-01"
 """Of the API that is spoken; there is no other."""
+LONGEST_RETRY_S = 120
+"""Who has to wait for longer is told that SDKs are not to: some would do so in the middle of a call, for hours."""
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -256,6 +258,8 @@ class Exchange:
             seconds = str(max(1, math.ceil(error.retry_after_s))).encode()
             milliseconds = str(math.ceil(error.retry_after_s * 1000)).encode()
             self.extra += [(b"retry-after", seconds), (b"retry-after-ms", milliseconds)]
+            if error.retry_after_s > LONGEST_RETRY_S:
+                self.extra.append((b"x-should-retry", b"false"))
         await self.answer(error.status, error.body(self.request_id))
 
     async def start_stream(self, content_type: bytes = SSE_CONTENT_TYPE) -> None:

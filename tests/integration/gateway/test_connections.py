@@ -18,6 +18,7 @@ from starlette.routing import Mount, Route
 from tests.waiting import until
 
 from argosy.gateway.config import GatewayConfig
+from argosy.protocol import ApiError
 from argosy.web import (
     App,
     Exchange,
@@ -455,6 +456,23 @@ async def test_a_fault_of_ours_is_500_and_the_connection_lives() -> None:
     answer = await answer_to(b"GET /broken HTTP/1.1\r\nhost: x\r\n\r\n" + LAST)
     assert answer.startswith(b"HTTP/1.1 500 ")
     assert answer.endswith(b"bye")
+
+
+@pytest.mark.parametrize("wait_s", [60.0, 3600.0])
+async def test_only_who_need_not_wait_for_long_is_to_send_it_again(wait_s: float) -> None:
+    """SDKs wait in the middle of a call for as long as they are told: hours, until a budget's next day."""
+
+    async def full() -> None:
+        raise ApiError(429, "rate_limit_exceeded", "There is no room.", retry_after_s=wait_s)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange(scope, receive, send, GatewayConfig(models=[]))
+        await answered(exchange, full())
+
+    async with listening(app) as port:
+        head = await talk(port, b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+    assert b"\r\nretry-after: %d\r\n" % wait_s in head
+    assert (b"\r\nx-should-retry: false\r\n" in head) == (wait_s > 60)
 
 
 async def test_a_client_that_leaves_in_the_middle_of_its_body_ends_the_request() -> None:
