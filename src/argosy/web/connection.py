@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-import select
 import socket
 import struct
 from collections import deque
@@ -18,6 +17,7 @@ from uvicorn.protocols.utils import get_local_addr, get_remote_addr, is_ssl
 from argosy.web.deadlines import Deadlines
 from argosy.web.exchange import WIRE, App, Scope
 from argosy.web.head import LIMIT_BYTES, Head, HeadTemplate, template_of
+from argosy.web.polling import has_left, has_sent
 from argosy.web.refusing import no_http
 from argosy.web.state import State
 from argosy.web.wire import RequestWire
@@ -156,7 +156,7 @@ class Connection(asyncio.Protocol):
         self._deaf = True
         last.keep_alive = False
         self._quiet.add(self)
-        return not _has_left(self.transport)
+        return not has_left(self.transport)
 
     def pause_writing(self) -> None:
         """What was sent piles up."""
@@ -293,9 +293,11 @@ class Connection(asyncio.Protocol):
             self._heads.add(self)
 
     def leave(self) -> None:
-        """Nobody uses it, unless the client is still taking the last answer."""
+        """Nobody uses it, unless the client is still taking the last answer, or has sent what is not read yet."""
         unsent = self.transport.get_write_buffer_size()
-        if not unsent:
+        if not self._deaf and has_sent(self.transport):
+            self._idle.add(self)
+        elif not unsent:
             self.transport.close()
         elif unsent < self._unsent:
             self._unsent = unsent
@@ -307,7 +309,7 @@ class Connection(asyncio.Protocol):
         """Its client has said all: is it there? It is asked ever more rarely."""
         if self._current is None:
             return
-        if _has_left(self.transport):
+        if has_left(self.transport):
             self.transport.abort()
             return
         self._looked += 1
@@ -390,10 +392,3 @@ class Connection(asyncio.Protocol):
     def _refuse(self) -> None:
         self.transport.write(no_http())
         self.transport.close()
-
-
-def _has_left(transport: asyncio.Transport) -> bool:
-    """Whether the other end is known to be closed; over TCP only once it was sent something since."""
-    poll = select.poll()
-    poll.register(transport.get_extra_info("socket").fileno(), 0)  # an end is told unasked
-    return bool(poll.poll(0))

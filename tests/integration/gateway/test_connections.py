@@ -517,6 +517,28 @@ async def test_who_is_being_answered_is_not_idle(monkeypatch: pytest.MonkeyPatch
         await reader.readuntil(b"second")
 
 
+async def test_a_request_that_is_there_when_its_connection_has_been_idle_is_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It came while the loop did something else, which learns first what the time is."""
+    made: list[connections.Connection] = []
+
+    class Noted(connections.Connection):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            super().connection_made(transport)  # type: ignore[arg-type] # it is one
+            made.append(self)
+
+    monkeypatch.setattr(listen, "Connection", Noted)
+    async with listening(APP) as port:
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            client.sendall(post("/echo", b"first"))
+            assert (await asyncio.to_thread(client.recv, 65536)).endswith(b"first")
+            client.sendall(LAST)
+            made[0].leave()
+            answer = await asyncio.to_thread(client.makefile("rb").read)
+    assert answer.endswith(b"bye")
+
+
 # --- clients that say that they have said all ------------------------------------------------------
 
 
