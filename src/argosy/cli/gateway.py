@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -33,8 +33,10 @@ def gateway(
 
     try:
         tls = tls_of(tls_cert, tls_key, tls_client_ca)
-        options = {"host": host, "port": port, "tls": tls}
+        options: dict[str, Any] = {"host": host, "port": port, "tls": tls}
         given = {name: value for name, value in options.items() if value is not None}
+        if host is not None or port is not None:
+            given["uds"] = None  # the file's socket would be listened on instead
 
         def read() -> GatewayConfig:
             return msgspec.structs.replace(load_config(config), **given)

@@ -118,6 +118,18 @@ def test_a_log_that_nobody_reads_stops_nobody(tmp_path: Path) -> None:
         assert "ready" not in events
 
 
+@pytest.mark.parametrize("given", [("--port", "0"), ("--host", "127.0.0.1")])
+def test_an_address_that_is_given_takes_the_place_of_the_files_socket(
+    tmp_path: Path, given: tuple[str, str]
+) -> None:
+    config = str(configured(tmp_path, "port: 0"))
+    with running(*GATEWAY, config, *given, stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        ready = next(line for line in process.stderr if line.startswith("argosy gateway is ready"))
+        assert "at http://127.0.0.1:" in ready
+        assert not (tmp_path / "gateway.sock").exists()
+
+
 def test_who_comes_while_another_drains_keeps_the_socket(tmp_path: Path) -> None:
     config = str(configured(tmp_path, "drain_deadline_s: 60"))
     with running(*GATEWAY, config) as first, socket.socket(socket.AF_UNIX) as client:
