@@ -44,6 +44,10 @@ Flags = Annotated[
     typer.Option("--flag", help="One that routes of the gateway go by. May be repeated."),
 ]
 DEFAULT = "default"
+_ORGANISATIONS = "one that `argosy tenants organisations list` shows"
+_PROJECTS = (
+    "one that `argosy tenants list` shows (with --scope gateway a role holds for the whole gateway)"
+)
 
 
 @contextmanager
@@ -111,6 +115,14 @@ def find_project(store: Store, wanted: str) -> Project:
     return _one(found, f"project {wanted!r}", "argosy tenants list")
 
 
+def call_project(store: Store, project: Project) -> str:
+    """What commands find this one by: its name, or its id where others are called the same."""
+    try:
+        return project.name if find_project(store, project.name) == project else project.id
+    except ValueError:
+        return project.id
+
+
 def find_user(store: Store, wanted: str) -> User:
     """By id or email."""
     known = store.accounts.list_users()
@@ -133,10 +145,15 @@ def find_key(store: Store, wanted: str) -> Key:
     return _one(found, f"key {wanted[:20]!r}", "argosy keys list")
 
 
-def home_organisation(store: Store, wanted: str) -> Organisation:
+def home_organisation(
+    store: Store, wanted: str, instead: str = f"--organisation, {_ORGANISATIONS}"
+) -> Organisation:
     """The organisation that is meant; the default one is made when there is none at all."""
-    if wanted == DEFAULT and not store.accounts.list_organisations():
+    known = store.accounts.list_organisations()
+    if wanted == DEFAULT and not known:
         return store.accounts.create_organisation(DEFAULT, actor=actor())
+    if wanted == DEFAULT and not any(_is_default(item) for item in known):
+        raise ValueError(f"no organisation is called {DEFAULT!r}; give {instead}")
     return find_organisation(store, wanted)
 
 
@@ -144,7 +161,7 @@ def home_project(store: Store, wanted: str | None) -> Project:
     """The project that is meant; the default organisation's default one is made when there is none."""
     if wanted is not None:
         return find_project(store, wanted)
-    organisation = home_organisation(store, DEFAULT)
+    organisation = home_organisation(store, DEFAULT, f"--project, {_PROJECTS}")
     for project in store.accounts.list_projects():
         if project.organisation == organisation.id and _is_default(project):
             return project
@@ -180,8 +197,8 @@ def _distinct(called: dict[str, str]) -> dict[str, str]:
     return {key: f"{name} ({key})" if many[name] > 1 else name for key, name in called.items()}
 
 
-def _is_default(project: Project) -> bool:
-    return project.name == DEFAULT and project.archived_at is None
+def _is_default(item: Organisation | Project) -> bool:
+    return item.name == DEFAULT and item.archived_at is None
 
 
 def _by_id(items: Sequence[R], wanted: str) -> list[R]:

@@ -17,6 +17,7 @@ from argosy.cli.accounts import (
     StoreUrl,
     TierName,
     actor,
+    call_project,
     changes,
     find_project,
     home_organisation,
@@ -108,7 +109,8 @@ def create(
             flags=flag or (),
             actor=actor(),
         )
-    command = shlex.join(("argosy", "keys", "create", "-p", made.name))
+        called = call_project(opened_store, made)
+    command = shlex.join(("argosy", "keys", "create", "-p", called))
     sentence = f"{made.name} is made ({made.id}). Make a key: {command}"
     tell(made, sentence, json=json)
 

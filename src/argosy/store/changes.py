@@ -147,7 +147,8 @@ class Change:
     ) -> None:
         """Raises ConflictError for a project or a user of another organisation; None passes."""
         if record is not None and self.get_living(kind, record).organisation != organisation:
-            raise ConflictError(f"{record} belongs to another organisation than {organisation}.")
+            theirs = f"{record} belongs to another organisation than {organisation}"
+            raise ConflictError(f"{theirs}: name one of its own.")
 
     def create(self, record: R) -> R:
         """Keep something new. Raises ValueError, naming the field that is wrong, or ConflictError."""
@@ -198,7 +199,7 @@ class Change:
             if other.id != record.id and living(other, self.now):
                 taken = list(fields.values())[-1]
                 raise ConflictError(
-                    f"There is a {noun(type(record))} {taken!r} already, {other.id}: give another name."
+                    f"Another {noun(type(record))} is called {taken!r}, {other.id}: give another name."
                 )
 
     def _refuse_many(self, record: Record) -> None:

@@ -142,18 +142,18 @@ def test_names_are_unique_where_people_expect_it(
 ) -> None:
     accounts = store.accounts
     other = accounts.create_organisation("Other", actor=ME)
-    with pytest.raises(ConflictError, match=f"organisation 'Acme' already, {organisation.id}"):
+    with pytest.raises(ConflictError, match=f"organisation is called 'Acme', {organisation.id}"):
         accounts.create_organisation(" Acme", actor=ME)
     with pytest.raises(ConflictError, match="give another name"):
         accounts.change_organisation(other.id, name="Acme", actor=ME)
-    with pytest.raises(ConflictError, match="project 'search' already"):
+    with pytest.raises(ConflictError, match="project is called 'search',"):
         accounts.create_project(organisation.id, "search", actor=ME)
     accounts.create_project(other.id, "search", actor=ME)
-    with pytest.raises(ConflictError, match=r"user 'ann@example\.com' already"):
+    with pytest.raises(ConflictError, match=r"user is called 'ann@example\.com',"):
         accounts.create_user(organisation.id, "ANN@example.com", actor=ME)
     accounts.create_user(other.id, "ANN@example.com", actor=ME)
     accounts.create_key(project.id, "laptop", actor=ME)
-    with pytest.raises(ConflictError, match="key 'laptop' already"):
+    with pytest.raises(ConflictError, match="key is called 'laptop',"):
         accounts.create_key(project.id, "laptop", actor=ME)
 
 
