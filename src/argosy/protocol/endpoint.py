@@ -57,7 +57,7 @@ def parse_endpoint(url: str) -> Endpoint:
         return Endpoint("localhost", unix=unquote(parts.netloc), path=path)
     if parts.scheme not in {"http", "https"} or not parts.hostname:
         raise ValueError(f"{url!r} is no URL of a server: {REMEDY}")
-    if parts.query or parts.fragment or parts.username is not None or " " in path:
+    if parts.query or parts.fragment or parts.username is not None or " " in url:
         message = f"the URL of {parts.hostname} has a user, a query, a fragment or a space"
         raise ValueError(f"{message}, which no server would be told: {REMEDY}")
     tls = parts.scheme == "https"

@@ -12,7 +12,7 @@ Mode = Literal["auto", "keys", "off"]
 tokens. `off`: nobody is asked."""
 
 RsaAlgorithm = Literal["RS256", "RS384", "RS512", "PS256", "PS384", "PS512"]
-Algorithm = RsaAlgorithm | Literal["ES256", "ES384", "ES512", "EdDSA"]
+Algorithm = Literal[RsaAlgorithm, "ES256", "ES384", "ES512", "EdDSA"]
 """All with a public key: a shared secret could sign what it should only check."""
 
 
