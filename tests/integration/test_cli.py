@@ -24,6 +24,20 @@ def test_version() -> None:
     assert result.output.startswith("argosy 0.")
 
 
+@pytest.mark.parametrize("command", ["version", "--help"])
+def test_who_reads_on_a_full_disk_is_told_so_in_one_sentence(command: str) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "argosy.cli", command],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert "No space left on device" in done.stderr
+
+
 def test_importing_argosy_and_its_command_stays_cheap() -> None:
     code = "import sys, argosy, argosy.cli; print(sorted(sys.modules))"
     loaded = subprocess.run(

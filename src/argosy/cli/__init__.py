@@ -1,6 +1,8 @@
 """The `argosy` command."""
 
+import errno
 import signal
+import sys
 
 
 def main() -> None:
@@ -17,7 +19,12 @@ def main() -> None:
     command = get_command(app)
     if heeds:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    command()
+    try:
+        command()
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        sys.exit(f"argosy: there was no room for what was to be written ({error.strerror})")
 
 
 __all__ = ["main"]
