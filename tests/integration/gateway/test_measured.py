@@ -6,6 +6,7 @@ import asyncio
 
 import httpx2
 import pytest
+from structlog.testing import capture_logs
 from tests.integration.fake_engine import FakeEngine, always, says
 from tests.integration.gateway.harness import Watching, front, opened
 from tests.integration.rough_server import Asked, plain, rough_server
@@ -225,6 +226,23 @@ async def test_a_replica_that_was_started_anew_is_believed_to_have_nothing(
             replica.ended(Outcome.FAILURE, 0.0)
         assert len(replica.prefixes) == 0
         replica.upstream.close()
+
+
+async def test_the_log_says_once_why_a_replica_cannot_be_reached() -> None:
+    async with rough_server(plain) as other:
+        replica = Replica("r", "openai", "rough", Upstream(parse_endpoint(other.url)))
+    prober = Prober(replica)
+    with capture_logs() as logs:
+        await prober.probe()
+        await prober.probe()
+    (line,) = [line for line in logs if line["event"] == "replica_not_reached"]
+    assert "refused" in line["reason"]
+    async with rough_server(plain, port=other.port):
+        await prober.probe()
+    replica.upstream.close()
+    with capture_logs() as logs:
+        await prober.probe()
+    assert [line["replica"] for line in logs] == ["r"]
 
 
 def test_memory_is_flat_under_many_distinct_prompts() -> None:

@@ -48,6 +48,8 @@ class Prober:
         """It has been asked what it is."""
         self._found: Found | None = None
         """What it told then."""
+        self._missed = False
+        """It gave no answer when it was asked last, as the log was told."""
         self._step = 0
         """The engine's, when it told last."""
         self.asked = asyncio.Event()
@@ -80,13 +82,14 @@ class Prober:
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
                 well = (self._met or await self._meet()) and await self._look()
+            self._missed = False
             if well:
                 outcome = await self._try_out() if probing else Outcome.SUCCESS
                 self._welcome()
         except WRONG as error:
             if isinstance(error, UpstreamError) and not probing:
                 outcome = error.outcome or outcome
-            log.debug("probe_failed", replica=replica.name, reason=str(error))
+            self._miss(str(error) or f"no answer within {PROBE_TIMEOUT_S:g} s")
         finally:
             self.asked.set()
             now = time.monotonic()
@@ -135,6 +138,12 @@ class Prober:
         if not self._has(found):
             remedy = "write `model: ITS NAME` beside its url, or start it with --served-model-name"
             log.warning("replica_has_other_models", replica=name, wanted=wanted, remedy=remedy)
+
+    def _miss(self, reason: str) -> None:
+        """Say why it cannot be asked, once until it can: nothing else tells of a wrong URL or certificate."""
+        if not self._missed:
+            log.info("replica_not_reached", replica=self._replica.name, reason=reason)
+        self._missed = True
 
     def _welcome(self) -> None:
         """It is well: one that came while others served gets requests from now on. Ours say so themselves."""
