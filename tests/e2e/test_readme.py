@@ -50,7 +50,10 @@ def running(*arguments: str) -> Iterator[str]:
     with subprocess.Popen([ARGOSY, *arguments], stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         try:
-            yield next(found.group() for line in process.stderr if (found := URL.search(line)))
+            ready = next(line for line in process.stderr if re.search(r"\bready\b", line))
+            found = URL.search(ready)
+            assert found is not None
+            yield found.group()
         finally:
             process.terminate()
         process.stderr.read()
