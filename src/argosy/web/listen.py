@@ -128,8 +128,10 @@ def bind(host: str, port: int) -> socket.socket:
         reason = (error.strerror or str(error)).partition(" (")[0]  # the address is said there, too
         message = f"cannot listen on {host}:{port} ({reason}); choose another --port"
         raise OSError(error.errno, message) from error
-    # Clients' sockets have it of this one.
-    bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
+    with contextlib.suppress(
+        OSError
+    ):  # not every system knows it; clients' sockets have it of this one
+        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
     return bound
 
 
