@@ -110,6 +110,7 @@ async def test_a_whole_answer_is_begun_anew_there(tokenizer: Tokenizer) -> None:
 
 
 async def test_a_digest_that_is_none_is_told_to_nobody(tokenizer: Tokenizer) -> None:
-    async with pool(tokenizer, "no digest", "no digest") as (running, _):
+    """Who would be told it would refuse to go on, or all that it is asked."""
+    async with pool(tokenizer, "no digest", "none either") as (running, _):
         hurt = await running.client.post(CHAT, json=BODY | {"stream": True})
-        assert told_ids(hurt.content) == OLD
+        assert told_ids(hurt.content) == OLD[:3] + NEW[3:]

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx2
 import pytest
 from structlog.testing import capture_logs
 from tests.gateways import tenants
+from tests.integration.gateway.doubles.behind import gateway
 from tests.integration.gateway.doubles.families import Vllm
 from tests.integration.gateway.doubles.server import Asked, running
 from tests.integration.gateway.limit_world import CALLER, limit, refusal, request
@@ -18,7 +18,7 @@ from tests.integration.gateway.test_shared_limits import gateways
 from tests.services import RedisServer, running_redis
 from tests.waiting import until
 
-from argosy.gateway import GatewayConfig, GatewayServer, ModelConfig, ReplicaConfig
+from argosy.gateway import ReplicaConfig
 from argosy.gateway.passing import AT_ONCE
 from argosy.protocol import ApiError
 from argosy.store import StoreConfig
@@ -89,16 +89,8 @@ async def test_one_tenants_texts_are_tokenized_a_few_at_a_time(tmp_path: Path) -
     with tenants(url) as people:
         shop, other = (people.key(people.project(name)) for name in ("shop", "other"))
         async with running(double):
-            behind = ReplicaConfig(url=double.url, kind="vllm", model=double.model)
-            config = GatewayConfig(
-                port=0,
-                models=[ModelConfig(name="big", replicas=[behind])],
-                store=StoreConfig(url=url),
-            )
-            ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-            server = GatewayServer(config, ready.set_result)
-            serving = asyncio.create_task(server.run())
-            async with httpx2.AsyncClient(base_url=await ready, timeout=30) as client:
+            replica = ReplicaConfig(url=double.url, kind="vllm", model=double.model)
+            async with gateway(replica, store=StoreConfig(url=url)) as (_, client):
 
                 async def ask(key: str) -> int:
                     headers = {"authorization": f"Bearer {key}"}
@@ -112,8 +104,6 @@ async def test_one_tenants_texts_are_tokenized_a_few_at_a_time(tmp_path: Path) -
                 double.may.set()
                 assert await asyncio.gather(*asking) == [200] * len(asking)
                 assert double.most == AT_ONCE + 1
-            server.stop()
-            await serving
 
 
 async def test_a_limit_that_cannot_be_counted_takes_none_of_the_others_out_of_force(
