@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from argosy.gateway import AuthConfig
 
 Auth = Literal["auto", "keys", "off"]
 """`auto`: those on this machine need no key until there is one. `keys`: always. `off`: nobody does."""
@@ -28,6 +31,17 @@ class Doorkeeping:
     auth: Auth
     host: str
     """Where it listens."""
+    allowed_origins: list[str] | None = None
+    """Of web pages; None: those of this machine."""
+
+    @property
+    def config(self) -> AuthConfig:
+        """The same as the gateway's settings."""
+        from argosy.gateway import AuthConfig
+
+        if self.allowed_origins is None:
+            return AuthConfig(mode=self.auth)
+        return AuthConfig(mode=self.auth, allowed_origins=tuple(self.allowed_origins))
 
     @property
     def url(self) -> str:
@@ -42,7 +56,7 @@ class Doorkeeping:
         Raises ValueError, saying what to change, when the database cannot be used, or when others could connect
         and there still are no keys.
         """
-        from argosy.gateway import AuthConfig, check_exposure, is_loopback
+        from argosy.gateway import check_exposure, is_loopback
         from argosy.store import open_store
 
         needed = self.auth == "keys" or (self.auth == "auto" and not is_loopback(self.host))
@@ -51,7 +65,7 @@ class Doorkeeping:
             store.migrate()
             made = store.accounts.first_run(actor="argosy serve") if needed else None
             directory = store.directory()
-            check_exposure(self.host, AuthConfig(mode=self.auth), directory)
+            check_exposure(self.host, self.config, directory)
         finally:
             store.close()
         keyed = needed or (self.auth == "auto" and directory.keyed)

@@ -119,6 +119,15 @@ VllmMetrics = Annotated[
 ]
 LogLevel = Annotated[Level, Option(help="How much the log says.", rich_help_panel=ADVANCED)]
 
+AllowedOrigins = Annotated[
+    list[str] | None,
+    Option(
+        metavar="ORIGIN",
+        help="Web pages that may ask, like https://app.example.com, or * for all; may be given several times. "
+        "By default those of this machine.",
+        rich_help_panel=ACCESS,
+    ),
+]
 Auth = Annotated[
     Literal["auto", "keys", "off"],
     Option(

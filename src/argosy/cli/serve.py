@@ -23,6 +23,7 @@ def serve(
     gpus: options.Gpus = "own",
     store: StoreUrl = None,
     auth: options.Auth = "auto",
+    allowed_origins: options.AllowedOrigins = None,
     log_level: options.LogLevel = "warning",
 ) -> None:
     """Serve a model with the OpenAI API on this machine (the bundled model by default)."""
@@ -36,7 +37,8 @@ def serve(
         host = "localhost" if server.uds is not None else server.host
         try:
             where = places(replicas, usable_gpus(engine.device, os.environ), gpus)
-            whole = Whole(server, engine, where, Doorkeeping(store, auth, host), shown)
+            door = Doorkeeping(store, auth, host, allowed_origins)
+            whole = Whole(server, engine, where, door, shown)
             whole.serve()
         except ValueError as error:
             fail(str(error))

@@ -176,7 +176,6 @@ class Whole:
 
     def _config(self, launcher: LocalLauncher) -> GatewayConfig:
         from argosy.gateway import (
-            AuthConfig,
             GatewayConfig,
             ModelConfig,
             QueueConfig,
@@ -204,7 +203,7 @@ class Whole:
             uds=server.uds,
             tls=server.tls,
             store=StoreConfig(url=self._door.url),
-            auth=AuthConfig(mode=self._door.auth),
+            auth=self._door.config,
             timeouts=Timeouts(recovery_s=RECOVERY_S),
             queue=QueueConfig(wait_s=self._engine.request_timeout_s),
             drain_deadline_s=server.drain_deadline_s,

@@ -15,6 +15,7 @@ from argosy.gateway.caller import ANYONE, Caller
 from argosy.gateway.config import GatewayConfig
 from argosy.gateway.models import Models
 from argosy.gateway.operating import Operating
+from argosy.gateway.origins import Origins
 from argosy.gateway.passing import METRICS, REPLICAS, Passing
 from argosy.gateway.stages import Limits
 from argosy.protocol import Status, Version
@@ -55,6 +56,7 @@ class Front:
         *,
         identify: Callable[[Exchange], Caller],
         admin: App,
+        origins: Origins,
         metrics: GatewayMetrics,
         config: GatewayConfig,
         limits: Limits | None = None,
@@ -62,6 +64,7 @@ class Front:
         self._models = models
         self._identify = identify
         self._admin = admin
+        self._origins = origins
         self._metrics = metrics
         self._log = log.bind()
         self._config = config
@@ -123,6 +126,10 @@ class Front:
 
     async def _handle(self, exchange: Exchange, route: Route | None) -> None:
         """Let in whoever asks, and answer them. Raises ApiError when nobody is there to, or not for them."""
+        page = b"origin" in exchange.headers and route is not self._admin_route
+        if page and self._origins.admit(exchange):
+            await exchange.answer(200, b"", b"text/plain")
+            return
         if route is None:
             raise nothing_at(exchange.path, self._known)
         caller = ANYONE if route.open else self._identify(exchange)

@@ -24,6 +24,7 @@ from argosy.gateway.identity import Identity, check_exposure
 from argosy.gateway.journey import Stage
 from argosy.gateway.models import Served, read_models
 from argosy.gateway.operating import Operating, read_replicas
+from argosy.gateway.origins import Origins
 from argosy.gateway.reloading import Reloading, Reread
 from argosy.gateway.replicas import Care, LookUp, Replica, look_after, look_up
 from argosy.gateway.stages import Idempotency, Ledger, Limits, Recorder, kept_answers, shared_state
@@ -57,6 +58,7 @@ class GatewayServer:
         self._served = Served(read_models(config), config.routes, look_up)
         self._models = self._served.models
         self._identity = Identity(Directory(), config.auth)
+        self._origins = Origins(config.auth.allowed_origins)
         self._metrics = GatewayMetrics()
         self._traces = Traces(config.explain)
         self._certificates = None if config.tls is None else Certificates(config.tls)
@@ -165,6 +167,7 @@ class GatewayServer:
                 self._explain,
                 _nothing if keeping is None else keeping.books.changed,
             ),
+            origins=self._origins,
             metrics=self._metrics,
             config=self._config,
             limits=None if keeping is None else keeping.limits,

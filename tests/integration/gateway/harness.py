@@ -29,6 +29,7 @@ from argosy.gateway.kv import TextsOf, follow
 from argosy.gateway.models.models import Models
 from argosy.gateway.models.pools import build_models, read_models
 from argosy.gateway.operating import Operating
+from argosy.gateway.origins import Origins
 from argosy.gateway.replicas.probing import PROBE_TIMEOUT_S, Prober
 from argosy.gateway.replicas.replica import Replica
 from argosy.gateway.stages.recorder import Recorder
@@ -164,6 +165,7 @@ async def front(
         operating,
         identify=identity.identify,
         admin=build_admin(None, identity, lambda *_: None, lambda: None),
+        origins=Origins(config.auth.allowed_origins),
         metrics=metrics,
         config=config,
     )

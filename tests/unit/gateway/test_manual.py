@@ -46,7 +46,7 @@ def test_every_setting_is_shown(tmp_path: Path) -> None:
 def test_what_is_no_example_is_the_default(tmp_path: Path) -> None:
     path = tmp_path / "fleet.yaml"
     path.write_text("models: [{name: m, replicas: [{url: http://a}]}]")
-    defaults = msgspec.to_builtins(load_config(path))
+    defaults = msgspec.json.decode(msgspec.json.encode(load_config(path)))
     examples = {line.partition(":")[0].strip() for line in EXAMPLE.splitlines() if "e.g." in line}
 
     def kept(settings: dict[str, Any]) -> dict[str, Any]:

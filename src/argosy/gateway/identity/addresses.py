@@ -92,8 +92,13 @@ def from_this_machine(peer: str, headers: Mapping[bytes, bytes]) -> bool:
     if not _is_local(host):  # also another address of ours: somebody forwarded what came to it
         return False
     origin_of_page = headers.get(b"origin", b"").decode("latin-1").lower()
-    page = origin_of_page.partition("://")[2]
-    return not origin_of_page or (page != "" and (page == host or _is_local(page)))
+    return not origin_of_page or is_local_page(origin_of_page)
+
+
+def is_local_page(origin: str) -> bool:
+    """Whether a page of this origin, in lower case, is the machine's own; `null` is anybody's."""
+    authority = origin.partition("://")[2]
+    return authority != "" and _is_local(authority)
 
 
 def _is_local(authority: str) -> bool:

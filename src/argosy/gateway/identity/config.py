@@ -50,3 +50,6 @@ class AuthConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """CIDR networks whose X-Forwarded-For is believed. A Unix socket counts as 127.0.0.1."""
     networks: tuple[str, ...] = ()
     """CIDR networks that anybody at all may come from; none: from anywhere."""
+    allowed_origins: tuple[str, ...] = ("localhost",)
+    """Origins of the web pages that browsers let ask (CORS): `https://app.example.com`; `localhost`: of those that the
+    browser's own machine serves, at any port; `*`: of all."""

@@ -11,7 +11,14 @@ from typing import Any
 
 import httpx2
 
-from argosy.gateway import GatewayConfig, GatewayServer, ModelConfig, ReplicaConfig, Timeouts
+from argosy.gateway import (
+    AuthConfig,
+    GatewayConfig,
+    GatewayServer,
+    ModelConfig,
+    ReplicaConfig,
+    Timeouts,
+)
 from argosy.store import StoreConfig
 
 QUICK = Timeouts(first_token_s=5.0, between_tokens_s=5.0, recovery_s=0.5)
@@ -29,10 +36,11 @@ async def gateway(
     timeouts: Timeouts = QUICK,
     patience_s: float | None = 30.0,
     store: StoreConfig | None = None,
+    auth: AuthConfig = AuthConfig(),  # noqa: B008 - immutable
 ) -> AsyncIterator[tuple[GatewayServer, httpx2.AsyncClient]]:
     """A gateway that takes the servers in turn, and a client of it, which waits for so long."""
     model = ModelConfig(name="big", routing="round-robin", replicas=list(replicas))
-    config = GatewayConfig(port=0, models=[model], timeouts=timeouts, store=store)
+    config = GatewayConfig(port=0, models=[model], timeouts=timeouts, store=store, auth=auth)
     url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     server = GatewayServer(config, url.set_result)
     running = asyncio.create_task(server.run())
