@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import time
 from collections import deque
 from pathlib import Path
 from typing import Any, Literal
@@ -431,6 +432,53 @@ async def test_servers_that_are_not_well_are_left_out_until_they_are() -> None:
             assert (await stream(client, CHAT)).text == WHOLE
         probe, asked = one.asked
         assert (probe.body["max_tokens"], asked.body["stream"]) == (1, True)
+
+
+@pytest.mark.parametrize(("family", "sign"), [(Vllm, 1), (Sglang, -1)])
+async def test_engines_that_compute_by_priority_are_told_it(
+    family: Family, sign: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one tier who comes first, of two the higher; but who has waited for long goes before those that come."""
+    now = 1_000_000.5
+    monkeypatch.setattr(time, "time", lambda: now)
+    double = family()
+    async with running(double), gateway(behind(double, priority_scheduling=True)) as (_, client):
+        for later, back in ((0, 0), (1, 0), (2, 1), (24, 0), (26, 0)):
+            now = 1_000_000.5 + later
+            await stream(client, CHAT, priority=back)
+        await client.post(CHAT, json=BODIES[CHAT])
+        *_, whole = said = [sign * asked.body["priority"] for asked in double.asked]
+        assert said == [1_000_005, 1_000_006, 1_000_032, 1_000_029, 1_000_031, whole]
+        assert whole == said[-2]
+
+
+async def test_a_stream_that_goes_on_elsewhere_is_as_urgent_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one, two = Vllm(), Vllm()
+    now = 1_000_000.0
+    monkeypatch.setattr(time, "time", lambda: now)
+    async with (
+        running(one, two),
+        gateway(*(behind(each, priority_scheduling=True) for each in (one, two))) as (_, client),
+    ):
+        one.faults = two.faults = deque([Fault("stall", 3)])
+        telling = asyncio.create_task(stream(client, CHAT))
+        await until(lambda: bool(one.asked or two.asked))
+        now += 100
+        assert (await telling).text == WHOLE
+        assert [asked.body["priority"] for asked in (*one.asked, *two.asked)] == [1_000_005] * 2
+
+
+async def test_nobody_else_is_told_a_priority() -> None:
+    plain, unknown = Vllm(), LlamaCpp()
+    async with (
+        running(plain, unknown),
+        gateway(behind(plain), behind(unknown, priority_scheduling=True)) as (_, client),
+    ):
+        for _ in range(2):
+            await stream(client, CHAT, priority=1)
+        assert [("priority" in each.asked[0].body) for each in (plain, unknown)] == [False] * 2
 
 
 async def test_a_hosted_api_gets_its_key_and_no_field_that_it_does_not_know(

@@ -242,3 +242,33 @@ async def test_an_ended_server_is_missed_by_nobody(
             servers[1].end()
             servers[1].start()
             await asyncio.to_thread(servers[1].wait)
+
+
+async def test_a_higher_tier_goes_first_in_it_too() -> None:
+    """Where it says that it computes by priority: it runs four at a time, which nobody here knows."""
+    begun: list[int] = []
+
+    async def ask(client: httpx2.AsyncClient, number: int, priority: int) -> None:
+        body = {"model": "big", "stream": True, "priority": priority, "max_tokens": 60}
+        body |= BODIES[COMPLETION] | {"ignore_eos": True}
+        async with client.stream("POST", COMPLETION, json=body) as answer:
+            async for line in answer.aiter_lines():
+                if line.startswith("data: ") and number not in begun:
+                    begun.append(number)
+
+    with TemporaryDirectory() as folder:
+        server = VllmServer(Path(folder) / "v.sock", ("--scheduling-policy", "priority"))
+        replica = ReplicaConfig(
+            url=f"unix:{server.socket}", model="mini", kind="vllm", priority_scheduling=True
+        )
+        with started(server):
+            async with (
+                gateway(replica, timeouts=PATIENT, patience_s=None) as (running, client),
+                asyncio.TaskGroup() as asking,
+            ):
+                (only,) = running.replicas
+                for number in range(16):
+                    asking.create_task(ask(client, number, 1))
+                await until(lambda: len(begun) >= 4 and only.load.in_flight == 16)
+                asking.create_task(ask(client, 16, 0))
+    assert begun.index(16) < 12, "else it would have been the last"

@@ -55,6 +55,9 @@ class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """How a stream that broke may be carried on, at most."""
     stream_usage: bool = True
     """Ask for the usage of streams; off for servers that refuse `stream_options`."""
+    priority_scheduling: bool = False
+    """It was started so that it computes by `priority` (vLLM: --scheduling-policy priority, SGLang:
+    --enable-priority-scheduling): each request says how urgent it is."""
     kv_events: KvAddress | None = None
     """Where vLLM or SGLang publishes its KV cache events; None: it is asked, and those that know say so."""
     tls: UpstreamTls = UpstreamTls()
@@ -179,6 +182,10 @@ def _check_replicas(path: Path, model: ModelConfig) -> None:
             )
         if replica.kv_events is not None and replica.kind not in {"auto", "vllm", "sglang"}:
             raise ValueError(f"{path}: {replica.url}: kv_events is of vllm and sglang; remove it")
+        if replica.priority_scheduling and replica.kind not in {"auto", "vllm", "sglang"}:
+            raise ValueError(
+                f"{path}: {replica.url}: priority_scheduling is of vllm and sglang; remove it"
+            )
 
 
 def _check_routes(path: Path, config: GatewayConfig, served: list[str]) -> None:

@@ -14,9 +14,10 @@ import structlog
 
 from argosy.gateway.ask import Ask
 from argosy.gateway.caller import Caller
-from argosy.gateway.dialects import CHAT_PATH, COMPLETION_PATH, Delivered
+from argosy.gateway.dialects import CHAT_PATH, COMPLETION_PATH, Delivered, Dialect
 from argosy.gateway.explain import Trace, Try
 from argosy.gateway.replicas import Picked, Pool, Replica
+from argosy.policy import due_at
 from argosy.protocol import ApiError
 from argosy.web import Exchange
 
@@ -60,6 +61,8 @@ class Journey(msgspec.Struct, eq=False):
     """Name of the one that decided which pool answers; empty: none did."""
     deadline: float = math.inf
     """When its answer ends with what there is, on the monotonic clock."""
+    due: float = 0.0
+    """When an engine that goes by dates is to begin with it, in seconds since the epoch, once it was sent to one."""
     tried: set[str] = msgspec.field(default_factory=set)
     """Replicas that failed it since it last got on."""
     unfit: set[str] = msgspec.field(default_factory=set)
@@ -97,6 +100,11 @@ class Journey(msgspec.Struct, eq=False):
         prompt = self.ask.prompt
         whose = f"{self.caller.tenant}\0{self.api.prompt_field} {len(prompt)}\0".encode()
         return hashlib.blake2b(whose + prompt[-DIGESTED_BYTES:], digest_size=16).digest()
+
+    def priority(self, dialect: Dialect) -> int:
+        """What its body is to say of its urgency to a server of this kind, wherever it goes."""
+        self.due = self.due or due_at(self.tier, time.time())
+        return dialect.urgency * int(self.due)
 
     def goes_to(self, picked: Picked, now: float) -> Replica:
         """Note that it goes to this replica now."""

@@ -34,7 +34,7 @@ from argosy.policy.limits import (
     worst,
 )
 from argosy.policy.measured import Line, Mean, PeakEwma, Rate
-from argosy.policy.order import PROMOTED_EACH, QUANTUM, DispatchQueue, Held, Waiting
+from argosy.policy.order import PROMOTED_EACH, QUANTUM, DispatchQueue, Held, Waiting, due_at
 from argosy.policy.prices import NO_CHARGE, Priced, PriceList, Rates
 from argosy.policy.retries import RetryBudget, backoff_s
 from argosy.policy.routing import (
@@ -135,6 +135,7 @@ __all__ = [
     "chain",
     "classify",
     "cost",
+    "due_at",
     "ended",
     "fits",
     "lowest_tier",

@@ -37,6 +37,15 @@ PATIENCE_S = 30.0
 """Who has waited for so long goes before all deadlines to come: those in a hurry may never stop coming."""
 
 
+def due_at(tier: int, sent_at: float) -> float:
+    """When an engine that goes by such dates is to begin with a request, which it was sent at `sent_at`.
+
+    Higher tiers go first, and a request that has waited for as long as a tier may before it takes turns goes before
+    what comes then: nobody starves there either.
+    """
+    return sent_at + (PROMOTE_S[tier] if tier else 0.0)
+
+
 @dataclass(slots=True)
 class Waiting(Generic[T]):
     """A request that waits to be dispatched."""

@@ -292,6 +292,10 @@ def test_settings_that_need_a_store_say_so(tmp_path: Path, useless: str) -> None
         ('models: [{name: "a\\tb", replicas: [{url: x}]}]', "regex .*name"),
         ("models: [{name: m, aliases: [' a'], replicas: [{url: x}]}]", "regex .*aliases"),
         ("models: [{name: m, replicas: [{url: 'http://x', tls: {ca: y}}]}]", "tls is for https"),
+        (
+            "models: [{name: m, replicas: [{url: 'http://x', kind: tgi, priority_scheduling: true}]}]",
+            "priority_scheduling is of vllm and sglang; remove it",
+        ),
         ("explain: {requests: -1}", ">= 0"),
         ("explain: {seconds: .nan}", ">= 0"),
         ("auth: {jwt: {audience: ['']}}", "length >= 1"),

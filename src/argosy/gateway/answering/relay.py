@@ -172,6 +172,8 @@ class Relay:
             self._stream.start_over()  # what does not flow is sent whole
             turn.tried.told = 0
         outgoing = leg.outgoing if leg else whole_request(ask, path, dialect, replica.model)
+        if dialect.urgency:
+            outgoing = outgoing.with_priority(journey.priority(dialect))
         headers = request_headers(journey, replica, journaled=flows)
         request = replica.upstream.request(b"POST", outgoing.path, outgoing.body, headers)
         turn.tried.sent = self._ways.clock()

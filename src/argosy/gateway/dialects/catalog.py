@@ -54,6 +54,7 @@ _DIALECTS = (
         prefill_flags=CONTINUE,
         keeps_stops="include_stop_str_in_output",
         usage_with_each=True,
+        urgency=1,
         unknown=OURS - {"session_id", "cache_salt"},
         completion_tokens=16,
     ),
@@ -68,6 +69,7 @@ _DIALECTS = (
         prefill=BOTH,
         prefill_flags=CONTINUE,
         usage_with_each=True,
+        urgency=-1,
         unknown=OURS - {"cache_salt"},
         completion_tokens=16,
     ),
@@ -100,7 +102,9 @@ DIALECTS = {dialect.kind: dialect for dialect in _DIALECTS}
 
 
 @functools.cache
-def dialect_of(kind: Kind, carry: Carry = "exact", *, usage: bool = True) -> Dialect:
+def dialect_of(
+    kind: Kind, carry: Carry = "exact", *, usage: bool = True, urgency: bool = False
+) -> Dialect:
     """The dialect of a server, as far as its configuration lets it be used."""
     whole = DIALECTS[kind]
     return replace(
@@ -109,4 +113,5 @@ def dialect_of(kind: Kind, carry: Carry = "exact", *, usage: bool = True) -> Dia
         prefill=whole.prefill if carry != "none" else NONE,
         usage=whole.usage and usage,
         usage_with_each=whole.usage_with_each and usage,
+        urgency=whole.urgency if urgency else 0,
     )

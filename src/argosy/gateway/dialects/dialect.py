@@ -124,6 +124,8 @@ class Dialect:
     """It takes `stream_options.continuous_usage_stats` too."""
     timings: bool = False
     """It tells with each event how many tokens it has made, when asked with `timings_per_token`."""
+    urgency: int = 0
+    """Sign of `priority` in its bodies: 1 where a lower one goes first, -1 a higher one; 0: it goes by none."""
     unknown: frozenset[str] = OURS
     """Fields that are left out of bodies, because it does not know them or means something else by them."""
     completion_tokens: int | None = None

@@ -51,6 +51,7 @@ class Entry:
             most=config.max_requests,
             carry=config.carry,
             stream_usage=config.stream_usage,
+            priority_scheduling=config.priority_scheduling,
             kv_events=None if config.kv_events is None else config.kv_events.at(upstream.endpoint),
         )
 

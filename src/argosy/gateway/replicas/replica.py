@@ -60,6 +60,8 @@ class Replica:
     carry: Carry = "exact"
     stream_usage: bool = True
     """It may be asked for the usage of streams."""
+    priority_scheduling: bool = False
+    """It computes by what requests say of their urgency."""
     kv_events: KvAddress | None = None
     """Where it publishes what it caches; None: it may say so itself."""
     taking: bool = field(init=False)
@@ -104,7 +106,9 @@ class Replica:
     @property
     def dialect(self) -> Dialect:
         """How it is spoken to."""
-        return dialect_of(self.kind, self.carry, usage=self.stream_usage)
+        return dialect_of(
+            self.kind, self.carry, usage=self.stream_usage, urgency=self.priority_scheduling
+        )
 
     def __post_init__(self) -> None:
         self.load = ReplicaLoad(self.name)
