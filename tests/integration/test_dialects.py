@@ -417,9 +417,15 @@ async def test_full_servers_are_left_alone_for_a_moment(family: Family) -> None:
         assert len(one.asked) + len(two.asked) == 2
 
 
-async def test_servers_that_are_not_well_are_left_out_until_they_are() -> None:
-    one, two = Vllm(), Vllm()
-    async with running(one, two), gateway(behind(one), behind(two)) as (server, client):
+@pytest.mark.parametrize("priority", [False, True])
+async def test_servers_that_are_not_well_are_left_out_until_they_are(priority: bool) -> None:
+    """Where they compute by priority, what finds out whether they are well waits for nobody."""
+    one, two = Sglang(), Sglang()
+    async with (
+        running(one, two),
+        gateway(*(behind(each, priority_scheduling=priority) for each in (one, two))) as it,
+    ):
+        server, client = it
         one.healthy = False
         breaker = next(r.breaker for r in server.replicas if r.name == one.url)
         await until(lambda: not breaker.closed)
@@ -432,6 +438,8 @@ async def test_servers_that_are_not_well_are_left_out_until_they_are() -> None:
             assert (await stream(client, CHAT)).text == WHOLE
         probe, asked = one.asked
         assert (probe.body["max_tokens"], asked.body["stream"]) == (1, True)
+        assert probe.body.get("priority", 0) >= asked.body.get("priority", 0)
+        assert ("priority" in probe.body) == priority
 
 
 @pytest.mark.parametrize(("family", "sign"), [(Vllm, 1), (Sglang, -1)])

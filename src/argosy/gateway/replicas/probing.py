@@ -11,7 +11,7 @@ import structlog
 from argosy.gateway.dialects import CHAT_PATH, Found, LoadSource, find
 from argosy.gateway.replicas.replica import Replica
 from argosy.gateway.upstream import UpstreamError, answer_to, get
-from argosy.policy import BLOCK_TOKENS, Outcome, classify
+from argosy.policy import BLOCK_TOKENS, Outcome, classify, due_at
 from argosy.protocol import Load
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
@@ -174,8 +174,11 @@ class Prober:
 
     async def _try_out(self) -> Outcome:
         """Have it generate a token: one that says that it is well may still answer nobody."""
-        upstream, message = self._replica.upstream, {"role": "user", "content": "Hi"}
+        upstream, urgency = self._replica.upstream, self._replica.dialect.urgency
+        message = {"role": "user", "content": "Hi"}
         asked = {"model": self._replica.model, "messages": [message], "max_tokens": 1}
+        if urgency:
+            asked["priority"] = urgency * int(due_at(0, time.time()))
         request = upstream.request(b"POST", CHAT_PATH, msgspec.json.encode(asked), _HEADERS)
         async with asyncio.timeout(TOKEN_S):
             status, _ = await answer_to(upstream, request)
