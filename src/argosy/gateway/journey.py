@@ -26,6 +26,9 @@ log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gatewa
 Status = Literal["completed", "cancelled", "failed", "stopped", "refused"]
 """How a request ended: as it should; the client left; it could not be answered; a limit or its deadline ended it; it
 was not to be answered, as it is or now."""
+REFUSED_BY_REPLICA = "refused_by_replica"
+WRONG = frozenset({400, 413, 422})
+"""Statuses by which a replica says so of a request; others may be of how it is asked by the fleet."""
 UNANSWERED = frozenset[Status]({"failed", "refused"})
 
 
@@ -121,6 +124,12 @@ class Journey(msgspec.Struct, eq=False):
         """Note whose answer it gets, as far as is known."""
         self.picked, self.current = picked, tried
         self.replica = picked.replica.name
+
+    @property
+    def was_wrong(self) -> bool:
+        """Whether a replica that looked at it found fault with it."""
+        error = self.error
+        return error is not None and error.code == REFUSED_BY_REPLICA and error.status in WRONG
 
     def fails(self, error: ApiError) -> None:
         """Note that this is its answer."""

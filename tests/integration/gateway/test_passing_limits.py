@@ -1,4 +1,4 @@
-"""What requests that generate nothing hold of limits, in one gateway and in several; a limit that is none."""
+"""What requests that generate nothing, or are refused, hold of limits, in one gateway and several; a limit that is none."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from tests.gateways import tenants
 from tests.integration.gateway.doubles.behind import gateway
 from tests.integration.gateway.doubles.families import Vllm
 from tests.integration.gateway.doubles.server import Asked, running
+from tests.integration.gateway.keyed import fleet
 from tests.integration.gateway.limit_world import CALLER, limit, refusal, request
 from tests.integration.gateway.test_limits import Clock, in_force
 from tests.integration.gateway.test_shared_limits import gateways
+from tests.integration.rough_server import Asked as RoughlyAsked
+from tests.integration.rough_server import rough_server
 from tests.services import RedisServer, running_redis
 from tests.waiting import until
 
@@ -81,6 +84,26 @@ class Slow(Vllm):
         await self.may.wait()
         self.running -= 1
         return await super()._answer(asked, writer)
+
+
+@pytest.mark.parametrize(
+    ("status", "second"), [(400, 429), (413, 429), (422, 429), (404, 404), (500, 502)]
+)
+async def test_a_request_that_a_replica_finds_fault_with_is_one(
+    tmp_path: Path, status: int, second: int
+) -> None:
+    """Else nothing bounds how many somebody sends; what is the fleet's own fault counts for nothing."""
+
+    async def script(asked: RoughlyAsked) -> None:
+        asked.json(status, {"error": {"message": "no"}})
+
+    async with (
+        rough_server(script) as rough,
+        fleet(tmp_path, ReplicaConfig(url=rough.url, kind="openai"), requests=1) as made,
+    ):
+        caller = await made.caller()
+        assert (await caller.ask("a")).status_code in {status, second}
+        assert (await caller.ask("b")).status_code == second
 
 
 async def test_one_tenants_texts_are_tokenized_a_few_at_a_time(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from argosy.gateway.dialects import (
     status_meant,
     whole_request,
 )
-from argosy.gateway.journey import Journey
+from argosy.gateway.journey import REFUSED_BY_REPLICA, Journey
 from argosy.gateway.replicas import Picked, Replica
 from argosy.gateway.upstream import Attempt, UpstreamError
 from argosy.policy import Outcome, backoff_s, classify
@@ -211,7 +211,7 @@ class Relay:
             journey.status = "completed"
         else:
             message = f"The replica refused the request with status {whole.status}."
-            error = ApiError(whole.status, "refused_by_replica", message)
+            error = ApiError(whole.status, REFUSED_BY_REPLICA, message)
             journey.fails(error)
             journey.exchange.failure = error.code
         await journey.exchange.answer(whole.status, whole.content, whole.kind)
@@ -277,7 +277,7 @@ class Relay:
         begun = journey.delivered.output_tokens > 0
         if failure.outcome is Outcome.SUCCESS and isinstance(failure, RefusedError) and not begun:
             message = f"The replica refused the request: {str(failure).rstrip('.')}."
-            raise ApiError(failure.status, "refused_by_replica", message)
+            raise ApiError(failure.status, REFUSED_BY_REPLICA, message)
         free = begun or failure.outcome is Outcome.BACKPRESSURE
         if isinstance(failure, UpstreamError):
             journey.losses += turn.attempt.sent

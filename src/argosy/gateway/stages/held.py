@@ -91,12 +91,15 @@ class Held(msgspec.Struct, eq=False):
         return self._extend()
 
     def leave(self) -> None:
-        """Give back what was not used; of a request that was sent nowhere, or got nothing because of us, all."""
+        """Give back what was not used; of a request that was sent nowhere, or got nothing because of us, all.
+
+        One that a replica found wrong was a request all the same.
+        """
         told, journey, now = self.journey.delivered, self.journey, self.clock()
         if self.refusal is not None and journey.status == "stopped":
             journey.trace.limits += kept_out([self.refusal])
         if not told.output_tokens and (journey.status in UNANSWERED or not journey.replica):
-            self.reservation.settle(Use(), now)
+            self.reservation.settle(Use(requests=int(journey.was_wrong)), now)
             return
         prompt = told.prompt_tokens
         cost = self.rates.cost(prompt, told.cached_tokens, told.output_tokens)
