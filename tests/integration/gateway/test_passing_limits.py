@@ -1,4 +1,4 @@
-"""What requests that generate nothing, or are refused, hold of limits, in one gateway and several; a limit that is none."""
+"""What requests hold of limits that generate nothing or are refused, in one gateway and in several; and no limit."""
 
 from __future__ import annotations
 
