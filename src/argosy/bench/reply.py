@@ -56,7 +56,6 @@ class Reply:
         self.sent_at: float | None = None
         self.status = 0
         self.has_length = False
-        self.ended = False
         self.chunks: list[float] = []
         """When each chunk with text came."""
         self.counted: list[int] = []
@@ -106,7 +105,6 @@ class Reply:
     def start_over(self) -> None:
         """It goes out again, on another connection; the first try counts as waiting."""
         self.error = self.detail = ""
-        self.ended = False
         self.resent = True
 
     def fail(self, error: str, detail: str) -> None:
@@ -119,7 +117,6 @@ class Reply:
 
     def end(self) -> None:
         """Nothing more will come."""
-        self.ended = True
         if self.status not in {0, 200}:
             self.fail(f"http {self.status}", _message(self.body))
 

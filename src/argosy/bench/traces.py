@@ -13,13 +13,11 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
 from argosy.bench.problem import BenchError
 
-TraceFormat = Literal["mooncake", "burstgpt", "azure"]
 MOONCAKE_BLOCK_TOKENS = 512
 
 
@@ -40,8 +38,8 @@ class _Mooncake(msgspec.Struct):
     hash_ids: tuple[int, ...] = ()
 
 
-def read_trace(path: Path, limit: int | None = None) -> tuple[TraceFormat, list[Traced]]:
-    """The format, told from the first line, and the first `limit` requests in order of time.
+def read_trace(path: Path, limit: int | None = None) -> list[Traced]:
+    """The first `limit` requests in order of time; the first line tells the format.
 
     Requests that generated nothing are left out. Raises BenchError naming the line that is wrong.
     """
@@ -49,15 +47,14 @@ def read_trace(path: Path, limit: int | None = None) -> tuple[TraceFormat, list[
         with path.open(encoding="utf-8-sig", newline="") as file:
             first = file.readline()
             file.seek(0)
-            trace_format = _format(path, first)
-            rows = _take(_read(trace_format, path, file), limit)
+            rows = _take(_read(path, first, file), limit)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise BenchError(f"Cannot read the trace {path}: {error}.") from error
     if not rows:
         raise BenchError(f"The trace {path} has no request that generated a token.")
     rows.sort(key=lambda row: row.at_s)
     start = rows[0].at_s
-    return trace_format, [msgspec.structs.replace(row, at_s=row.at_s - start) for row in rows]
+    return [msgspec.structs.replace(row, at_s=row.at_s - start) for row in rows]
 
 
 def _take(rows: Iterable[Traced], limit: int | None) -> list[Traced]:
@@ -70,28 +67,19 @@ def _take(rows: Iterable[Traced], limit: int | None) -> list[Traced]:
     return taken
 
 
-def _format(path: Path, first: str) -> TraceFormat:
+def _read(path: Path, first: str, lines: Iterable[str]) -> Iterator[Traced]:
+    """All of `lines`, whose format the `first` tells."""
     names = {name.strip().strip('"') for name in first.split(",")}
     if first.lstrip().startswith("{"):
-        return "mooncake"
+        return _read_mooncake(path, lines)
     if {"Timestamp", "Request tokens", "Response tokens"} <= names:
-        return "burstgpt"
+        return _read_csv(path, lines, _burstgpt)
     if {"TIMESTAMP", "ContextTokens", "GeneratedTokens"} <= names:
-        return "azure"
+        return _read_csv(path, lines, _azure)
     raise BenchError(
         f"{path} is no trace that is known here: its first line is neither a JSON object (Mooncake)"
         " nor the header of BurstGPT or of the Azure LLM inference traces."
     )
-
-
-def _read(trace_format: TraceFormat, path: Path, lines: Iterable[str]) -> Iterator[Traced]:
-    match trace_format:
-        case "mooncake":
-            return _read_mooncake(path, lines)
-        case "burstgpt":
-            return _read_csv(path, lines, _burstgpt)
-        case "azure":
-            return _read_csv(path, lines, _azure)
 
 
 def _read_mooncake(path: Path, lines: Iterable[str]) -> Iterator[Traced]:

@@ -147,7 +147,7 @@ class _Source:
         self.traced: list[Traced] = []
         self._file: list[FilePrompt] = []
         if workload.trace:
-            _, self.traced = read_trace(Path(workload.trace), load.requests)
+            self.traced = read_trace(Path(workload.trace), load.requests)
         if workload.prompts:
             self._file = read_prompts(Path(workload.prompts))
 

@@ -115,14 +115,14 @@ class Breaker:
         self._recent.clear()
 
 
-def usable(breakers: Mapping[str, Breaker], most_ejected: float = 0.5) -> list[str]:
-    """Names of the replicas that requests may go to: the closed ones, and never fewer than the share left.
+def usable(breakers: Mapping[str, Breaker]) -> list[str]:
+    """Names of the replicas that requests may go to: the closed ones, and never fewer than half.
 
     When most of a pool seems broken it is more often the network, or the judge, than all replicas: then
     those that are soonest to be tried again stay in use.
     """
     closed = [name for name, breaker in breakers.items() if breaker.closed]
-    short = len(breakers) - int(len(breakers) * most_ejected) - len(closed)
+    short = len(breakers) - len(breakers) // 2 - len(closed)
     if short <= 0:
         return closed
     opened = {n: b.open_until for n, b in breakers.items() if b.open_until is not None}

@@ -12,7 +12,7 @@ from array import array
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Sequence
 
-from argosy.policy.affinity import CAPACITY, Answered, PrefixIndex, Read
+from argosy.policy.affinity import Answered, PrefixIndex, Read
 from argosy.policy.kv_blocks import block_names
 
 MOST_WEIGHT = 1 << 20
@@ -128,10 +128,10 @@ class ExactIndex:
     names them has told of them all. So is text of which no answer tells the blocks (several prompts in one request).
     """
 
-    def __init__(self, texts: Texts, block_size: int, capacity: int = CAPACITY) -> None:
+    def __init__(self, texts: Texts, block_size: int) -> None:
         self._texts = texts
         self._block_size = block_size
-        self._believed = PrefixIndex(capacity)
+        self._believed = PrefixIndex()
         self.blocks: set[int] = set()
         """Names of those that it holds."""
         self._awaited: deque[Sequence[bytes]] = deque(maxlen=AWAITED)

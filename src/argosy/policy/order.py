@@ -1,7 +1,7 @@
 """The order in which waiting requests are dispatched: tiers, fair shares in tokens, deadlines.
 
 Between tiers the higher goes first, but a tier whose oldest request has waited longer than the tier's
-`promote_s` takes every `PROMOTED_EACH`-th turn, so nobody starves and nobody's old backlog drowns the
+`PROMOTE_S` takes every `PROMOTED_EACH`-th turn, so nobody starves and nobody's old backlog drowns the
 higher tiers. Inside a tier, deficit round robin over tenants (Shreedhar & Varghese 1995) with the
 deficit in weighted tokens (`fairness.service`): a tenant that has credit goes on until it has none, then waits
 until the rounds have given it some again (`QUANTUM`, by weight). A request is charged what it will likely
@@ -272,9 +272,8 @@ def _first(heap: list[_Entry[T]]) -> _Entry[T] | None:
 class DispatchQueue(Generic[T]):
     """All that wait for a replica of one pool. Pure: the time is an argument."""
 
-    def __init__(self, promote_s: tuple[float, ...] = PROMOTE_S) -> None:
-        self._promote_s = promote_s
-        self._tiers: tuple[_Tier[T], ...] = tuple(_Tier() for _ in promote_s)
+    def __init__(self) -> None:
+        self._tiers: tuple[_Tier[T], ...] = tuple(_Tier() for _ in PROMOTE_S)
         self._number = 0
         self._turns = 0
         self._count = 0
@@ -313,7 +312,7 @@ class DispatchQueue(Generic[T]):
         self._turns += 1
         chosen = busy[0]
         if self._turns % PROMOTED_EACH == 0 and chosen < lowest:
-            old = [n for n in busy[1:] if now - self._oldest(n) > self._promote_s[n]]
+            old = [n for n in busy[1:] if now - self._oldest(n) > PROMOTE_S[n]]
             chosen = min(old, key=self._oldest, default=chosen)
         waiting = self._tiers[chosen].pop()
         self._count -= 1

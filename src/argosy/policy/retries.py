@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+BASE_S = 0.1
+"""The longest wait before the first retry."""
+
 
 class RetryBudget:
     """Retries may be this share of the requests of the last while, plus a few for quiet times.
@@ -43,9 +46,9 @@ class RetryBudget:
             self._at = now
 
 
-def backoff_s(attempt: int, draw: float, *, base_s: float = 0.1, most_s: float = 5.0) -> float:
+def backoff_s(attempt: int, draw: float, *, most_s: float = 5.0) -> float:
     """Seconds before retry number `attempt` (from 1); `draw` is uniform in [0, 1).
 
     Full jitter (Brooker, "Exponential Backoff and Jitter", 2015): anything from nothing to the exponential.
     """
-    return draw * min(most_s, base_s * 2.0 ** min(attempt - 1, 60))
+    return draw * min(most_s, BASE_S * 2.0 ** min(attempt - 1, 60))

@@ -106,9 +106,9 @@ def open_store(url: str, *, clock: Callable[[], float] = time.time) -> Store:
     return Store(Database(url), clock)
 
 
-def find_store(url: str, *, clock: Callable[[], float] = time.time) -> Store:
+def find_store(url: str) -> Store:
     """The store at a URL, where there is one: a mistyped URL makes none. Raises StoreError; else as `open_store`."""
-    return Store(Database.existing(url), clock)
+    return Store(Database.existing(url), time.time)
 
 
 def default_url() -> str:

@@ -25,6 +25,7 @@ from argosy.telemetry.counting import (
 from argosy.telemetry.engine_stats import EngineStats
 from argosy.telemetry.vllm_names import VllmNames
 
+LENGTH_BUCKETS = (*(step * 10**decade for decade in range(5) for step in (1, 2, 5)), 100_000)
 STEP_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)
 CHOICE_BUCKETS = (1, 2, 5, 10, 20)
@@ -75,25 +76,15 @@ class SequenceTimes:
     ended: float
 
 
-def token_buckets(most: int) -> tuple[int, ...]:
-    """1, 2, 5, 10, 20, 50 ... up to `most`."""
-    buckets = []
-    decade = 1
-    while decade <= most:
-        buckets += [decade * step for step in (1, 2, 5) if decade * step <= most]
-        decade *= 10
-    return tuple(buckets)
-
-
 class Metrics(Collector):
     """Every number the replica shows. One event loop counts; `exposition` may run in any thread."""
 
-    def __init__(self, model: str, *, max_model_len: int = 131_072) -> None:
+    def __init__(self, model: str) -> None:
         self._model = (model,)
         self._counted: list[Counter | Histogram] = []
         """In the order in which they are shown."""
         self._latencies()
-        self._sizes(token_buckets(max_model_len))
+        self._sizes()
         self._ends()
         self._phases = self._counter(
             "argosy_step_seconds", "Time of the engine's steps, by phase.", "phase"
@@ -139,15 +130,15 @@ class Metrics(Collector):
             seconds.format("inference"), "From the first step to the last token.", PHASE_BUCKETS
         )
 
-    def _sizes(self, lengths: tuple[int, ...]) -> None:
+    def _sizes(self) -> None:
         self._prompt_length = self._histogram(
-            "argosy_request_prompt_tokens", "Prompt tokens of a sequence.", lengths
+            "argosy_request_prompt_tokens", "Prompt tokens of a sequence.", LENGTH_BUCKETS
         )
         self._output_length = self._histogram(
-            "argosy_request_generation_tokens", "Tokens generated for a sequence.", lengths
+            "argosy_request_generation_tokens", "Tokens generated for a sequence.", LENGTH_BUCKETS
         )
         self._max_tokens = self._histogram(
-            "argosy_request_max_tokens", "Most tokens that a sequence asked for.", lengths
+            "argosy_request_max_tokens", "Most tokens that a sequence asked for.", LENGTH_BUCKETS
         )
         self._n = self._histogram(
             "argosy_request_choices", "Choices that a request asked for.", CHOICE_BUCKETS

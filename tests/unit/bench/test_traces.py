@@ -51,8 +51,7 @@ def trace(tmp_path: Path, text: str) -> Path:
 
 
 def test_mooncake(tmp_path: Path) -> None:
-    kind, rows = read_trace(trace(tmp_path, MOONCAKE))
-    assert kind == "mooncake"
+    rows = read_trace(trace(tmp_path, MOONCAKE))
     assert rows == [
         Traced(at_s=0.0, input_tokens=1100, output_tokens=52, blocks=(46, 47, 48)),
         Traced(at_s=30.535 - 27.482, input_tokens=600, output_tokens=26, blocks=(46, 57)),
@@ -60,8 +59,7 @@ def test_mooncake(tmp_path: Path) -> None:
 
 
 def test_burstgpt_without_what_failed(tmp_path: Path) -> None:
-    kind, rows = read_trace(trace(tmp_path, BURSTGPT))
-    assert kind == "burstgpt"
+    rows = read_trace(trace(tmp_path, BURSTGPT))
     assert [(r.at_s, r.input_tokens, r.output_tokens) for r in rows] == [
         (0.0, 472, 18),
         (40.0, 1087, 230),
@@ -73,14 +71,13 @@ def test_burstgpt_without_what_failed(tmp_path: Path) -> None:
     ("text", "times"), [(AZURE_2023, [0, 4.314579]), (AZURE_2024, [0, 0.5, 0.99007])]
 )
 def test_azure(tmp_path: Path, text: str, times: list[float]) -> None:
-    kind, rows = read_trace(trace(tmp_path, text))
-    assert kind == "azure"
+    rows = read_trace(trace(tmp_path, text))
     assert [row.at_s for row in rows] == pytest.approx(times, abs=1e-6)
     assert rows[0].output_tokens in {44, 5}
 
 
 def test_a_limit_takes_the_first(tmp_path: Path) -> None:
-    _, rows = read_trace(trace(tmp_path, BURSTGPT), limit=2)
+    rows = read_trace(trace(tmp_path, BURSTGPT), limit=2)
     assert len(rows) == 2
 
 

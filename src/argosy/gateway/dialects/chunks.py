@@ -44,15 +44,15 @@ class View:
     """The usage that events carry: the client asked for it, or nobody did."""
     ids: bool
     """Token ids: the client asked for them."""
-    timings: bool = False
+    timings: bool
     """Timings with each event: the same."""
-    completion: bool = False
+    completion: bool
     """It comes as a completion although the answer is a chat."""
-    seam: str = ""
+    seam: str
     """White space at the end of what was told, which may be told again."""
-    least_tokens: int = 0
+    least_tokens: int
     """Tokens before which no stop string counts."""
-    again: str = ""
+    again: str
     """All that was told, where it may come again, with what stood before it: see `Told.ends_whole`."""
 
 

@@ -161,7 +161,7 @@ class _Chunk(msgspec.Struct):
 class PassReader(StreamReader):
     """One attempt's stream. What a choice says counts by its length (`tokens_of`), until the usage tells."""
 
-    def __init__(self, delivered: Delivered, *, shows_usage: bool, echoes: bool = False) -> None:
+    def __init__(self, delivered: Delivered, *, shows_usage: bool, echoes: bool) -> None:
         """`echoes`: each choice begins with its prompt."""
         self._delivered = delivered
         self._shows_usage = shows_usage
