@@ -47,27 +47,24 @@ def audit(
             entries = opened_store.audit.within(of).entries(subject=subject, limit=limit or LISTED)
     if what == "verify":
         _tell(verdict, json=json)
-    elif json:
-        show_json(entries)
     else:
-        _list(entries)
+        _list(entries, json=json)
 
 
-def _list(entries: list[AuditEntry]) -> None:
+def _list(entries: list[AuditEntry], *, json: bool) -> None:
     show(
+        entries,
         ("Entry", "When (UTC)", "Who", "What", "Of", "Details"),
-        (
-            (
-                entry.entry,
-                show_moment(entry.at),
-                entry.actor,
-                entry.action,
-                entry.subject,
-                _details(entry),
-            )
-            for entry in entries
+        lambda entry: (
+            entry.entry,
+            show_moment(entry.at),
+            entry.actor,
+            entry.action,
+            entry.subject,
+            _details(entry),
         ),
         "Nothing was changed yet.",
+        json=json,
     )
 
 

@@ -101,27 +101,23 @@ def list_(
             key for key in opened_store.accounts.list_keys(of) if all_ or key.revoked_at is None
         ]
         projects = {item.id: item.name for item in opened_store.accounts.list_projects()}
-    if json:
-        show_json(keys)
-        return
     show(
+        keys,
         ("Key", "Name", "Project", "Role", "Of", "Models", "Made", "Expires", "Revoked", "Id"),
-        (
-            (
-                f"{key.prefix}-...",
-                key.name,
-                projects[key.project],
-                key.role,
-                show_scope(key),
-                ", ".join(key.models) or "all",
-                show_moment(key.created_at),
-                show_moment(key.expires_at),
-                show_moment(key.revoked_at),
-                key.id,
-            )
-            for key in keys
+        lambda key: (
+            f"{key.prefix}-...",
+            key.name,
+            projects[key.project],
+            key.role,
+            show_scope(key),
+            ", ".join(key.models) or "all",
+            show_moment(key.created_at),
+            show_moment(key.expires_at),
+            show_moment(key.revoked_at),
+            key.id,
         ),
         "There are no keys. Make one: argosy keys create",
+        json=json,
     )
 
 

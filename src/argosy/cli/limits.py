@@ -23,7 +23,7 @@ from argosy.cli.accounts import (
 )
 from argosy.cli.moments import parse_future, show_moment
 from argosy.cli.money import parse_dollars, parse_price, show_dollars, show_price
-from argosy.cli.tables import AsJson, show, show_json, tell
+from argosy.cli.tables import AsJson, show, tell
 
 if TYPE_CHECKING:
     from argosy.store import Limit, OwnerKind, Store
@@ -46,24 +46,20 @@ def list_limits(*, store: StoreUrl = None, json: AsJson = False) -> None:
     with opened(store) as opened_store:
         found = opened_store.terms.list_limits()
         known = names(opened_store)
-    if json:
-        show_json(found)
-        return
     show(
+        found,
         ("Of", "Name", "What", "At most", "Per", "Model", "Id"),
-        (
-            (
-                limit.owner_kind,
-                known[limit.owner],
-                "dollars" if limit.unit == "nano_dollars" else limit.unit,
-                _amount(limit),
-                limit.window,
-                limit.model or "all",
-                limit.id,
-            )
-            for limit in found
+        lambda limit: (
+            limit.owner_kind,
+            known[limit.owner],
+            "dollars" if limit.unit == "nano_dollars" else limit.unit,
+            _amount(limit),
+            limit.window,
+            limit.model or "all",
+            limit.id,
         ),
         "There are no limits.",
+        json=json,
     )
 
 
@@ -116,23 +112,19 @@ def list_prices(*, store: StoreUrl = None, json: AsJson = False) -> None:
     """List prices, those of the past too: dollars for a million tokens."""
     with opened(store) as opened_store:
         found = opened_store.terms.list_prices()
-    if json:
-        show_json(found)
-        return
     show(
+        found,
         ("Model", "Tier", "Input", "Cached input", "Output", "Since (UTC)"),
-        (
-            (
-                price.model,
-                price.tier or "all",
-                show_price(price.input),
-                show_price(price.cached_input),
-                show_price(price.output),
-                show_moment(price.since),
-            )
-            for price in found
+        lambda price: (
+            price.model,
+            price.tier or "all",
+            show_price(price.input),
+            show_price(price.cached_input),
+            show_price(price.output),
+            show_moment(price.since),
         ),
         "There are no prices: nothing costs anything.",
+        json=json,
     )
 
 

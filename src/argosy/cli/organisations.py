@@ -8,7 +8,7 @@ import typer
 
 from argosy.cli.accounts import StoreUrl, actor, find_organisation, opened, opened_or_made
 from argosy.cli.moments import show_moment
-from argosy.cli.tables import AsJson, show, show_json, tell
+from argosy.cli.tables import AsJson, show, tell
 
 app = typer.Typer(help="Organisations, which own projects and users.", no_args_is_help=True)
 
@@ -20,16 +20,12 @@ def list_(*, store: StoreUrl = None, json: AsJson = False) -> None:
     """List organisations."""
     with opened(store) as opened_store:
         found = opened_store.accounts.list_organisations()
-    if json:
-        show_json(found)
-        return
     show(
+        found,
         ("Organisation", "Made", "Archived", "Id"),
-        (
-            (item.name, show_moment(item.created_at), show_moment(item.archived_at), item.id)
-            for item in found
-        ),
+        lambda one: (one.name, show_moment(one.created_at), show_moment(one.archived_at), one.id),
         "There are no organisations.",
+        json=json,
     )
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Annotated, Any
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, TypeVar
 
 import typer
+
+T = TypeVar("T")
 
 AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
 
@@ -13,17 +15,27 @@ WIDE = 200
 """Columns of a table that goes into a file or a pipe, where nothing should be cut."""
 
 
-def show(columns: Sequence[str], rows: Iterable[Sequence[object]], none: str) -> None:
-    """Print a table; the sentence `none` when it has no rows."""
+def show(
+    records: Sequence[T],
+    columns: Sequence[str],
+    row: Callable[[T], Sequence[object]],
+    none: str,
+    *,
+    json: AsJson,
+) -> None:
+    """Print a table with a `row` for each record, the sentence `none` where there is no record, or all as JSON."""
+    if json:
+        show_json(records)
+        return
+    if not records:
+        typer.echo(none)
+        return
     from rich.console import Console
     from rich.table import Table
 
     table = Table(*columns)
-    for row in rows:
-        table.add_row(*("" if cell is None else _printable(str(cell)) for cell in row))
-    if not table.row_count:
-        typer.echo(none)
-        return
+    for record in records:
+        table.add_row(*("" if cell is None else _printable(str(cell)) for cell in row(record)))
     console = Console()
     width = console.width if console.is_terminal else WIDE
     Console(width=width, markup=False, emoji=False).print(table)

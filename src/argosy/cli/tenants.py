@@ -25,7 +25,7 @@ from argosy.cli.accounts import (
     opened_or_made,
 )
 from argosy.cli.moments import show_moment
-from argosy.cli.tables import AsJson, show, show_json, tell
+from argosy.cli.tables import AsJson, show, tell
 
 app = typer.Typer(
     help="Tenants: organisations, projects, users, limits, prices.", no_args_is_help=True
@@ -60,25 +60,21 @@ def list_(*, store: StoreUrl = None, json: AsJson = False) -> None:
         keys = Counter(
             key.project for key in opened_store.accounts.list_keys() if key.revoked_at is None
         )
-    if json:
-        show_json(projects)
-        return
     show(
+        projects,
         ("Organisation", "Project", "Tier", "Weight", "Keys", "Made", "Archived", "Id"),
-        (
-            (
-                owners[project.organisation],
-                project.name,
-                project.tier,
-                f"{project.weight:g}",
-                keys[project.id],
-                show_moment(project.created_at),
-                show_moment(project.archived_at),
-                project.id,
-            )
-            for project in projects
+        lambda project: (
+            owners[project.organisation],
+            project.name,
+            project.tier,
+            f"{project.weight:g}",
+            keys[project.id],
+            show_moment(project.created_at),
+            show_moment(project.archived_at),
+            project.id,
         ),
         "There are no tenants. Make a key, and its project: argosy keys create",
+        json=json,
     )
 
 

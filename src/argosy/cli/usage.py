@@ -23,7 +23,7 @@ from argosy.cli.accounts import (
 from argosy.cli.failure import fail
 from argosy.cli.moments import parse_past
 from argosy.cli.money import show_dollars
-from argosy.cli.tables import AsJson, show, show_json
+from argosy.cli.tables import AsJson, show
 
 if TYPE_CHECKING:
     from argosy.store import Group, ReportRow
@@ -104,30 +104,26 @@ def usage(
             return
         rows = opened_store.usage.report(groups, where)
         known = names(opened_store)
-    if json:
-        show_json(rows)
-        return
-    _show(rows, groups, known)
+    _show(rows, groups, known, json=json)
 
 
-def _show(rows: list[ReportRow], groups: list[Group], known: dict[str, str]) -> None:
+def _show(rows: list[ReportRow], groups: list[Group], known: dict[str, str], *, json: bool) -> None:
     show(
+        rows,
         (
             *(group.capitalize() for group in groups),
             *("Requests", "Input", "Cached", "Output", "Cost"),
         ),
-        (
-            (
-                *(_named(getattr(row, group), known) for group in groups),
-                f"{row.requests:,}",
-                f"{row.input_tokens:,}",
-                f"{row.cached_tokens:,}",
-                f"{row.output_tokens:,}",
-                show_dollars(row.nano_dollars),
-            )
-            for row in rows
+        lambda row: (
+            *(_named(getattr(row, group), known) for group in groups),
+            f"{row.requests:,}",
+            f"{row.input_tokens:,}",
+            f"{row.cached_tokens:,}",
+            f"{row.output_tokens:,}",
+            show_dollars(row.nano_dollars),
         ),
         "Nothing was used.",
+        json=json,
     )
 
 

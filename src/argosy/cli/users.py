@@ -22,7 +22,7 @@ from argosy.cli.accounts import (
     show_scope,
 )
 from argosy.cli.moments import show_moment
-from argosy.cli.tables import AsJson, show, show_json, tell
+from argosy.cli.tables import AsJson, show, tell
 
 app = typer.Typer(help="Users, who sign in with tokens.", no_args_is_help=True)
 
@@ -40,25 +40,21 @@ def list_(*, store: StoreUrl = None, json: AsJson = False) -> None:
         users = opened_store.accounts.list_users()
         projects = {item.id: item.name for item in opened_store.accounts.list_projects()}
         owners = {item.id: item.name for item in opened_store.accounts.list_organisations()}
-    if json:
-        show_json(users)
-        return
     show(
+        users,
         ("Email", "Organisation", "Project", "Role", "Of", "Made", "Disabled", "Id"),
-        (
-            (
-                user.email,
-                owners[user.organisation],
-                projects.get(user.project or ""),
-                user.role,
-                show_scope(user),
-                show_moment(user.created_at),
-                show_moment(user.disabled_at),
-                user.id,
-            )
-            for user in users
+        lambda user: (
+            user.email,
+            owners[user.organisation],
+            projects.get(user.project or ""),
+            user.role,
+            show_scope(user),
+            show_moment(user.created_at),
+            show_moment(user.disabled_at),
+            user.id,
         ),
         "There are no users.",
+        json=json,
     )
 
 
