@@ -123,11 +123,8 @@ def _show(fit: Fit) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    active = (
-        ""
-        if fit.active_parameters == fit.parameters
-        else (f" ({show_count(fit.active_parameters)} active)")
-    )
+    all_active = fit.active_parameters == fit.parameters
+    active = "" if all_active else f" ({show_count(fit.active_parameters)} active)"
     table = Table(title=fit.path, show_header=False, title_justify="left")
     for name, value in (
         ("family", f"{fit.family} ({fit.architecture})"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from argosy.cli import options
-from argosy.cli.failure import BROKEN, fail
+from argosy.cli.failure import BROKEN, USAGE, fail
 from argosy.cli.settings import with_settings
 from argosy.engine import EarlyCore, EngineConfig, ServerConfig
 from argosy.process import reason_of
@@ -38,6 +38,4 @@ def _serve(server: ServerConfig, engine: EngineConfig, early: EarlyCore) -> None
     except ValueError as error:
         fail(str(error))
     except EngineFailedError as error:
-        if served:
-            fail(str(error), BROKEN)
-        fail(str(error))
+        fail(str(error), BROKEN if served else USAGE)

@@ -8,7 +8,7 @@ import msgspec
 
 from argosy.cli import options
 from argosy.cli.accounts import StoreUrl
-from argosy.cli.failure import BROKEN, fail
+from argosy.cli.failure import BROKEN, USAGE, fail
 from argosy.cli.settings import with_settings
 from argosy.engine import EngineConfig, ServerConfig
 from argosy.process import reason_of
@@ -43,8 +43,6 @@ def serve(
         except ValueError as error:
             fail(str(error))
         except FleetFailedError as error:
-            if whole.served:
-                fail(str(error), BROKEN)
-            fail(str(error))
+            fail(str(error), BROKEN if whole.served else USAGE)
         except OSError as error:
             fail(reason_of(error))

@@ -54,9 +54,8 @@ class Whole:
         """Serve until told to stop. Raises ValueError, OSError or FleetFailedError, saying what to change."""
         raise_file_limit()
         configure_logs(self._server.log_format, self._server.log_level)
-        path = locate(
-            self._engine.model, self._engine.revision
-        )  # fetched once, not by each replica
+        # Fetched once, not by each replica.
+        path = locate(self._engine.model, self._engine.revision)
         with runtime_folder() as folder:
             uvloop.run(self._run(folder, path))
 

@@ -124,9 +124,8 @@ async def _passed(
     """Whether the replica had an answer, which has then been passed on; `path` replaces the request's own."""
     headers = [(b"content-type", JSON), (b"x-request-id", exchange.request_id.encode())]
     upstream, attempt = replica.upstream, Attempt(time.monotonic)
-    method = (
-        b"POST" if exchange.method == "POST" else b"GET"
-    )  # the answer to HEAD would not be read
+    # The answer to HEAD would not be read.
+    method = b"POST" if exchange.method == "POST" else b"GET"
     request = upstream.request(method, (path or exchange.path).encode(), body, headers)
     outcome: Outcome | None = Outcome.FAILURE
     replica.sent(0)

@@ -128,9 +128,8 @@ def bind(host: str, port: int) -> socket.socket:
         reason = (error.strerror or str(error)).partition(" (")[0]  # the address is said there, too
         message = f"cannot listen on {host}:{port} ({reason}); choose another --port"
         raise OSError(error.errno, message) from error
-    with contextlib.suppress(
-        OSError
-    ):  # not every system knows it; clients' sockets have it of this one
+    # Not every system knows it. Clients' sockets have it of this one.
+    with contextlib.suppress(OSError):
         bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
     return bound
 

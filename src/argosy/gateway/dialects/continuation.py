@@ -128,9 +128,8 @@ class Carrier:
                 return None
             missing = told.finish_event("length")
             self._delivered.finished[0] = "length"
-        told.prompt_tokens = (
-            told.prompt_tokens or self._ask.prompt_tokens
-        )  # nobody said: about so many
+        # Where nobody said: about so many.
+        told.prompt_tokens = told.prompt_tokens or self._ask.prompt_tokens
         self._delivered.prompt_tokens = told.prompt_tokens
         if shows_usage(self._ask) and not told.usage_told:
             missing += told.usage_event()
