@@ -7,7 +7,7 @@ import html
 import msgspec
 import numpy as np
 
-from argosy.bench.measure import Metric, Row, Stats, concurrency_series, token_series, values
+from argosy.bench.measure import Metric, Stats, concurrency_series, token_series, values
 from argosy.bench.report import text_report
 from argosy.bench.result import Point, Result
 from argosy.bench.svg import Series, plot
@@ -70,14 +70,10 @@ def _grid(plots: list[str]) -> str:
     return f'<div class="plots">{"".join(plots)}</div>'
 
 
-def _ok(point: Point) -> list[Row]:
-    return [row for row in point.rows if row.phase == "measured" and row.outcome == "ok"]
-
-
 def _cdf(result: Result, name: str, metric: Metric) -> str:
     series = []
     for point in result.points:
-        sample = [value for row in _ok(point) for value in values(row, metric)]
+        sample = [value for row in point.succeeded for value in values(row, metric)]
         if sample:
             shares = np.linspace(0, 100, min(len(sample), 300) + 1)
             at = np.percentile(np.asarray(sample), shares)
@@ -87,7 +83,7 @@ def _cdf(result: Result, name: str, metric: Metric) -> str:
 
 
 def _time_plots(point: Point) -> list[str]:
-    ok = _ok(point)
+    ok = point.succeeded
     rows = [row for row in point.rows if row.phase != "warmup"]
     if not rows:
         return []

@@ -113,7 +113,7 @@ def _over_runs(estimates: Array, dice: _Dice) -> Array:
 
 
 def _measures_of_run(point: Point, dice: _Dice) -> dict[str, Array]:
-    rows = _ok(point)
+    rows = point.succeeded
     if not rows:
         return {}
     measures = {"output tok/s": _throughput(rows, dice)}
@@ -123,10 +123,6 @@ def _measures_of_run(point: Point, dice: _Dice) -> dict[str, Array]:
             for statistic, drawn in sample.bootstrap(dice).items():
                 measures[f"{metric} {statistic} ms"] = drawn
     return measures
-
-
-def _ok(point: Point) -> list[Row]:
-    return [row for row in point.rows if row.phase == "measured" and row.outcome == "ok"]
 
 
 def _ratio(label: str, measure: str, a: Array, b: Array, runs: tuple[int, int]) -> Ratio:

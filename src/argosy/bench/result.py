@@ -51,6 +51,11 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     held: bool | None = None
     """Whether it held the objectives; None without any."""
 
+    @property
+    def succeeded(self) -> list[Row]:
+        """Of the requests that were measured, those that were answered."""
+        return [row for row in self.rows if row.phase == "measured" and row.outcome == "ok"]
+
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
     """All runs of a benchmark."""
