@@ -181,8 +181,10 @@ async def test_one_that_never_said_that_it_was_well_may_be_so_all_the_same() -> 
 
 @pytest.mark.parametrize("state", ["starting", "restarting", "failed"])
 async def test_one_that_says_that_it_will_be_back_is_waited_for(
-    tokenizer: Tokenizer, state: State
+    tokenizer: Tokenizer, state: State, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # One that has failed says so until its server sees it, and leaves: here that is after the test.
+    monkeypatch.setattr("argosy.engine.serving.http.server.WATCH_S", 3600.0)
     engine = FakeEngine(tokenizer, always(says(tokenizer, "Yes.")))
     at_once = Timeouts(recovery_s=1e-6)
     async with serve(engine) as served:
