@@ -18,7 +18,7 @@ from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.gateway import ReplicaConfig, Timeouts
 
 PATIENT = Timeouts(first_token_s=60.0, between_tokens_s=60.0, recovery_s=60.0)
-TOKENS = [100 + number % 60 for number in range(8000)]
+TOKENS = [100 + number % 60 for number in range(3000)]
 # Much to send for each token, so that the sockets between fill.
 CHAT: dict[str, Any] = {
     "model": "big",

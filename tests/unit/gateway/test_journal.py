@@ -69,7 +69,11 @@ def test_a_choice_that_has_ended_without_a_token_is_not_told_again() -> None:
     assert third.take_held() == DONE
 
 
-@pytest.mark.parametrize("junk", [b"x", b"data: x\n\n"], ids=["no event ends", "no block comes"])
+@pytest.mark.parametrize(
+    "junk",
+    [b"x", b"data: %b\n\n" % (b"x" * 1000)],
+    ids=["no event ends", "no block comes"],
+)
 def test_what_waits_for_its_block_is_bounded(junk: bytes) -> None:
     reader, piece = JournalReader(Delivered()), junk * (MOST_HELD_BYTES // 2 // len(junk))
     reader.feed(piece)

@@ -30,7 +30,7 @@ def test_carriage_returns_other_fields_and_several_lines() -> None:
     assert EventParser().feed(stream) == [b"a\nb"]
 
 
-@pytest.mark.parametrize("piece", [b"x", b"data: x\n"], ids=["line", "lines"])
+@pytest.mark.parametrize("piece", [b"x", b"data: %b\n" % (b"x" * 1000)], ids=["line", "lines"])
 def test_an_event_that_does_not_end_is_not_kept_for_ever(piece: bytes) -> None:
     parser, half = EventParser(), piece * (LONGEST_EVENT_BYTES // 2 // len(piece))
     assert parser.feed(half) == []
