@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import shutil
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -15,6 +13,7 @@ import pytest
 from tests.gateways import MODEL, Tenants, gateways, sdk, tenants
 from tests.integration.conftest import REPLY
 from tests.integration.fake_engine import FakeEngine, Script
+from tests.integration.javascript import javascript
 from tests.integration.serving import MODEL as BEHIND
 from tests.integration.serving import Served
 
@@ -23,7 +22,6 @@ from argosy.gateway.identity import AuthConfig
 from argosy.store import StoreConfig
 
 HELLO: list[openai.types.chat.ChatCompletionMessageParam] = [{"role": "user", "content": "Hello"}]
-JS = Path(__file__).parent / "js"
 SOON_S = 1.0
 LONGEST_S = 62
 """A minute and the slot of the window in which a request was counted."""
@@ -145,20 +143,8 @@ async def test_a_budget_ends_a_stream_at_its_last_token(
 
 async def test_javascript(fleet: tuple[str, Keys]) -> None:
     url, keys = fleet
-    node = shutil.which("node")
-    if node is None:
-        pytest.skip("node is not installed")
-    if not (JS / "node_modules" / "openai").is_dir():
-        pytest.skip("the JavaScript SDK is not installed: run npm ci in tests/integration/js")
-    process = await asyncio.create_subprocess_exec(
-        *(node, str(JS / "gateway.mjs"), f"{url}/v1", MODEL),
-        *(keys.good, keys.elsewhere, keys.limited, keys.expired),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    out, err = await process.communicate()
-    assert process.returncode == 0, err.decode()
-    told = json.loads(out)
+    given = keys.good, keys.elsewhere, keys.limited, keys.expired
+    told = await javascript("gateway.mjs", f"{url}/v1", MODEL, *given)
     assert told["good"] == {"models": [MODEL], "chat": REPLY, "stream": REPLY}
     assert told["nobody"]["kind"] == told["expired"]["kind"] == "AuthenticationError"
     assert told["nobody"]["code"] == "invalid_api_key"

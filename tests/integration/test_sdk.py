@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import shutil
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 from tests.integration.conftest import REPLY
 from tests.integration.fake_engine import FakeEngine, Script, always
+from tests.integration.javascript import javascript
 from tests.integration.serving import MODEL, Served
 
 from argosy.protocol import ApiError
 
 HELLO: list[openai.types.chat.ChatCompletionMessageParam] = [{"role": "user", "content": "Hello"}]
-JS = Path(__file__).parent / "js"
 
 
 @pytest.fixture
@@ -130,22 +127,7 @@ async def test_sync_client(served: Served) -> None:
 
 
 async def test_javascript(served: Served) -> None:
-    node = shutil.which("node")
-    if node is None:
-        pytest.skip("node is not installed")
-    if not (JS / "node_modules" / "openai").is_dir():
-        pytest.skip("the JavaScript SDK is not installed: run npm ci in tests/integration/js")
-    process = await asyncio.create_subprocess_exec(
-        node,
-        str(JS / "sdk.mjs"),
-        f"{served.url}/v1",
-        MODEL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    out, err = await process.communicate()
-    assert process.returncode == 0, err.decode()
-    told = json.loads(out)
+    told = await javascript("sdk.mjs", f"{served.url}/v1", MODEL)
     assert told["chat"] == told["stream"] == told["completion"] == told["completionStream"] == REPLY
     assert told["usage"] > 0
     assert told["finish"] == "stop"
