@@ -30,7 +30,7 @@ from argosy.gateway.replicas import Care, LookUp, Replica, look_after, look_up
 from argosy.gateway.stages import Idempotency, Ledger, Limits, Recorder, kept_answers, shared_state
 from argosy.native import NativeUnavailable
 from argosy.process import heeding, raise_file_limit
-from argosy.store import Directory
+from argosy.store import Directory, StoreConfig
 from argosy.telemetry import GatewayMetrics, GatewayReading, configure_logs
 from argosy.web import Certificates, Listener, calm_collector, listening_socket, url_of
 
@@ -100,32 +100,16 @@ class GatewayServer:
         async with contextlib.AsyncExitStack() as closing:
             closing.push_async_callback(self._served.close)
             stages = await self._first_stages(closing)
-            books, keeping = None, None
             if self._config.store is not None:
-                books = await self._unless_left(Books.open(self._config.store))
-                if books is None:
-                    return
-                closing.push_async_callback(books.close)
-                limits = Limits(shared_state(self._config.limits))
-                await limits.start()
-                closing.push_async_callback(limits.close)
-                ledger = Ledger(books.spool)
-                stages += [limits, ledger]
-                keeping = Keeping(books, self._models, self._identity, limits, ledger)
-                closing.callback(keeping.close)
-                await self._unless_left(keeping.begin(books.directory))
+                stages += await self._stages_with(self._config.store, closing)
                 if self._leave.is_set():
                     return
-                self._keeping = keeping
             if bound is None:
-                bound = closing.enter_context(self._bind(books))
+                bound = closing.enter_context(self._bind())
             fast_path = await self._fast_path()
             if fast_path is not None:
                 closing.callback(fast_path.close)
-            caring: list[Care] = []
-            if books is not None and keeping is not None:
-                caring = [partial(books.keep_fresh, keeping.update), books.forget]
-            await self._serve(stages, keeping, bound, caring, fast_path)
+            await self._serve(stages, bound, fast_path)
 
     async def _first_stages(self, closing: contextlib.AsyncExitStack) -> list[Stage]:
         """Those that need no store. Raises ValueError, saying what to change."""
@@ -135,6 +119,26 @@ class GatewayServer:
         closing.push_async_callback(answers.close)
         recorder = Recorder(self._traces, self._metrics, time.monotonic)
         return [recorder, Idempotency(answers, config.answer_bytes)]
+
+    async def _stages_with(
+        self, store: StoreConfig, closing: contextlib.AsyncExitStack
+    ) -> list[Stage]:
+        """Those that go by a store, which is open and kept from now on; none where we are to leave before.
+
+        Raises ValueError or OSError, saying what to change.
+        """
+        books = await self._unless_left(Books.open(store))
+        if books is None:
+            return []
+        closing.push_async_callback(books.close)
+        limits = Limits(shared_state(self._config.limits))
+        await limits.start()
+        closing.push_async_callback(limits.close)
+        ledger = Ledger(books.spool)
+        self._keeping = Keeping(books, self._models, self._identity, limits, ledger)
+        closing.callback(self._keeping.close)
+        await self._unless_left(self._keeping.begin(books.directory))
+        return [limits, ledger]
 
     async def _unless_left(self, beginning: Coroutine[Any, Any, T]) -> T | None:
         """What it returns; None: we are to leave before it has ended. Raises as it does."""
@@ -148,18 +152,14 @@ class GatewayServer:
             leaving.cancel()
 
     async def _serve(
-        self,
-        stages: list[Stage],
-        keeping: Keeping | None,
-        bound: socket.socket,
-        caring: list[Care],
-        fast_path: FastPath | None,
+        self, stages: list[Stage], bound: socket.socket, fast_path: FastPath | None
     ) -> None:
+        keeping = self._keeping
         serving = Serving(self._models, self._config, stages, fast_path)
         front = Front(
             self._models,
             serving,
-            Operating(self._models, self._metrics, lambda: self._read(front, serving, keeping)),
+            Operating(self._models, self._metrics, lambda: self._read(front, serving)),
             identify=self._identity.identify,
             admin=build_admin(
                 None if keeping is None else keeping.books.store,
@@ -173,10 +173,15 @@ class GatewayServer:
             limits=None if keeping is None else keeping.limits,
         )
         await self._served.start()
+        caring: list[Care] = [serving.tend]
+        if keeping is not None:
+            caring += [partial(keeping.books.keep_fresh, keeping.update), keeping.books.forget]
         if self._reloading is not None:
             caring.append(self._reloading.run)
+        if self._certificates is not None:
+            caring.append(self._certificates.watch)
         each = 2 if fast_path is None else 4  # its own and a replica's, which the fast path has too
-        await self._listen(front, bound, [*caring, serving.tend], each)
+        await self._listen(front, bound, caring, each)
 
     async def _listen(
         self, front: Front, bound: socket.socket, caring: list[Care], each: int
@@ -192,8 +197,6 @@ class GatewayServer:
         )
         listening = asyncio.create_task(listener.serve(sockets=[bound]))
         leaving = asyncio.create_task(self._leave.wait())
-        if certificates is not None:
-            caring = [*caring, certificates.watch]
         tasks = [asyncio.create_task(look_after(care)) for care in caring]
         url = url_of(bound, "http" if certificates is None else "https")
         log.info("ready", url=url, models=[model.name for model in self._config.models])
@@ -225,7 +228,8 @@ class GatewayServer:
         trace = self._traces.find(request, organisation)
         return None if trace is None else trace.tell()
 
-    def _read(self, front: Front, serving: Serving, keeping: Keeping | None) -> GatewayReading:
+    def _read(self, front: Front, serving: Serving) -> GatewayReading:
+        keeping = self._keeping
         return GatewayReading(
             in_flight=front.in_flight,
             on_fast_path=serving.on_fast_path,
@@ -255,11 +259,11 @@ class GatewayServer:
         at_once.cancel()
         listener.force_exit = front.in_flight > 0
 
-    def _bind(self, books: Books | None) -> AbstractContextManager[socket.socket]:
+    def _bind(self) -> AbstractContextManager[socket.socket]:
         """Raises ValueError when anybody could come in who should not."""
-        config = self._config
+        config, keeping = self._config, self._keeping
         if config.uds is None:
-            known = Directory() if books is None else books.directory
+            known = Directory() if keeping is None else keeping.books.directory
             check_exposure(config.host, config.auth, known)
         return listening_socket(config.host, config.port, config.uds)
 
