@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import glob
 import os
-from collections.abc import Coroutine
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -19,8 +17,6 @@ from argosy.cli.failure import BROKEN, fail
 
 if TYPE_CHECKING:
     from argosy.bench import Result, Settings
-
-T = TypeVar("T")
 
 app = typer.Typer(help="Measure an OpenAI-compatible server under load.")
 
@@ -208,11 +204,13 @@ class _Outputs(NamedTuple):
 
 def _measure(settings: Settings, headers: dict[str, str], outputs: _Outputs) -> None:
     """Run it, print it, write it."""
+    import uvloop
+
     from argosy.bench import run, text_report
 
     outputs.check()
     with Progress() as progress:
-        result = _event_loop(run(settings, headers, progress))
+        result = uvloop.run(run(settings, headers, progress))
     typer.echo(text_report(result))
     outputs.write(result)
     _leave(result)
@@ -225,16 +223,11 @@ def _leave(result: Result) -> None:
 
 
 def _check_self(seed: int) -> None:
+    import uvloop
+
     from argosy.bench import BenchError, noise_report, self_check
 
     try:
-        typer.echo(noise_report(_event_loop(self_check(seed))))
+        typer.echo(noise_report(uvloop.run(self_check(seed))))
     except BenchError as error:
         fail(str(error), BROKEN)
-
-
-def _event_loop(work: Coroutine[Any, Any, T]) -> T:
-    import uvloop
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(work)
