@@ -16,15 +16,16 @@ class Outcome(enum.Enum):
     BACKPRESSURE = "backpressure"
     """It is alive and full (429, 503): see `backpressure`; nothing is held against it."""
     FAILURE = "failure"
-    """No connection, a stall, a cut stream, any other 5xx; 401 too: our own key for it is wrong; and 424: TGI's engine
-    failed."""
+    """No connection, a stall, a cut stream, any other 5xx, what is neither answer nor refusal (a redirect). 401 and 402
+    too: our own key for it is wrong, or our account there empty; and 424: TGI's engine failed."""
 
 
 def classify(status: int) -> Outcome:
     """The outcome for an HTTP status."""
     if status in {429, 503}:
         return Outcome.BACKPRESSURE
-    return Outcome.FAILURE if status >= 500 or status in {401, 424} else Outcome.SUCCESS
+    refused = 400 <= status < 500 and status not in {401, 402, 424}
+    return Outcome.SUCCESS if refused or status in {200, 201} else Outcome.FAILURE
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ def test_a_refusal_that_is_the_requests_own_fault_counts_as_success() -> None:
     assert classify(200) is classify(400) is classify(404) is Outcome.SUCCESS
     assert classify(429) is classify(503) is Outcome.BACKPRESSURE
     assert classify(500) is classify(502) is Outcome.FAILURE
-    assert classify(401) is classify(424) is Outcome.FAILURE
+    assert classify(401) is classify(402) is classify(424) is Outcome.FAILURE
+    assert classify(204) is classify(301) is classify(307) is Outcome.FAILURE
 
 
 def opened(now: float = 0.0) -> Breaker:

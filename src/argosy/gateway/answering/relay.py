@@ -21,9 +21,10 @@ from argosy.gateway.dialects import (
     Carrier,
     Dialect,
     Leg,
-    is_broken_off,
+    is_object,
     resumed_tokens,
     status_meant,
+    status_within,
     whole_request,
 )
 from argosy.gateway.journey import REFUSED_BY_REPLICA, Journey
@@ -33,6 +34,8 @@ from argosy.policy import Outcome, backoff_s, classify
 from argosy.protocol import ApiError
 from argosy.web import Deadlines
 
+CREATED = 201
+"""What some frameworks answer every POST with."""
 OTHER_MODEL = 409
 """What a replica of ours answers that has another model than the one that began the answer."""
 
@@ -182,6 +185,8 @@ class Relay:
         try:
             await attempt.send(replica.upstream, request)
             status = await attempt.head
+            if status == CREATED:
+                status = 200
             outcome = classify(status)
             if outcome is Outcome.SUCCESS:
                 replica.answers()
@@ -196,10 +201,12 @@ class Relay:
         outcome = classify(status)
         if outcome is not Outcome.SUCCESS or _has_begun(journey):
             raise RefusedError(status, f"status {status}")
-        if status == 200 and attempt.headers.get(b"content-type", b"").startswith(b"text/html"):
-            raise RefusedError(502, "a page came, and no answer")
-        if status == 200 and not dialect.journal and is_broken_off(content):
-            raise UpstreamError("it broke the answer off")
+        if status == 200 and not is_object(content):
+            raise RefusedError(502, "what came is no JSON, and so no answer")
+        if status == 200 and not dialect.journal:
+            status = status_within(content)
+            if classify(status) is not Outcome.SUCCESS:
+                raise UpstreamError("it broke the answer off")
         return Whole(status, content, attempt.kind)
 
     async def _pass_on(self, whole: Whole, turn: Turn) -> None:

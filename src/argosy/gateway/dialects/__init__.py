@@ -17,7 +17,7 @@ from argosy.gateway.dialects.finding import Found, find
 from argosy.gateway.dialects.journal import Delivered
 from argosy.gateway.dialects.kv_sources import KvAddress, KvSource
 from argosy.gateway.dialects.opening import Opening
-from argosy.gateway.dialects.passing import Identity, is_broken_off, usage_of
+from argosy.gateway.dialects.passing import Identity, is_object, status_within, usage_of
 from argosy.gateway.dialects.reader import StreamReader
 
 __all__ = [
@@ -40,11 +40,12 @@ __all__ = [
     "StreamReader",
     "dialect_of",
     "find",
-    "is_broken_off",
+    "is_object",
     "resumed_tokens",
     "sent_salt",
     "shows_ids",
     "status_meant",
+    "status_within",
     "usage_of",
     "whole_request",
 ]

@@ -20,7 +20,6 @@ from argosy.gateway.dialects.events import (
 )
 from argosy.gateway.dialects.journal import Delivered
 from argosy.gateway.dialects.reader import StreamReader
-from argosy.policy import Outcome, classify
 from argosy.protocol import SSE_DONE, Unended
 
 Tokens = Annotated[int, Meta(ge=0, lt=2**31)]
@@ -103,15 +102,24 @@ class _Endings(msgspec.Struct):
     error: Any = None
 
 
-def is_broken_off(content: bytes) -> bool:
-    """Whether a server says that a whole answer is none: it did not bring it to its end, or failed after its head."""
+def is_object(content: bytes) -> bool:
+    """Whether it looks like a whole one of JSON: pages, texts, halves and what is compressed do not."""
+    return content[:64].lstrip().startswith(b"{") and content[-64:].rstrip().endswith(b"}")
+
+
+def status_within(content: bytes) -> int:
+    """The status that a whole answer with 200 means: a server may fail or refuse after its head.
+
+    500 where it did not bring the answer to its end.
+    """
     try:
         told = msgspec.json.decode(content, type=_Endings)
     except UNREADABLE:
-        return False
+        return 200
     if not told.choices and told.error is not None:
-        return classify(status_of({"error": told.error}) or 500) is not Outcome.SUCCESS
-    return any(choice.finish_reason in BROKEN_OFF for choice in told.choices or ())
+        return status_of({"error": told.error}) or 500
+    broken_off = any(choice.finish_reason in BROKEN_OFF for choice in told.choices or ())
+    return 500 if broken_off else 200
 
 
 class _Delta(msgspec.Struct):
@@ -172,7 +180,7 @@ class PassReader(StreamReader):
         self._rest = Unended()
         self._first = b""
         self.passed = False
-        """Something was passed on: nobody else can give this answer any more."""
+        """More than comments was passed on: nobody else can give this answer any more."""
         self.usage_told = False
         """The last event had it."""
 
@@ -191,7 +199,7 @@ class PassReader(StreamReader):
         whole = cut(self._rest, body)
         events = whole.split(END)[:-1]
         kept = [event for event in events if self._passes(event)]
-        self.passed = self.passed or bool(kept)
+        self.passed = self.passed or any(data_of(event) is not None for event in kept)
         return whole if len(kept) == len(events) else b"".join(event + END for event in kept)
 
     def take_held(self) -> bytes:

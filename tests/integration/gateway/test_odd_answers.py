@@ -1,0 +1,137 @@
+"""What hosted APIs, and what stands before them, answer that is no answer: another gives one, and nobody pays."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.integration.gateway.books import books
+from tests.integration.gateway.test_gateway import BODY, STREAM, events, gateway, whole
+from tests.integration.rough_server import Answer, Asked, Rough, rough_server
+
+from argosy.protocol import event
+
+ANSWER = {"id": "x", "choices": [{"index": 0, "text": "something", "finish_reason": "stop"}]}
+TEXT = json.dumps(ANSWER).encode()
+PROCESSING = b": PROCESSING\n\n"
+
+
+def answering(status: int, body: bytes, *headers: str) -> Answer:
+    """A server that answers everything so."""
+    lines = (f"HTTP/1.1 {status} X", f"content-length: {len(body)}", *headers)
+
+    async def answer(asked: Asked) -> None:
+        asked.writer.write("\r\n".join((*lines, "", "")).encode() + body)
+
+    return answer
+
+
+def failing(error: dict[str, object]) -> bytes:
+    return event(json.dumps({"error": error}).encode())
+
+
+@pytest.mark.parametrize(
+    "then",
+    [
+        None,
+        failing({"code": 502, "message": "the provider failed"}),
+        failing({"code": 429, "message": "the provider is full"}),
+    ],
+    ids=["cut", "error", "full"],
+)
+async def test_a_stream_of_nothing_but_comments_is_given_by_another(then: bytes | None) -> None:
+    async def processing(asked: Asked) -> None:
+        asked.stream()
+        asked.send(PROCESSING)
+        if then is None:
+            asked.writer.close()
+        else:
+            asked.send(then)
+            asked.end()
+
+    async with (
+        rough_server(processing) as bad,
+        rough_server() as good,
+        gateway(bad, good) as client,
+    ):
+        for _ in range(2):  # in turn
+            *told, done = await events(client, BODY)
+            assert [json.loads(one)["choices"][0]["text"] for one in told] == [" 0", " 1", " 2"]
+            assert done == "[DONE]"
+        assert bad.asked
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        answering(301, b"", "location: https://127.0.0.1:1/v1/completions"),
+        answering(307, b"moved", "location: /v1/completions/"),
+        answering(204, b""),
+        answering(202, b'{"id": "queued"}'),
+        answering(402, b'{"error": {"message": "Insufficient credits", "code": 402}}'),
+    ],
+    ids=["moved", "elsewhere", "nothing", "queued", "no credit"],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_is_neither_an_answer_nor_the_requests_fault_is_the_servers(
+    bad: Answer, stream: bool
+) -> None:
+    good = Rough().script if stream else whole
+    async with rough_server(bad) as one, rough_server(good) as two, gateway(one, two) as client:
+        for _ in range(2):
+            answer = await client.post("/v1/completions", json=STREAM if stream else BODY)
+            assert answer.status_code == 200, answer.text
+            assert "choices" in answer.text
+        assert one.asked
+        assert len(two.asked) == 2
+    async with rough_server(bad) as one, gateway(one) as client:
+        answer = await client.post("/v1/completions", json=STREAM if stream else BODY)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (502, "upstream_failed")
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        answering(200, b""),
+        answering(200, b"upstream connect error", "content-type: text/plain"),
+        answering(200, b" <html></html>", "content-type: Text/HTML"),
+        answering(200, TEXT[:-9]),
+        answering(200, b"\x1f\x8b\x08{}", "content-encoding: gzip"),
+    ],
+    ids=["nothing", "text", "page", "half", "compressed"],
+)
+async def test_what_is_no_json_is_no_answer_and_is_not_billed(tmp_path: Path, bad: Answer) -> None:
+    async with rough_server(bad) as one, books(tmp_path, one.url) as here:
+        await here.ask()
+        row = await here.agree()
+        assert (row.status, row.input_tokens, row.output_tokens) == ("failed", 0, 0)
+    async with rough_server(bad) as one, rough_server(whole) as two, gateway(one, two) as client:
+        for _ in range(2):
+            answer = await client.post("/v1/completions", json=BODY)
+            assert answer.json()["choices"][0]["text"] == "something"
+        assert one.asked
+
+
+async def test_an_error_that_comes_with_200_and_is_the_requests_own_fault_is_refused_as_such(
+    tmp_path: Path,
+) -> None:
+    told = b'{"error": {"message": "the prompt is too long", "code": 400}}'
+    bad = answering(200, told)
+    async with rough_server(bad) as one, rough_server(bad) as two, gateway(one, two) as client:
+        answer = await client.post("/v1/completions", json=BODY)
+        assert (answer.status_code, answer.content) == (400, told)
+        assert len(one.asked) + len(two.asked) == 1
+    async with rough_server(bad) as one, books(tmp_path, one.url) as here:
+        await here.ask()
+        row = await here.agree()
+        assert (row.status, row.input_tokens, row.output_tokens) == ("refused", 0, 0)
+
+
+async def test_an_answer_may_come_with_created(tmp_path: Path) -> None:
+    """As frameworks do that give every POST that status."""
+    async with rough_server(answering(201, TEXT)) as one, books(tmp_path, one.url) as here:
+        await here.ask()
+        row = await here.agree()
+        assert row.status == "completed"
+        assert row.output_tokens
