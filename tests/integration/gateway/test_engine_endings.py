@@ -111,6 +111,29 @@ async def test_an_error_that_comes_with_200_is_no_answer(path: str) -> None:
         assert len(good.asked) == 2
 
 
+@pytest.mark.parametrize("path", [CHAT, COMPLETION])
+async def test_an_answer_whose_time_was_over_at_another_gateway_is_one(path: str) -> None:
+    """A gateway of ours ends it so where its own settings say how long a request may take."""
+
+    class Late(Open):
+        def whole(self, asked: Asked, part: Part) -> Json:
+            part.finish = "timeout"
+            return super().whole(asked, part)
+
+        def events(self, asked: Asked, part: Part) -> Iterator[bytes]:
+            part.finish = "timeout"
+            return super().events(asked, part)
+
+    double = Late()
+    async with running(double), gateway(*behind(double)) as (server, client):
+        answer = (await client.post(path, json=BODIES[path])).json()
+        assert answer["choices"][0]["finish_reason"] == "timeout"
+        seen = await stream(client, path)
+        assert (seen.text, seen.finish, seen.errors, seen.done) == (WHOLE, ["timeout"], [], 1)
+        assert len(double.asked) == 2
+        assert server.replicas[0].breaker.closed
+
+
 MISREAD = [
     "Failed to parse messages: Missing 'role' in message: {}",
     "image input is not supported - hint: if this is unexpected, you may need to provide the mmproj",

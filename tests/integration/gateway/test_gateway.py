@@ -133,7 +133,7 @@ async def test_a_piece_is_passed_on_before_the_next_comes() -> None:
         assert "last" in "".join([piece async for piece in pieces])
 
 
-@pytest.mark.parametrize("reason", ["abort", "error", "cancelled", "timeout"])
+@pytest.mark.parametrize("reason", ["abort", "error", "cancelled"])
 async def test_a_whole_answer_that_was_broken_off_is_asked_of_another(reason: str) -> None:
     async def leaving(asked: Asked) -> None:
         choice = {"index": 0, "text": "some", "finish_reason": reason}

@@ -204,7 +204,7 @@ class Relay:
         if status == 200 and not is_object(content):
             raise RefusedError(502, "what came is no JSON, and so no answer")
         if status == 200 and not dialect.journal:
-            status = status_within(content)
+            status = status_within(content, dialect.broken_off)
             if classify(status) is not Outcome.SUCCESS:
                 raise UpstreamError("it broke the answer off")
         return Whole(status, content, attempt.kind)

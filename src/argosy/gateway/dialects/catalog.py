@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from argosy.gateway.dialects import loads
 from argosy.gateway.dialects.dialect import (
+    BROKEN_OFF,
     CHAT_PATH,
     COMPLETION_PATH,
     OURS,
@@ -78,6 +79,8 @@ _DIALECTS = (
         loads=(LoadSource(b"/metrics", loads.tensorrt_iterations),),
         prefill=COMPLETION,
         usage_with_each=True,
+        # `CompletionOutput.finish_reason`. A gateway of ours says so of an answer whose own time was over.
+        broken_off=BROKEN_OFF | {"timeout"},
     ),
     Dialect("tgi", loads=(LoadSource(b"/metrics", loads.TGI),), prefill=BOTH),
     Dialect(

@@ -14,7 +14,6 @@ import msgspec
 
 from argosy.gateway.dialects.dialect import CHAT_PATH
 from argosy.gateway.dialects.events import (
-    BROKEN_OFF,
     DONE,
     END,
     UNREADABLE,
@@ -44,6 +43,8 @@ class View:
     """The usage that events carry: the client asked for it, or nobody did."""
     ids: bool
     """Token ids: the client asked for them."""
+    broken_off: frozenset[str]
+    """Finish reasons of answers that are none."""
     timings: bool
     """Timings with each event: the same."""
     completion: bool
@@ -124,7 +125,7 @@ class ChunkReader(StreamReader):
             chunk.update(self._head)
             return False if self._view.usage else None
         choice = choices[0]
-        if choice.get("finish_reason") in BROKEN_OFF:
+        if choice.get("finish_reason") in self._view.broken_off:
             self.failure = "it broke the answer off"
             return None
         if self._view.completion:

@@ -157,7 +157,9 @@ class Carrier:
         if carriable:
             return Leg(outgoing, self._reader(dialect))
         shown, echoed = shows_usage(ask), echoes(ask)
-        self._passing = PassReader(self._delivered, shows_usage=shown, echoes=echoed)
+        self._passing = PassReader(
+            self._delivered, dialect.broken_off, shows_usage=shown, echoes=echoed
+        )
         return Leg(outgoing, self._passing)
 
     def _next(self, dialect: Dialect, model: str, room: int) -> Leg | None:
@@ -209,6 +211,7 @@ class Carrier:
             usage=shows_usage(ask),
             usage_with_each=shows_usage_with_each(ask) or not added,
             ids=shows_ids(ask),
+            broken_off=dialect.broken_off,
             timings=shows_timings(ask),
             completion=completion,
             seam=seam,

@@ -69,6 +69,10 @@ OPERATORS = frozenset(
 out. Our own replicas know none of them."""
 
 
+BROKEN_OFF = frozenset({"abort", "error", "cancelled"})
+"""Finish reasons of answers that a server did not bring to their end: it shuts down, or its engine died."""
+
+
 @dataclass(frozen=True, slots=True)
 class Reading:
     """What a server says of its load; None where it does not say. Raises ValueError for what is no count."""
@@ -130,5 +134,7 @@ class Dialect:
     """Fields that are left out of bodies, because it does not know them or means something else by them."""
     completion_tokens: int | None = None
     """`max_tokens` of a completion that does not say; None: no limit."""
+    broken_off: frozenset[str] = BROKEN_OFF
+    """Finish reasons of answers that are none."""
     misread: tuple[str, ...] = ()
     """What is said in answers with 500 that are the request's own fault: it could not be read, and would be nowhere."""

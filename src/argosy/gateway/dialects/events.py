@@ -21,11 +21,6 @@ UNREADABLE = (
     msgspec.DecodeError,
 )
 """What comes of events whose fields are not what they should be."""
-BROKEN_OFF = frozenset({"abort", "error", "cancelled", "timeout"})
-"""Finish reasons of answers that a server did not bring to their end: it shuts down, or its engine died.
-
-The last two are TensorRT-LLM's (`CompletionOutput.finish_reason`).
-"""
 
 _TGI = {
     "Input validation error": 422,

@@ -9,7 +9,6 @@ from msgspec import Meta
 
 from argosy.gateway.ask import BYTES_PER_TOKEN
 from argosy.gateway.dialects.events import (
-    BROKEN_OFF,
     DONE,
     END,
     UNREADABLE,
@@ -107,10 +106,10 @@ def is_object(content: bytes) -> bool:
     return content[:64].lstrip().startswith(b"{") and content[-64:].rstrip().endswith(b"}")
 
 
-def status_within(content: bytes) -> int:
+def status_within(content: bytes, broken_off: frozenset[str]) -> int:
     """The status that a whole answer with 200 means: a server may fail or refuse after its head.
 
-    500 where it did not bring the answer to its end.
+    500 where it was `broken_off`, as a finish reason says.
     """
     try:
         told = msgspec.json.decode(content, type=_Endings)
@@ -118,8 +117,8 @@ def status_within(content: bytes) -> int:
         return 200
     if not told.choices and told.error is not None:
         return status_of({"error": told.error}) or 500
-    broken_off = any(choice.finish_reason in BROKEN_OFF for choice in told.choices or ())
-    return 500 if broken_off else 200
+    ends = {choice.finish_reason for choice in told.choices or ()}
+    return 200 if ends.isdisjoint(broken_off) else 500
 
 
 class _Delta(msgspec.Struct):
@@ -169,9 +168,17 @@ class _Chunk(msgspec.Struct):
 class PassReader(StreamReader):
     """One attempt's stream. What a choice says counts by its length (`tokens_of`), until the usage tells."""
 
-    def __init__(self, delivered: Delivered, *, shows_usage: bool, echoes: bool) -> None:
-        """`echoes`: each choice begins with its prompt."""
+    def __init__(
+        self,
+        delivered: Delivered,
+        broken_off: frozenset[str],
+        *,
+        shows_usage: bool,
+        echoes: bool,
+    ) -> None:
+        """`echoes`: each choice begins with its prompt. `broken_off`: finish reasons of answers that are none."""
         self._delivered = delivered
+        self._broken_off = broken_off
         self._shows_usage = shows_usage
         self._echoes = echoes
         self._begun: set[int] = set()
@@ -224,7 +231,7 @@ class PassReader(StreamReader):
             error = msgspec.json.decode(data)
             self.failure, self.status = error_of(error), status_of(error)
             return False
-        if any(choice.finish_reason in BROKEN_OFF for choice in chunk.choices or ()):
+        if any(choice.finish_reason in self._broken_off for choice in chunk.choices or ()):
             self.failure = "it broke the answer off"
             return False
         self._first = self._first or data
