@@ -90,6 +90,8 @@ class Ask(msgspec.Struct, frozen=True, eq=False):
     """Estimated, with those that it gives itself to go on after (`resume`)."""
     session: str
     """What it belongs together with: of equal sessions, all go to one replica where the pool's rule is `hash`."""
+    prompts: int = 1
+    """A completion may have several."""
     timeout_s: float = math.inf
     """Seconds from its arrival that the client allows."""
     priority: int = 0
@@ -136,7 +138,8 @@ def read(raw: bytes, prompt_field: str, domain: str = "", session: str = "") -> 
             400, "missing_required_parameter", f"Missing parameter '{name}'. Add it.", param=name
         )
     fields = fields_of(raw, len(prompt))
-    choices = max(1, known.n or 1) * _prompts(prompt)
+    prompts = _prompts(prompt)
+    choices = max(1, known.n or 1) * prompts
     if choices > MOST_CHOICES:
         message = f"A request has at most {MOST_CHOICES} answers: 'n' of each prompt. Send several."
         raise invalid(message, prompt_field if known.n is None else "n")
@@ -156,6 +159,7 @@ def read(raw: bytes, prompt_field: str, domain: str = "", session: str = "") -> 
         prompt=prompt,
         prompt_tokens=_tokens(prompt) + bytes(known.resume).count(b","),
         session=known.session_id or session or known.prompt_cache_key or "",
+        prompts=prompts,
         timeout_s=math.inf if known.timeout_s is None else known.timeout_s,
         priority=known.priority or 0,
         include_usage=options is not None and bool(options.include_usage),

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from tests.integration.gateway.books import (
     CHATS,
+    COMPLETIONS,
     PROMPT,
     STREAM,
     books,
@@ -141,6 +142,64 @@ async def test_what_is_no_text_counts_where_no_usage_tells(
         await here.ask(CHATS, n=choices, **STREAM)
         row = await here.agree()
         assert (row.input_tokens > 0, row.output_tokens) == (True, 2)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHATS])
+async def test_each_choice_is_billed_where_a_server_tells_the_usage_of_each(
+    tmp_path: Path, path: str
+) -> None:
+    """llama.cpp does: with a completion's last chunk, after a chat's, while other choices go on."""
+    told = [usage(prompt_tokens=7, completion_tokens=tokens) for tokens in (2, 30)]
+
+    async def script(asked: Asked) -> None:
+        asked.stream()
+        for place, tokens in enumerate((2, 30)):
+            for at in range(tokens):
+                end = "length" if at == tokens - 1 else None
+                delta = {"delta": {"content": "a"}} if path == CHATS else {"text": "a"}
+                choice = {"index": place, "finish_reason": end, **delta}
+                asked.send(event(json.dumps({"choices": [choice]}).encode()))
+            asked.send(told[place])
+        asked.end()
+
+    async with rough_server(script) as rough, carriable(tmp_path, rough.url) as here:
+        await here.ask(path, n=2, **STREAM)
+        row = await here.agree()
+        assert (row.input_tokens, row.output_tokens) == (7, 32)
+
+
+async def test_each_prompt_is_billed_where_a_server_tells_the_usage_of_each(tmp_path: Path) -> None:
+    async def script(asked: Asked) -> None:
+        asked.stream()
+        for place, prompt in enumerate((100, 3, 9)):
+            used = {"prompt_tokens": prompt, "completion_tokens": 5}
+            choice = {"index": place, "text": "five of these", "finish_reason": "length"}
+            asked.send(event(json.dumps({"choices": [choice], "usage": used}).encode()))
+        asked.end()
+
+    async with rough_server(script) as rough, carriable(tmp_path, rough.url) as here:
+        await here.ask(prompt=[PROMPT * 9, "Hi", "You there"], **STREAM)
+        row = await here.agree()
+        assert (row.input_tokens, row.output_tokens) == (112, 15)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHATS])
+async def test_a_whole_answer_that_tells_the_usage_of_its_first_choice_is_billed_whole(
+    tmp_path: Path, path: str
+) -> None:
+    texts = ["a", "forty words or so " * 20, "b"]
+
+    async def script(asked: Asked) -> None:
+        said = [{"message": {"content": t}} if path == CHATS else {"text": t} for t in texts]
+        choices = [{"index": at, "finish_reason": "stop", **one} for at, one in enumerate(said)]
+        asked.json(200, {"choices": choices, "usage": {"prompt_tokens": 7, "completion_tokens": 1}})
+
+    async with rough_server(script) as rough, carriable(tmp_path, rough.url) as here:
+        prompts = {"n": 3} if path == CHATS else {"prompt": [PROMPT] * 3}
+        await here.ask(path, **prompts)
+        row = await here.agree()
+        assert row.output_tokens == 2 + len(texts[1]) // 4
+        assert row.input_tokens == 7 if path == CHATS else row.input_tokens >= 3 * len(PROMPT) // 4
 
 
 async def test_a_whole_answer_that_tells_its_prompt_alone_is_not_free(tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ from argosy.gateway.dialects import (
     Dialect,
     Leg,
     is_object,
-    resumed_tokens,
     status_meant,
     status_within,
     whole_request,
@@ -213,8 +212,7 @@ class Relay:
         """Give the client a replica's whole answer, a refusal too that is the request's own fault."""
         journey = self._journey
         if whole.status == 200:
-            resumed = resumed_tokens(journey.ask) if turn.replica.dialect.journal else 0
-            self._stream.count_whole(whole.content, turn.attempt.last, resumed)
+            self._stream.count_whole(whole.content, turn.attempt.last, turn.replica.dialect)
             journey.status = "completed"
         else:
             message = f"The replica refused the request with status {whole.status}."

@@ -15,6 +15,7 @@ from argosy.gateway.answering.turn import RefusedError
 from argosy.gateway.ask import BYTES_PER_TOKEN
 from argosy.gateway.dialects import (
     Carrier,
+    Dialect,
     Identity,
     StreamReader,
     resumed_tokens,
@@ -156,18 +157,19 @@ class ClientStream:
         self.settle()
         self._attempt = self._reader = None
 
-    def count_whole(self, content: bytes, came: float, resumed: int) -> None:
+    def count_whole(self, content: bytes, came: float, dialect: Dialect) -> None:
         """An answer came in one piece: count what it says it used, about so much where it does not say.
 
-        `resumed` of its tokens are the client's own, and were read as its prompt was.
+        Tokens that a replica of ours was given to go on after were read as its prompt was.
         """
         journey, delivered = self._journey, self._delivered
         if journey.current is not None:
             journey.current.first = came
         delivered.prompt_tokens = journey.ask.prompt_tokens
         delivered.output_tokens = len(content) // BYTES_PER_TOKEN
-        usage = usage_of(content)
+        usage = usage_of(content, journey.ask, dialect)
         if usage is not None:
+            resumed = resumed_tokens(journey.ask) if dialect.journal else 0
             usage.into(delivered)
             if usage.completion_tokens is not None:
                 journey.pool.answered(usage.completion_tokens / journey.ask.choices)

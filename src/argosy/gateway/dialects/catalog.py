@@ -96,6 +96,7 @@ _DIALECTS = (
         ),
         prefill=BOTH,
         prefill_flags=CONTINUE,
+        usage_of_each=True,
         timings=True,
         misread=LLAMA_CPP_MISREAD,
     ),

@@ -32,7 +32,7 @@ from argosy.gateway.dialects.asking import (
 from argosy.gateway.dialects.chunks import ChunkReader, View
 from argosy.gateway.dialects.dialect import COMPLETION_PATH, Dialect
 from argosy.gateway.dialects.journal import Delivered, JournalReader
-from argosy.gateway.dialects.passing import Identity, PassReader
+from argosy.gateway.dialects.passing import Identity, PassReader, Usages
 from argosy.gateway.dialects.reader import StreamReader
 from argosy.gateway.dialects.stops import StopGate
 from argosy.gateway.dialects.told import CARRIED_ON, Told
@@ -158,7 +158,11 @@ class Carrier:
             return Leg(outgoing, self._reader(dialect))
         shown, echoed = shows_usage(ask), echoes(ask)
         self._passing = PassReader(
-            self._delivered, dialect.broken_off, shows_usage=shown, echoes=echoed
+            self._delivered,
+            dialect.broken_off,
+            shows_usage=shown,
+            echoes=echoed,
+            usages=Usages(ask) if dialect.usage_of_each else None,
         )
         return Leg(outgoing, self._passing)
 

@@ -126,6 +126,8 @@ class Dialect:
     """It takes `stream_options.include_usage`."""
     usage_with_each: bool = False
     """It takes `stream_options.continuous_usage_stats` too."""
+    usage_of_each: bool = False
+    """Of several choices each tells its own usage, and a whole answer that of the first."""
     timings: bool = False
     """It tells with each event how many tokens it has made, when asked with `timings_per_token`."""
     urgency: int = 0

@@ -7,7 +7,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from argosy.gateway.ask import BYTES_PER_TOKEN
+from argosy.gateway.ask import BYTES_PER_TOKEN, Ask
+from argosy.gateway.dialects.dialect import Dialect
 from argosy.gateway.dialects.events import (
     DONE,
     END,
@@ -21,7 +22,8 @@ from argosy.gateway.dialects.journal import Delivered
 from argosy.gateway.dialects.reader import StreamReader
 from argosy.protocol import SSE_DONE, Unended
 
-Tokens = Annotated[int, Meta(ge=0, lt=2**31)]
+MOST_TOKENS = 2**31 - 1
+Tokens = Annotated[int, Meta(ge=0, le=MOST_TOKENS)]
 """A count that can be: whatever else a server says is not billed. A ledger could not sum up a few larger ones."""
 
 
@@ -80,16 +82,52 @@ class Identity(msgspec.Struct):
     model: str = ""
 
 
+class Usages:
+    """Those of an answer's choices, where a server tells one for each."""
+
+    def __init__(self, ask: Ask) -> None:
+        self._ask = ask
+        self._told = self._prompt = self._output = self._cached = 0
+
+    def add(self, usage: Usage) -> Usage | None:
+        """One more; what they are together, once all have been told."""
+        self._told += 1
+        self._prompt += usage.prompt_tokens or 0
+        self._output += usage.completion_tokens or 0
+        self._cached += usage.cached_tokens
+        return self.together() if self._told == self._ask.choices else None
+
+    def together(self) -> Usage | None:
+        """Those that were told; None: there was none. All choices of a prompt have told its tokens."""
+        if not self._told:
+            return None
+        prompt, cached = (
+            min(MOST_TOKENS, tokens * self._ask.prompts // self._told)
+            for tokens in (self._prompt, self._cached)
+        )
+        return Usage(prompt or None, min(MOST_TOKENS, self._output) or None, Cached(cached))
+
+
 class _Whole(msgspec.Struct):
     usage: Usage | None = None
 
 
-def usage_of(content: bytes) -> Usage | None:
-    """The usage of a whole answer; None when it tells none, or is no such answer."""
+def usage_of(content: bytes, ask: Ask, dialect: Dialect) -> Usage | None:
+    """The usage of a whole answer; None when it tells none, or is no such answer.
+
+    About so much where it tells that of its first choice only.
+    """
     try:
-        return msgspec.json.decode(content, type=_Whole).usage
+        usage = msgspec.json.decode(content, type=_Whole).usage
+        if usage is None or ask.choices == 1 or not dialect.usage_of_each:
+            return usage
+        choices = msgspec.json.decode(content, type=_Choices).choices
     except (msgspec.DecodeError, RecursionError):
         return None
+    others = sum(choice.size // BYTES_PER_TOKEN or 1 for choice in choices[1:])
+    output = None if usage.completion_tokens is None else usage.completion_tokens + others
+    prompt = usage.prompt_tokens if ask.prompts == 1 else None
+    return Usage(prompt, output, usage.prompt_tokens_details)
 
 
 class _Ending(msgspec.Struct):
@@ -139,8 +177,14 @@ class _Delta(msgspec.Struct):
 
     @property
     def tokens(self) -> int:
-        texts = self.content, self.reasoning, self.reasoning_content, self.refusal
-        return tokens_of(*texts, self.tool_calls)
+        return tokens_of(*self.texts)
+
+    @property
+    def texts(self) -> list[object]:
+        """All that it says, as far as it is text."""
+        calls = self.tool_calls if isinstance(self.tool_calls, list) else []
+        said = self.content, self.reasoning, self.reasoning_content, self.refusal
+        return [*said, *_arguments(calls)]
 
 
 class _Choice(msgspec.Struct):
@@ -156,6 +200,21 @@ class _Choice(msgspec.Struct):
     @property
     def tokens(self) -> int:
         return tokens_of(self.text) if self.delta is None else self.delta.tokens
+
+
+class _Said(msgspec.Struct):
+    text: str | None = None
+    message: _Delta | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes of what a whole answer's choice says."""
+        texts = [self.text] if self.message is None else self.message.texts
+        return sum(len(text.encode()) for text in texts if isinstance(text, str))
+
+
+class _Choices(msgspec.Struct):
+    choices: list[_Said] = []
 
 
 class _Chunk(msgspec.Struct):
@@ -175,12 +234,17 @@ class PassReader(StreamReader):
         *,
         shows_usage: bool,
         echoes: bool,
+        usages: Usages | None = None,
     ) -> None:
-        """`echoes`: each choice begins with its prompt. `broken_off`: finish reasons of answers that are none."""
+        """`echoes`: each choice begins with its prompt. `broken_off`: finish reasons of answers that are none.
+
+        `usages`: there is one for each choice.
+        """
         self._delivered = delivered
         self._broken_off = broken_off
         self._shows_usage = shows_usage
         self._echoes = echoes
+        self._usages = usages
         self._begun: set[int] = set()
         """Choices that have said something."""
         self._decode = msgspec.json.Decoder(_Chunk).decode
@@ -220,6 +284,7 @@ class PassReader(StreamReader):
         data = data_of(event)
         if data == DONE:
             self.done = True
+            self._take(None if self._usages is None else self._usages.together())
             return False
         if data is None:
             return True
@@ -248,5 +313,8 @@ class PassReader(StreamReader):
             if choice.finish_reason:
                 delivered.finished[choice.index] = choice.finish_reason
         self.usage_told = usage is not None
+        self._take(usage if usage is None or self._usages is None else self._usages.add(usage))
+
+    def _take(self, usage: Usage | None) -> None:
         if usage is not None:
-            usage.into(delivered)
+            usage.into(self._delivered)
