@@ -97,6 +97,23 @@ async def test_who_leaves_before_the_usage_pays_for_more_than_an_events_first_to
         assert here.row().output_tokens == 2 * (len(words) // 4)
 
 
+async def test_a_usage_of_nothing_with_each_piece_makes_none_of_them_free(tmp_path: Path) -> None:
+    """LiteLLM's proxy tells it with each chunk of a completion that is streamed without its usage."""
+
+    async def script(asked: Asked) -> None:
+        asked.stream()
+        for finish in (None, "stop"):
+            choice = {"index": 0, "text": "a", "finish_reason": finish}
+            none = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
+            asked.send(event(json.dumps({"choices": [choice], "usage": none}).encode()))
+        asked.end()
+
+    async with rough_server(script) as rough, books(tmp_path, rough.url) as here:
+        await here.ask(stream=True)
+        row = await here.agree()
+        assert (row.input_tokens, row.output_tokens) == (len(PROMPT) // 4, 2)
+
+
 async def test_a_prompt_that_is_echoed_is_no_answer(tmp_path: Path) -> None:
     async def script(asked: Asked) -> None:
         asked.stream()

@@ -316,5 +316,6 @@ class PassReader(StreamReader):
         self._take(usage if usage is None or self._usages is None else self._usages.add(usage))
 
     def _take(self, usage: Usage | None) -> None:
-        if usage is not None:
+        """Believe it, unless it says that nothing was made where something came: some have not counted yet."""
+        if usage is not None and not (usage.completion_tokens == 0 < self._delivered.output_tokens):
             usage.into(self._delivered)
