@@ -517,6 +517,18 @@ async def test_a_hosted_api_gets_its_key_and_no_field_that_it_does_not_know(
         assert (await stream(client, CHAT)).errors
 
 
+@pytest.mark.parametrize("streams", [False, True])
+async def test_who_wants_an_answer_to_go_on_after_tokens_is_told_who_cannot(streams: bool) -> None:
+    """From the start again it would be another answer, which its client takes for the rest of one."""
+    double = Vllm()
+    async with running(double), gateway(behind(double)) as (_, client):
+        asked = BODIES[COMPLETION] | {"stream": streams}
+        answer = await client.post(COMPLETION, json=asked | {"resume": {"token_ids": [100, 101]}})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "resume")
+        assert not double.asked
+        assert (await client.post(COMPLETION, json=asked | {"resume": None})).status_code == 200
+
+
 @each_family
 async def test_no_client_says_what_only_parts_of_a_fleet_may_say(family: Family) -> None:
     double = family()

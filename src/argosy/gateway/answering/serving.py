@@ -18,7 +18,7 @@ from argosy.gateway.answering.stream import ClientStream, StreamLimits
 from argosy.gateway.ask import Ask, read
 from argosy.gateway.caller import TIERS, Caller
 from argosy.gateway.config import GatewayConfig
-from argosy.gateway.dialects import Carrier
+from argosy.gateway.dialects import Carrier, Kind, resumed_tokens
 from argosy.gateway.explain import Trace
 from argosy.gateway.journey import (
     CHAT,
@@ -36,6 +36,9 @@ from argosy.gateway.replicas import Pool
 from argosy.gateway.upstream import Attempt
 from argosy.protocol import ApiError, event, invalid
 from argosy.web import Deadlines, DisconnectedError, Exchange, SlowReaderError
+
+RESUMING = frozenset[Kind]({"argosy", "auto"})
+"""Kinds of servers that may know `resume`: ours, and those that have not said yet what they are."""
 
 
 class Serving:
@@ -147,6 +150,13 @@ class Serving:
                 "Send less, or have it cut (truncate_prompt_tokens)."
             )
             raise invalid(message, api.prompt_field, "context_length_exceeded")
+        kinds = {replica.kind for replica in pool.replicas.values()}
+        if resumed_tokens(ask) and kinds and kinds.isdisjoint(RESUMING):
+            message = (
+                "Only replicas of Argosy go on after tokens ('resume'), and none has this model. "
+                "Send what is there as text."
+            )
+            raise invalid(message, "resume")
         now = self._clock()
         return Journey(
             exchange,
