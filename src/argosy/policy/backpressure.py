@@ -16,12 +16,13 @@ COOL_FULL_S = 4.0
 """and at most so long, unless it says more itself (Retry-After)."""
 COOL_MOST_S = 60.0
 """How long at most, whatever it says: it is asked again, were it full for a day."""
+DAY_S = 86_400.0
 
 
 class Backpressure:
     """One replica's. Pure: the time is an argument."""
 
-    __slots__ = ("_cooled", "_from", "_most")
+    __slots__ = ("_cooled", "_from", "_most", "_until")
 
     def __init__(self) -> None:
         self._cooled = 0
@@ -30,10 +31,16 @@ class Backpressure:
         """Requests that it gets at a time,"""
         self._from = -math.inf
         """from then on, slowly more; none before."""
+        self._until = -math.inf
+        """Until then it is full, as it says."""
 
     def cooling(self, now: float) -> bool:
         """Whether it is left alone."""
         return now < self._from
+
+    def full_s(self, now: float) -> float:
+        """For how long it is full, as it says; 0 where it has not said so, or will be asked again in any case."""
+        return max(0.0, self._until - now) if self.cooling(now) else 0.0
 
     def most(self, now: float) -> float:
         """Requests that it gets at a time, as far as it has refused any; none while it is left alone."""
@@ -48,6 +55,8 @@ class Backpressure:
                 self._cooled += 1
             wait = min(COOL_S * 2 ** min(self._cooled - 1, 30), COOL_FULL_S)
             wait = min(max(wait, retry_after_s or 0.0), COOL_MOST_S)
+        if not self.cooling(now) or retry_after_s is not None:
+            self._until = now + min(retry_after_s or 0.0, DAY_S)
         self._most = max(1.0, running)
         self._from = max(self._from, now + wait)
 

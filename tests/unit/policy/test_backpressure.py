@@ -58,3 +58,12 @@ def test_it_is_left_alone_for_as_long_as_it_says_within_reason(
     assert min(told, COOL_MOST_S) <= wait <= COOL_MOST_S
     assert full.most(now + wait) < max(1, running) + 0.15
     assert full.most(now + wait + 1.0) > max(1, running) + 1
+
+
+def test_one_that_says_for_how_long_it_is_full_is_believed_while_it_is_left_alone() -> None:
+    full = Backpressure()
+    assert full.full_s(0.0) == 0.0
+    full.refused(0, 0.0, 1000.0)
+    assert [full.full_s(now) for now in (0.0, 40.0, COOL_MOST_S)] == [1000.0, 960.0, 0.0]
+    full.refused(0, 70.0)  # it did not say this time
+    assert full.full_s(70.0) == 0.0

@@ -231,6 +231,9 @@ class Dispatcher:
         if not self._pool.worth_waiting(now):
             raise unavailable(self._pool, now)
         limits, queue, tier = self._limits, self._queue, journey.tier
+        full_s = self._pool.full_s(now)
+        if full_s > limits.wait_s:
+            raise full(self._pool, full_s)
         held = queue.held(tier, journey.caller.tenant)
         if queue.size + journey.ask.size > limits.bytes:
             raise self._contended("the queue is full")
@@ -273,6 +276,13 @@ class Dispatcher:
     def _contended(self, why: str) -> ApiError:
         message = f"Too many requests wait for {self._pool.model!r} ({why}). Try again shortly."
         return ApiError(429, "overloaded", message, retry_after_s=RETRY_AFTER_S)
+
+
+def full(pool: Pool, wait_s: float) -> ApiError:
+    """All that serve the pool's model are full, for so long as they say."""
+    message = f"The replicas for {pool.model!r} are full. Try again "
+    message += f"in {math.ceil(wait_s)} s." if wait_s > RETRY_AFTER_S else "shortly."
+    return ApiError(429, "overloaded", message, retry_after_s=max(RETRY_AFTER_S, wait_s))
 
 
 def unavailable(pool: Pool, now: float) -> ApiError:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import structlog
 
 from argosy.gateway.answering.answer import Out
-from argosy.gateway.answering.dispatch import RETRY_AFTER_S, Dispatcher, unavailable
+from argosy.gateway.answering.dispatch import RETRY_AFTER_S, Dispatcher, full, unavailable
 from argosy.gateway.answering.headers import model_digest, request_headers
 from argosy.gateway.answering.stream import ClientStream
 from argosy.gateway.answering.turn import Begun, Race, RefusedError, Turn, Whole
@@ -232,7 +232,8 @@ class Relay:
         until = journey.failing_since + self._ways.timeouts.recovery_s
         while not await self._moved():
             now = self._ways.clock()
-            if now > until or not (_was_reached(journey) or journey.pool.worth_waiting(now)):
+            late = now + journey.pool.full_s(now) > until
+            if late or not (_was_reached(journey) or journey.pool.worth_waiting(now)):
                 raise _upstream_failed(journey, now)
             journey.tried.clear()
 
@@ -346,10 +347,9 @@ def _was_reached(journey: Journey) -> bool:
 def _upstream_failed(journey: Journey, now: float) -> ApiError:
     model = journey.pool.model
     tried = journey.current
-    full = tried is not None and tried.outcome == Outcome.BACKPRESSURE.value
-    if full and journey.pool.serves():
-        message = f"The replicas for {model!r} are full. Try again shortly."
-        return ApiError(429, "overloaded", message, retry_after_s=RETRY_AFTER_S)
+    refused = tried is not None and tried.outcome == Outcome.BACKPRESSURE.value
+    if refused and journey.pool.serves():
+        return full(journey.pool, journey.pool.full_s(now))
     if not _was_reached(journey):
         return unavailable(journey.pool, now)
     message = f"No replica could answer for {model!r}. Try again shortly."

@@ -168,6 +168,10 @@ class Pool:
             or self.awaits()
         )
 
+    def full_s(self, now: float) -> float:
+        """For how long all of them are full, as they say; 0 where one does not."""
+        return min((each.backpressure.full_s(now) for each in self.alive()), default=0.0)
+
     def loads(self) -> list[ReplicaLoad]:
         """What is known of those that are there."""
         return [replica.load for replica in self.alive() if not replica.absence.away]
