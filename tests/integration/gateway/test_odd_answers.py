@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 from tests.integration.gateway.books import books
 from tests.integration.gateway.test_gateway import BODY, STREAM, events, gateway, whole
 from tests.integration.rough_server import Answer, Asked, Rough, rough_server
@@ -126,6 +127,20 @@ async def test_an_error_that_comes_with_200_and_is_the_requests_own_fault_is_ref
         await here.ask()
         row = await here.agree()
         assert (row.status, row.input_tokens, row.output_tokens) == ("refused", 0, 0)
+
+
+@pytest.mark.parametrize("status", [401, 402, 429, 500])
+async def test_the_log_says_what_a_server_says_and_nobody_else_is_told(status: int) -> None:
+    told = "You exceeded your quota, org-1"
+    bad = answering(status, json.dumps({"error": {"message": told}}).encode())
+    async with rough_server(bad) as one, gateway(one) as client:
+        with capture_logs() as logs:
+            answer = await client.post("/v1/completions", json=BODY)
+        assert {line.get("said") for line in logs if line["event"] == "attempt_failed"} == {told}
+        name = answer.headers["x-argosy-request"]
+        explanation = (await client.get(f"/admin/requests/{name}")).text
+        assert f"status {status}" in explanation
+        assert told not in explanation + answer.text
 
 
 async def test_an_answer_may_come_with_created(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from argosy.gateway.dialects import (
     Dialect,
     Leg,
     is_object,
+    message_of,
     status_meant,
     status_within,
     whole_request,
@@ -114,7 +115,9 @@ class Relay:
             race.turn.end(outcome, "" if failure is None else str(failure))
         if failure is not None:
             replica, model = race.turn.replica.name, journey.pool.model
-            log.warning("attempt_failed", replica=replica, model=model, reason=str(failure))
+            said = failure.said if isinstance(failure, RefusedError) else ""
+            more = {"said": said} if said else {}
+            log.warning("attempt_failed", replica=replica, model=model, reason=str(failure), **more)
             lost = isinstance(failure, UpstreamError)
             if lost and self._ended():
                 return True
@@ -199,7 +202,7 @@ class Relay:
         status = status_meant(status, content, dialect.misread)
         outcome = classify(status)
         if outcome is not Outcome.SUCCESS or _has_begun(journey):
-            raise RefusedError(status, f"status {status}")
+            raise RefusedError(status, f"status {status}", message_of(content))
         if status == 200 and not is_object(content):
             raise RefusedError(502, "what came is no JSON, and so no answer")
         if status == 200 and not dialect.journal:

@@ -29,9 +29,11 @@ class Whole(msgspec.Struct, frozen=True):
 class RefusedError(Exception):
     """A replica answered, with what is no answer to the request."""
 
-    def __init__(self, status: int, reason: str) -> None:
+    def __init__(self, status: int, reason: str, said: str = "") -> None:
         super().__init__(reason)
         self.status = status
+        self.said = said
+        """What it said of that, for those who run it: it may be of our account there."""
         self.outcome = classify(status)
 
 

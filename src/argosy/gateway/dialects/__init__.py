@@ -12,7 +12,7 @@ from argosy.gateway.dialects.dialect import (
     LoadSource,
     Reading,
 )
-from argosy.gateway.dialects.events import UNREADABLE, status_meant
+from argosy.gateway.dialects.events import UNREADABLE, message_of, status_meant
 from argosy.gateway.dialects.finding import Found, find
 from argosy.gateway.dialects.journal import Delivered
 from argosy.gateway.dialects.kv_sources import KvAddress, KvSource
@@ -41,6 +41,7 @@ __all__ = [
     "dialect_of",
     "find",
     "is_object",
+    "message_of",
     "resumed_tokens",
     "sent_salt",
     "shows_ids",

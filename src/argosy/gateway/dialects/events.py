@@ -61,9 +61,22 @@ def is_error(chunk: dict[str, Any]) -> bool:
 
 def error_of(chunk: dict[str, Any]) -> str:
     """What such an error says."""
+    return f"it reported an error in its stream: {_message_of(chunk)}"
+
+
+def message_of(content: bytes) -> str:
+    """What an error says that came instead of an answer; empty where it cannot be read."""
+    try:
+        return _message_of(msgspec.json.decode(content))
+    except UNREADABLE:
+        return ""
+
+
+def _message_of(chunk: dict[str, Any]) -> str:
     error = chunk.get("error")
     said = error if isinstance(error, dict) else chunk
-    return f"it reported an error in its stream: {str(said.get('message', error))[:200]}"
+    told = said.get("message", error)
+    return "" if told is None else str(told)[:200]
 
 
 def status_of(chunk: dict[str, Any]) -> int:
