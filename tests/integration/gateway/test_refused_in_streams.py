@@ -19,6 +19,7 @@ from tests.integration.gateway.doubles.server import (
     running,
     sse,
 )
+from tests.integration.gateway.test_engine_endings import Open
 
 from argosy.gateway import GatewayServer, ReplicaConfig, Timeouts
 
@@ -29,6 +30,7 @@ REFUSED: dict[type[Double], Json] = {
     TensorRtLlm: {"object": "error", "message": TOO_LONG, "type": "X", "param": None, "code": 400},
     Tgi: {"error": {"message": f"Input validation error: {TOO_LONG}", "http_status_code": 422}},
     Lmdeploy: {"object": "error", "message": TOO_LONG, "type": "X", "param": None, "code": 400},
+    Open: {"error": {"message": TOO_LONG, "code": "400"}},  # as LiteLLM's proxy writes its status
 }
 FULL: dict[type[Double], Json] = {
     Sglang: {"error": {"object": "error", "message": "The request queue is full.", "code": 503}},

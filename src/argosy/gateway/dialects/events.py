@@ -87,6 +87,8 @@ def status_of(chunk: dict[str, Any]) -> int:
         message = str(said.get("message"))
         return next((status for begin, status in _TGI.items() if message.startswith(begin)), 500)
     code = said.get("code")
+    if isinstance(code, str) and code.isdecimal():  # LiteLLM's
+        code = int(code[:4])
     return code if isinstance(code, int) and 400 <= code < 600 else 0
 
 
