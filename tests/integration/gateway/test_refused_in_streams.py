@@ -23,6 +23,11 @@ from tests.integration.gateway.test_engine_endings import Open
 
 from argosy.gateway import GatewayServer, ReplicaConfig, Timeouts
 
+
+class Gateway(Open):
+    """Another one of ours."""
+
+
 TOO_LONG = "The input (70 tokens) is longer than the model's context length (64 tokens)."
 REFUSED: dict[type[Double], Json] = {
     Vllm: {"error": {"message": TOO_LONG, "type": "BadRequestError", "param": None, "code": 400}},
@@ -31,8 +36,19 @@ REFUSED: dict[type[Double], Json] = {
     Tgi: {"error": {"message": f"Input validation error: {TOO_LONG}", "http_status_code": 422}},
     Lmdeploy: {"object": "error", "message": TOO_LONG, "type": "X", "param": None, "code": 400},
     Open: {"error": {"message": TOO_LONG, "code": "400"}},  # as LiteLLM's proxy writes its status
+    Gateway: {
+        "error": {
+            "message": TOO_LONG,
+            "type": "invalid_request_error",
+            "code": "refused_by_replica",
+        }
+    },
 }
 FULL: dict[type[Double], Json] = {
+    Gateway: {
+        "error": {"message": "It goes away.", "type": "overloaded_error", "code": "draining"}
+    },
+    Open: {"type": "error", "error": {"message": "Slow down", "type": "rate_limit_error"}},
     Sglang: {"error": {"object": "error", "message": "The request queue is full.", "code": 503}},
     Tgi: {"error": {"message": "Model is overloaded", "http_status_code": 422}},
 }

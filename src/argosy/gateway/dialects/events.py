@@ -30,6 +30,8 @@ _TGI = {
     "Model is overloaded": 429,
 }
 """Beginnings of TGI's errors that are not its own (`router/src/infer/mod.rs`), with their status before a stream."""
+_BY_TYPE = {"invalid_request_error": 400, "rate_limit_error": 429, "overloaded_error": 503}
+"""What hosted APIs, and gateways of ours, call errors whose status they do not say."""
 
 
 def cut(rest: Unended, body: bytes) -> bytes:
@@ -89,7 +91,9 @@ def status_of(chunk: dict[str, Any]) -> int:
     code = said.get("code")
     if isinstance(code, str) and code.isdecimal():  # LiteLLM's
         code = int(code[:4])
-    return code if isinstance(code, int) and 400 <= code < 600 else 0
+    if isinstance(code, int) and 400 <= code < 600:
+        return code
+    return _BY_TYPE.get(str(said.get("type")), 0)
 
 
 def status_meant(status: int, content: bytes, misread: tuple[str, ...]) -> int:
