@@ -143,10 +143,17 @@ async def test_the_log_says_what_a_server_says_and_nobody_else_is_told(status: i
         assert told not in explanation + answer.text
 
 
-async def test_an_answer_may_come_with_created(tmp_path: Path) -> None:
-    """As frameworks do that give every POST that status."""
-    async with rough_server(answering(201, TEXT)) as one, books(tmp_path, one.url) as here:
-        await here.ask()
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [(201, TEXT), (200, b"\n" * 500 + TEXT + b"\r\n"), (200, b"\xef\xbb\xbf" + TEXT)],
+    ids=["created", "empty lines", "byte order mark"],
+)
+async def test_an_answer_is_one_as_some_frameworks_and_apis_give_it(
+    tmp_path: Path, status: int, body: bytes
+) -> None:
+    """DeepSeek and OpenRouter send empty lines while they compute."""
+    async with rough_server(answering(status, body)) as one, books(tmp_path, one.url) as here:
+        assert "something" in await here.ask()
         row = await here.agree()
         assert row.status == "completed"
         assert row.output_tokens

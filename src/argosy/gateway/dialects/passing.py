@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codecs import BOM_UTF8
 from typing import Annotated, Any
 
 import msgspec
@@ -141,7 +142,8 @@ class _Endings(msgspec.Struct):
 
 def is_object(content: bytes) -> bool:
     """Whether it looks like a whole one of JSON: pages, texts, halves and what is compressed do not."""
-    return content[:64].lstrip().startswith(b"{") and content[-64:].rstrip().endswith(b"}")
+    text = content.removeprefix(BOM_UTF8).strip()
+    return text.startswith(b"{") and text.endswith(b"}")
 
 
 def status_within(content: bytes, broken_off: frozenset[str]) -> int:
