@@ -236,7 +236,7 @@ class PassReader(StreamReader):
         *,
         shows_usage: bool,
         echoes: bool,
-        usages: Usages | None = None,
+        usages: Usages | None,
     ) -> None:
         """`echoes`: each choice begins with its prompt. `broken_off`: finish reasons of answers that are none.
 
