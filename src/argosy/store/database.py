@@ -7,10 +7,9 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
+from sqlite3 import SQLITE_BUSY, SQLITE_PROTOCOL, OperationalError
 from sqlite3 import Connection as SqliteConnection
-from sqlite3 import OperationalError
 from typing import Any
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, inspect, make_url
@@ -25,6 +24,8 @@ BUSY_S = 15.0
 IDLE_S = 15
 """How long a writer of PostgreSQL may do nothing: if its machine vanished, all others would wait for hours."""
 
+_TAKEN = frozenset({SQLITE_BUSY, SQLITE_PROTOCOL})
+"""Errors of who comes while others use an SQLite file; its other ones do not pass by themselves."""
 _SQLITE_WRITES = {"begin": "BEGIN IMMEDIATE"}
 _POSTGRES_STEADY = {"isolation_level": "REPEATABLE READ"}
 """Reads too. Said to be read-only, they would have later writes of their connection insist on writing, whatever
@@ -51,12 +52,13 @@ _PRIMARY = (
     " Or it was made read-only, as where its disk is full: see default_transaction_read_only."
 )
 
+_NO_ROOM = ("disk is full", "No space left on device", "SQLITE_IOERR_SHMSIZE")
+_NO_TABLES = "It has no tables: put a backup back, or start a gateway, which makes them."
 _FULL = ("connection slots", "too many clients")
 _POOL_FULL = ("max_client_conn", "query_wait_timeout")
 
 _ADVICE = (
-    ("no such table", "It has no tables yet: call migrate() first."),
-    ("UndefinedTable", "It has no tables yet: call migrate() first."),
+    *((words, _NO_TABLES) for words in ("no such table", "UndefinedTable")),
     (
         "No row was found",
         "It is damaged: put it back from a backup, or move it away to begin anew.",
@@ -72,8 +74,7 @@ _ADVICE = (
     *((words, _PRIMARY) for words in _READ_ONLY),
     ("statement timeout", "Let what this user asks take longer: raise its statement_timeout."),
     ("conflict with recovery", "A standby ends what takes long: ask the primary."),
-    ("disk is full", "Make room on its disk."),
-    ("No space left on device", "Make room on its disk."),
+    *((words, "Make room on its disk.") for words in _NO_ROOM),
     ("disk I/O error", "Look after its disk."),
     ("malformed", "It is damaged: put it back from a backup, or move it away to begin anew."),
     ("unable to open database file", "See that its folder is there, and descriptors are left."),
@@ -171,7 +172,7 @@ class Database:
             ) from error
         except (DBAPIError, PoolTimeoutError) as error:
             said = error.orig if isinstance(error, DBAPIError) else error
-            told = f"{type(said).__name__}: {said}"
+            told = f"{type(said).__name__} {getattr(said, 'sqlite_errorname', '')}: {said}"
             known, advice = next(known for known in _ADVICE if known[0] in told)
             first = str(said).strip().partition("\n")[0]
             if known in _READ_ONLY:
@@ -218,8 +219,10 @@ def _sqlite(url: URL) -> Engine:
             f"The database {path} cannot be opened ({error.strerror}): give a path that this user may write to."
         ) from error
     engine = create_engine(url, connect_args={"timeout": BUSY_S}, hide_parameters=True)
+    file = _SameFile(path)
+    event.listen(engine, "do_connect", file.check)
     event.listen(engine, "connect", _prepare)
-    event.listen(engine, "checkout", partial(_same_file, path, _identity(path)))
+    event.listen(engine, "checkout", file.check)
     event.listen(engine, "begin", _begin)
     return engine
 
@@ -242,12 +245,24 @@ def _prepare(connection: SqliteConnection, _: object) -> None:
         connection.execute(f"PRAGMA {setting}").close()
 
 
-def _same_file(path: Path, opened: tuple[int, int] | None, *_: object) -> None:
-    """Whoever goes on with a file that was removed or replaced loses what they write. Raises StoreError then."""
-    if _identity(path) != opened:
-        raise StoreError(
-            f"The database {path} was replaced or removed while it was in use: start this process again."
-        )
+class _SameFile:
+    """Whoever goes on with a file that was removed or replaced loses what they write.
+
+    Whoever opens what is there instead gives it what the old one had in its write-ahead log.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._opened = _identity(path)
+
+    def check(self, *_: object) -> None:
+        """Raises StoreError once it is another one, and from then on: that may get the old one's number."""
+        if self._opened is None or _identity(self._path) != self._opened:
+            self._opened = None
+            raise StoreError(
+                f"The database {self._path} was replaced or removed while it was in use: end this process, move away"
+                f" what the old one left in {self._path}-wal and {self._path}-shm, and start it again."
+            )
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
@@ -265,8 +280,8 @@ def _write_ahead(connection: SqliteConnection) -> None:
     while True:
         try:
             connection.execute("PRAGMA journal_mode=WAL").close()
-        except OperationalError:
-            if time.monotonic() > patience:
+        except OperationalError as error:
+            if error.sqlite_errorcode & 0xFF not in _TAKEN or time.monotonic() > patience:
                 raise
             time.sleep(0.01)
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import resource
 import shutil
 import subprocess
 import sys
@@ -95,10 +96,57 @@ def test_a_file_that_is_replaced_or_removed_under_a_running_process(
     path.unlink()
     if put_back:
         shutil.copy(migrated_file, path)
-    with pytest.raises(StoreError, match="start this process again"):
+    with pytest.raises(StoreError, match="start it again"):
         store.accounts.create_organisation("lost", actor="me")
     store.close()
     assert path.exists() == put_back
+
+
+def test_a_backup_that_is_put_in_a_files_place_stays_what_it_is(
+    migrated_file: Path, tmp_path: Path
+) -> None:
+    """Opened once more, it would be given what the file before had in its write-ahead log."""
+    path, backup = tmp_path / "store.db", tmp_path / "backup.db"
+    shutil.copy(migrated_file, path)
+    shutil.copy(migrated_file, backup)
+    store = open_store(f"sqlite:///{path}")
+    store.accounts.create_organisation("newer", actor="me")
+    backup.replace(path)
+    for _ in range(3):
+        with pytest.raises(StoreError, match=r"store\.db-wal and .*start it again"):
+            store.directory()
+    store.close()
+    assert path.read_bytes() == migrated_file.read_bytes()
+
+
+def test_a_file_that_is_removed_is_not_made_anew(migrated_file: Path, tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    shutil.copy(migrated_file, path)
+    store = open_store(f"sqlite:///{path}")
+    store.directory()
+    path.unlink()
+    for _ in range(3):
+        with pytest.raises(StoreError, match="start it again"):
+            store.directory()
+    store.close()
+    assert not path.exists()
+
+
+def test_a_full_disk_is_named_as_that_and_nobody_waits_for_it(
+    migrated_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no room for what processes share of a file; they wait for others to end with it, not for that."""
+    monkeypatch.setattr(database_module.time, "sleep", lambda _: pytest.fail("it waits"))
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    shutil.copy(migrated_file, tmp_path / "store.db")
+    store = open_store(f"sqlite:///{tmp_path}/store.db")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, most))
+    try:
+        with pytest.raises(StoreError, match="Make room on its disk"):
+            store.directory()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+        store.close()
 
 
 def test_a_backup_that_went_another_way_is_not_taken_for_what_it_was(
@@ -142,14 +190,14 @@ def test_tables_that_are_not_ours(empty_url: str) -> None:
 def test_a_file_whose_folder_has_gone(tmp_path: Path) -> None:
     store = open_store(f"sqlite:///{tmp_path}/new/store.db")
     shutil.rmtree(tmp_path / "new")
-    with pytest.raises(StoreError, match=r"unable to open database file\. .*its folder"):
+    with pytest.raises(StoreError, match=r"removed while it was in use"):
         store.directory()
     store.close()
 
 
 def test_tables_that_are_not_there_yet(empty_url: str) -> None:
     store = open_store(empty_url)
-    with pytest.raises(StoreError, match="call migrate"):
+    with pytest.raises(StoreError, match="put a backup back, or start a gateway"):
         store.directory()
     store.close()
 
