@@ -4,7 +4,7 @@ from argosy.store.accounts import Accounts
 from argosy.store.answers import Answer, Answers, Claim, IdempotencyConfig
 from argosy.store.audit import Audit, AuditEntry, Verdict
 from argosy.store.changes import Part
-from argosy.store.clock import Clock, steady
+from argosy.store.clock import Clock, SteadyClock, steady
 from argosy.store.counters import Wants
 from argosy.store.errors import ConflictError, NotFoundError, StoreAwayError, StoreError
 from argosy.store.keys import digest
@@ -83,6 +83,7 @@ __all__ = [
     "Spool",
     "SpoolError",
     "SpoolFullError",
+    "SteadyClock",
     "Store",
     "StoreAwayError",
     "StoreConfig",

@@ -1,4 +1,4 @@
-"""The clock that limits are kept by: never back, whatever happens to the system's."""
+"""Clocks that never go back, whatever happens to the system's: limits are kept by one, and whatever has to wait."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ Clock = Callable[[], float]
 class SteadyClock:
     """Seconds since the epoch that never go back: when the system is set back, they go on from where they are."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock | None = None) -> None:
+        """`clock` is the system's."""
+        self._clock = clock or time.time
         self._ahead = 0.0
         self._last = 0.0
 
     def __call__(self) -> float:
         """Now."""
-        now = time.time() + self._ahead
+        now = self._clock() + self._ahead
         if now < self._last:
             self._ahead += self._last - now
             now = self._last

@@ -332,6 +332,16 @@ def test_many_wrong_keys_have_to_wait_and_right_ones_never() -> None:
     assert refusal(who, bearer("wrong", "203.0.113.1"))[0] == 401
 
 
+def test_nobody_waits_longer_because_the_system_clock_was_set_back() -> None:
+    clock = Clock()
+    who, wrong = identity(key("a"), clock=clock), bearer("wrong", "203.0.113.1")
+    assert [refusal(who, wrong)[0] for _ in range(21)][-1] == 429
+    clock.now -= 86_400
+    assert refusal(who, wrong)[0] == 429
+    clock.now += 30
+    assert refusal(who, wrong)[0] == 401
+
+
 def test_an_attacker_with_many_addresses_takes_no_memory() -> None:
     who = identity(key("a"))
     first = bearer("wrong", "203.0.113.1")

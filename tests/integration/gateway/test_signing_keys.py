@@ -46,6 +46,22 @@ def test_keys_are_fetched_again_once_there_is_a_thread_for_it(
     assert [line["event"] for line in logs][:1] == ["signing_keys_unavailable"]
 
 
+def test_new_keys_are_found_after_the_system_clock_was_set_back() -> None:
+    """As it is by hours when a machine has started with a clock of another zone."""
+    with issuer() as issuing:
+        clock = Clock()
+        clock.ahead = 2 * LATER_S
+        who = trusting(issuing, clock)
+        token = issuing.token(project="chat", exp=time.time() + 3 * LATER_S)
+        identify(who, bearer(token))
+        clock.ahead = 0.0
+        identify(who, bearer(token))
+        issuing.keys.append(public_jwk(OTHER_RSA_KEY, "new"))
+        clock.ahead = signing_keys.PAUSE_S + 1.0
+        new = issuing.token(OTHER_RSA_KEY, "new", project="chat")
+        assert identify(who, bearer(new)).project == "proj_chat"
+
+
 def test_a_file_that_cannot_be_read_to_its_end_is_not_read_for_each_request(tmp_path: Path) -> None:
     with issuer() as issuing, capture_logs() as logs:
         file, clock = tmp_path / "jwks.json", Clock()

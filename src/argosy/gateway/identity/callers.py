@@ -22,7 +22,7 @@ from argosy.gateway.identity.book import Book, Entry
 from argosy.gateway.identity.config import AuthConfig
 from argosy.gateway.identity.failures import Failures
 from argosy.protocol import ApiError
-from argosy.store import Directory, digest
+from argosy.store import Directory, SteadyClock, digest
 
 if TYPE_CHECKING:
     from argosy.gateway.identity.config import JwtConfig
@@ -57,6 +57,7 @@ class Identity:
     ) -> None:
         self._settings = settings
         self._clock = clock
+        self._steady = SteadyClock(clock)
         self._networks = parse_networks(settings.networks)
         self._trusted = parse_networks(settings.trusted_proxies)
         self._tokens = None if settings.jwt is None else _tokens(settings.jwt, clock)
@@ -132,12 +133,12 @@ class Identity:
             return error
         self._check_failures(asking)
         address = self._address(asking)
-        if self._failures.note(address, self._clock()) == 1:
+        if self._failures.note(address, self._steady()) == 1:
             log.warning("auth_failed", address=str(address), error=error.code)
         return error
 
     def _check_failures(self, asking: Asking) -> None:
-        wait_s = self._failures.wait_s(self._address(asking), self._clock())
+        wait_s = self._failures.wait_s(self._address(asking), self._steady())
         if wait_s > 0:
             message = "Too many wrong keys from your address. Wait, and check the key."
             raise ApiError(429, "too_many_failures", message, retry_after_s=wait_s)

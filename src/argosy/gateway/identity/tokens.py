@@ -12,7 +12,7 @@ import msgspec
 from argosy.gateway.identity.config import JwtConfig
 from argosy.gateway.identity.signing_keys import SigningKeys
 from argosy.protocol import ApiError
-from argosy.store import Role
+from argosy.store import Role, SteadyClock
 
 REMEMBERED = 8192
 """Most tokens whose signature is not checked again while they last."""
@@ -38,7 +38,7 @@ class Tokens:
     def __init__(self, config: JwtConfig, clock: Callable[[], float]) -> None:
         self._config = config
         self._clock = clock
-        self._keys = SigningKeys(config, clock)
+        self._keys = SigningKeys(config, SteadyClock(clock))
         self._known: dict[bytes, Claims] = {}
         self._published = self._keys.published
 
