@@ -12,6 +12,10 @@ local time = redis.call('TIME')
 local now = time[1] + time[2] / 1000000
 redis.call('ZADD', KEYS[2], now + message.alive_s, message.gateway)
 redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', now)
+-- Where the clock was set back, who has died would be alive until it is there again.
+for _, gateway in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], now + 12 * message.alive_s, '+inf')) do
+  redis.call('ZADD', KEYS[2], now + message.alive_s, gateway)
+end
 local gateways = redis.call('ZCARD', KEYS[2])
 
 -- What of `room` is granted: what is needed as far as it goes, and a share of the rest.
@@ -24,14 +28,15 @@ end
 -- Units over a sliding window (in 60 slots), or in a period (in one).
 local function units(ask, key)
   local sliding = ask.kind == 'window'
-  local slot, oldest, width = ask.slot, ask.slot, 0
+  local slot, oldest, latest, width = ask.slot, ask.slot, math.huge, 0
   if sliding then
     width = ask.seconds / 60
     slot = math.floor(now / width)
     oldest = math.floor((now - ask.lease_s) / width) - 60
+    latest = slot + 60 -- what is beyond was counted before the clock was set back
   end
 
-  local slots, used, known = {}, 0, false
+  local slots, used, known, ahead = {}, 0, false, 0
   local fields = redis.call('HGETALL', key)
   for i = 1, #fields, 2 do
     local at = tonumber(fields[i])
@@ -39,6 +44,9 @@ local function units(ask, key)
       known = true
     elseif at < oldest then
       redis.call('HDEL', key, fields[i])
+    elseif at > latest then
+      redis.call('HDEL', key, fields[i])
+      ahead = ahead + tonumber(fields[i + 1])
     else
       slots[at] = tonumber(fields[i + 1])
       used = used + slots[at]
@@ -52,6 +60,9 @@ local function units(ask, key)
     redis.call('HSET', key, at, slots[at])
   end
 
+  if ahead > 0 then
+    count(slot, ahead)
+  end
   for _, back in ipairs(ask.back) do
     if slots[back[1]] then
       count(back[1], -back[2])

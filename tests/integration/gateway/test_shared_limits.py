@@ -521,6 +521,35 @@ async def test_redis_grants_what_the_model_grants(server: RedisServer) -> None:
                     slots[name].append((real.slot, ours.slot))
 
 
+async def test_a_limit_is_free_again_in_time_though_the_clock_of_redis_was_set_back(
+    server: RedisServer,
+) -> None:
+    """Else it would be used up until that clock is where it was, and where who has died held places, so would they."""
+    hour, places = limit("requests", 3, "hour"), limit("concurrency", 1)
+    async with gateways(server, hour, count=1) as [stage]:
+        assert [await _is_in(stage) for _ in range(4)] == [True, True, True, False]
+    async with Redis.from_url(server.url) as redis:
+        key, later = f"{{argosy}}:limit:{hour.id}", (await redis.time())[0] + 43_200
+        for at in await redis.hkeys(key):
+            if at != b"known":
+                await redis.hset(key, str(later // 60), await redis.hget(key, at))
+                await redis.hdel(key, at)
+        await redis.hset(f"{{argosy}}:limit:{places.id}", "dead", 1)
+        await redis.zadd("{argosy}:gateways", {"dead": later})
+    async with gateways(server, hour, count=1) as [stage]:
+        refused = await refusal(stage, request())
+        assert refused is not None
+        assert refused.retry_after_s is not None
+        assert refused.retry_after_s < 3700
+        assert await _kept(server, hour.id) == 3
+    async with gateways(server, places, count=1, alive_s=0.5) as [stage]:
+
+        async def is_in() -> bool:
+            return await _is_in(stage)
+
+        await until(is_in)
+
+
 async def test_a_rotated_key_finds_its_limits_as_used_as_they_were(server: RedisServer) -> None:
     limited = limit("requests", 10, "hour")
     moved = msgspec.structs.replace(
