@@ -19,6 +19,8 @@ from argosy.folders import cache_folder
 
 BUILD_TIMEOUT_S = 120.0
 FULL = os.strerror(errno.ENOSPC)
+UNLOADABLE = "delete it to rebuild, or have XDG_CACHE_HOME name a folder that is not mounted noexec"
+"""What to do about a library that was built, and does not load."""
 SUM_BYTES = hashlib.sha256().digest_size
 
 

@@ -108,6 +108,14 @@ async def test_an_address_in_use_is_refused_with_a_remedy(
             await server(engine, ServerConfig(port=port), []).run()
 
 
+@pytest.mark.parametrize("host", ["192.0.2.1", "2001:db8::1", "no-such-host.invalid"])
+async def test_an_address_of_another_machine_is_refused_with_a_remedy(
+    engine: FakeEngine, host: str
+) -> None:
+    with pytest.raises(OSError, match="choose another --host"):
+        await server(engine, ServerConfig(host=host, port=0), []).run()
+
+
 async def test_the_model_is_named_by_its_directory(engine: FakeEngine) -> None:
     async with serve(engine, ServerConfig(port=0)) as served:
         listed = (await served.client.get("/v1/models")).json()

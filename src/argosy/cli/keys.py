@@ -59,7 +59,9 @@ def create(
     flag: Flags = None,
     expires: Annotated[
         float | None,
-        typer.Option(parser=parse_future, metavar="WHEN", help="A date, or a duration like 90d."),
+        typer.Option(
+            parser=parse_future, metavar="WHEN", help="A date (UTC), or a duration like 90d."
+        ),
     ] = None,
     store: StoreUrl = None,
     json: AsJson = False,

@@ -143,7 +143,7 @@ def set_price(
     tier: Annotated[TierName | None, typer.Option(help="Only for tenants of this one.")] = None,
     since: Annotated[
         float | None,
-        typer.Option(parser=parse_future, metavar="WHEN", help="A date; by default now."),
+        typer.Option(parser=parse_future, metavar="WHEN", help="A date (UTC); by default now."),
     ] = None,
     store: StoreUrl = None,
     json: AsJson = False,

@@ -40,6 +40,8 @@ LOOK_S = 0.02
 """How often it is looked whether connections are left."""
 GOODBYE_S = 5
 """How long connections may take to close once everything has been answered."""
+_PORTS = frozenset({errno.EADDRINUSE, errno.EACCES})
+"""Errors of a port that others have, or that one may not have; others are those of an address."""
 
 
 class Listener(uvicorn.Server):
@@ -120,13 +122,14 @@ def listening_socket(host: str, port: int, uds: str | None) -> Iterator[socket.s
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes a free one. Raises OSError (with the remedy) when it is taken."""
+    """A listening socket; port 0 takes a free one. Raises OSError (with the remedy) when it cannot be had."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         bound = socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
         reason = (error.strerror or str(error)).partition(" (")[0]  # the address is said there, too
-        message = f"cannot listen on {host}:{port} ({reason}); choose another --port"
+        other = "--port" if error.errno in _PORTS else "--host"
+        message = f"cannot listen on {host}:{port} ({reason}); choose another {other}"
         raise OSError(error.errno, message) from error
     # Not every system knows it. Clients' sockets have it of this one.
     with contextlib.suppress(OSError):

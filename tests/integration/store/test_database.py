@@ -136,7 +136,7 @@ def test_a_full_disk_is_named_as_that_and_nobody_waits_for_it(
     migrated_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There is no room for what processes share of a file; they wait for others to end with it, not for that."""
-    monkeypatch.setattr(database_module.time, "sleep", lambda _: pytest.fail("it waits"))
+    monkeypatch.setattr("time.sleep", lambda _: pytest.fail("it waits"))
     _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     shutil.copy(migrated_file, tmp_path / "store.db")
     store = open_store(f"sqlite:///{tmp_path}/store.db")

@@ -11,7 +11,7 @@ import structlog
 import torch
 
 from argosy.engine.execution.isa import TORCH, Isa, wanted_isas
-from argosy.native import CompilerFailed, NativeUnavailable, build
+from argosy.native import UNLOADABLE, CompilerFailed, NativeUnavailable, build
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -147,4 +147,4 @@ def _load(isa: Isa, compiler: str | None, folder: Path | None) -> Kernels:
     try:
         return Kernels(path, isa.name)
     except (OSError, AttributeError) as error:
-        raise NativeUnavailable(f"{path} does not load ({error}); delete it to rebuild") from error
+        raise NativeUnavailable(f"{path} does not load ({error}); {UNLOADABLE}") from error

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from argosy.native import NativeUnavailable, build
+from argosy.native import UNLOADABLE, NativeUnavailable, build
 
 SOURCES = Path(__file__).parent / "csrc"
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-pthread")
@@ -188,4 +188,4 @@ def load_fast_path() -> Library:
     try:
         return Library(path)
     except (OSError, AttributeError) as error:
-        raise NativeUnavailable(f"{path} does not load ({error}); delete it to rebuild") from error
+        raise NativeUnavailable(f"{path} does not load ({error}); {UNLOADABLE}") from error
