@@ -113,6 +113,16 @@ def test_keys_are_taken_of_nobody_who_is_not_the_issuer_and_well(
     assert said in logs[0]["reason"]
 
 
+def test_where_keys_cannot_be_had_is_said() -> None:
+    nowhere = "http://127.0.0.1:1/keys"
+    with issuer() as issuing, capture_logs() as logs:
+        who = trusting(issuing, jwks=nowhere)
+        token, deadline = issuing.token(project="chat"), time.monotonic() + DEADLINE_S
+        while not logs and time.monotonic() < deadline:
+            assert _status(who, token) == 503
+    assert logs[0]["reason"].startswith(f"{nowhere} cannot be reached (")
+
+
 def test_a_key_is_good_for_the_algorithm_that_it_was_published_for() -> None:
     with issuer() as issuing:
         issuing.keys = [public_jwk(RSA_KEY, "rsa", alg="RS512")]

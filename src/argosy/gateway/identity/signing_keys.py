@@ -152,7 +152,7 @@ class SigningKeys:
 
 
 def _read(config: JwtConfig) -> dict[str, dict[str, Any]]:
-    """Public keys for signatures, by id. Raises OSError, ValueError, httpx2.HTTPError or InvalidURL."""
+    """Public keys for signatures, by id. Raises ValueError."""
     where = config.jwks
     if where is None:
         where = _discover(config.issuer or "")
@@ -187,6 +187,14 @@ def _discover(issuer: str) -> str:
 
 
 def _get(url: str) -> bytes:
+    """Its document. Raises ValueError, naming the URL; the environment's proxies are heeded."""
+    try:
+        return _read_all(url)
+    except (OSError, ImportError, httpx2.HTTPError, httpx2.InvalidURL) as error:
+        raise ValueError(f"{url} cannot be reached ({error})") from error
+
+
+def _read_all(url: str) -> bytes:
     with (
         httpx2.Client(timeout=FETCH_S) as client,
         client.stream("GET", url, headers={"accept": "application/json"}) as answer,
