@@ -101,6 +101,19 @@ def test_argosy_chat_reports_a_refusal(server: Server) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_the_folder_that_it_was_started_in_may_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where each version of a service has one; torch's libraries do not load there."""
+    monkeypatch.chdir(tmp_path)
+    with serving() as server, server.client() as client:
+        tmp_path.rmdir()
+        server.core().kill()
+        model = client.models.list().data[0].id
+        answer = client.chat.completions.create(model=model, messages=[HELLO], max_tokens=5)
+        assert answer.choices[0].message.content
+
+
 def test_port_in_use_is_one_sentence(server: Server) -> None:
     done = argosy("serve", "--port", server.url.rsplit(":", 1)[1])
     assert done.returncode == 2

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn, Protocol
 
@@ -241,6 +242,7 @@ def main() -> NoReturn:
     for number in (signal.SIGINT, signal.SIGHUP):  # all are told at once: the parent decides
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _leave)
+    _be_somewhere()
     gc.disable()  # importing torch makes a million objects, all of which stay
     with contextlib.suppress(Exception):  # `load` meets it again, and can tell the parent
         pkgutil.resolve_name(sys.argv[1])
@@ -272,6 +274,14 @@ def _die_with_parent() -> None:
     """Ask Linux to kill this process with its parent, even if it hangs; else `heart` ends it."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _be_somewhere() -> None:
+    """The folder that this was started in may be gone: then libraries that torch loads late would not be loaded."""
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        os.chdir("/")
 
 
 def _leave(_signal: int, _frame: FrameType | None) -> NoReturn:
