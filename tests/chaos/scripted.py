@@ -6,6 +6,7 @@ the command strikes when the request is about to get output token k, at most `ti
 """
 
 import enum
+import errno
 import os
 import signal
 import threading
@@ -28,6 +29,12 @@ from argosy.engine.serving.wire import (
 
 CORE = "tests.chaos.scripted:ScriptedCore"
 VOCAB = 1000
+ERRORS = {
+    "RuntimeError": RuntimeError("scripted load"),
+    "ValueError": ValueError("scripted load"),
+    "OSError": OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)),
+}
+"""Those that a load may raise."""
 
 
 class Command(enum.IntEnum):
@@ -99,9 +106,7 @@ class ScriptedCore:
         if plan.exists():
             failing, error = plan.read_text().split()
             if loads(self._directory) <= int(failing):
-                raise {"RuntimeError": RuntimeError, "ValueError": ValueError}[error](
-                    "scripted load"
-                )
+                raise ERRORS[error]
         progress("weights", 1.0)
         weights = self._directory / "weights"
         self._fingerprint = weights.read_text() if weights.exists() else ""

@@ -263,10 +263,19 @@ async def test_load_is_tried_again(serve: Serve, tmp_path: Path) -> None:
         assert loads(tmp_path) == 2
 
 
-@pytest.mark.parametrize(("error", "attempts"), [("RuntimeError", 3), ("ValueError", 1)])
-async def test_load_fails_for_good(serve: Serve, tmp_path: Path, error: str, attempts: int) -> None:
+@pytest.mark.parametrize(
+    ("error", "attempts", "said"),
+    [
+        ("RuntimeError", 3, "scripted load"),
+        ("ValueError", 1, "scripted load"),
+        ("OSError", 3, "Cannot allocate memory.*--kv-memory"),
+    ],
+)
+async def test_load_fails_for_good(
+    serve: Serve, tmp_path: Path, error: str, attempts: int, said: str
+) -> None:
     plan_loads(tmp_path, failing=1000, error=error)
-    with pytest.raises(EngineFailedError, match="scripted load"):
+    with pytest.raises(EngineFailedError, match=said):
         async with serve():
             pytest.fail("started")
     assert loads(tmp_path) == attempts

@@ -12,6 +12,7 @@ import ctypes
 import gc
 import os
 import pkgutil
+import re
 import signal
 import sys
 import threading
@@ -57,6 +58,8 @@ FAREWELL_MS = 2000
 PERMANENT = (ValueError, ImportError, FileNotFoundError, NotADirectoryError)
 """What loading raises when trying again cannot help."""
 
+_NO_MEMORY = re.compile("(can.?t|cannot) allocate memory|out of memory", re.IGNORECASE)
+"""What the system, torch and CUDA say."""
 _PR_SET_PDEATHSIG = 1
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.core")
@@ -148,6 +151,8 @@ def describe(error: BaseException) -> str:
         return f"{error.name} is not installed; the engine needs it: pip install 'argosy[engine]'"
     if isinstance(error, PERMANENT):
         return str(error)
+    if isinstance(error, MemoryError) or _NO_MEMORY.search(str(error)):
+        return f"there is not enough memory ({error}); give less for --kv-memory, --max-step-tokens or --max-seqs"
     return f"{type(error).__name__}: {error}"
 
 
