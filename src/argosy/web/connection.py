@@ -69,7 +69,8 @@ class Connection(asyncio.Protocol):
         self._template: HeadTemplate | None = None
         self._differ = 0
         """Heads since one was the same as the one before."""
-        self._parser = httptools.HttpRequestParser(self)
+        self._parser: httptools.HttpRequestParser
+        """From when it is made until it is lost."""
         self.full = False
         self._held = False
         """Reading is paused."""
@@ -92,6 +93,7 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client connected."""
         self.transport = transport
+        self._parser = httptools.HttpRequestParser(self)
         peer = transport.get_extra_info("socket")
         if peer is not None and peer.family != socket.AF_UNIX:
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # not every loop does
@@ -108,7 +110,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """It is gone."""
-        del exc
+        del exc, self._parser  # which has methods of ours: the two would keep each other
         self._server.connections.discard(self)
         self._heads.remove(self)
         self._idle.remove(self)

@@ -175,6 +175,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cut, or closed."""
+        del self._parser  # which has methods of ours: the two would keep each other
         self.closed = True
         if self._sink is None:
             return

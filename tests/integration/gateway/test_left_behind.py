@@ -1,0 +1,90 @@
+"""Connections that have ended leave nothing that only the garbage collector finds.
+
+It looks through old objects once in tens of thousands of connections; until then each of them would be kept, over TLS
+with hundreds of kilobytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.integration.gateway.certificates import Authority
+from tests.integration.gateway.wire import OK, Kept, ask, read_request, serving
+from tests.waiting import still, until
+
+from argosy.gateway.upstream import connection as upstream
+from argosy.web import Certificates, Listener, Receive, Scope, Send, TlsConfig, bind
+from argosy.web import connection as web
+
+ASKED = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+
+
+@pytest.fixture(autouse=True)
+def _uncollected() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def left(kind: type) -> int:
+    """How many there are."""
+    return sum(type(each) is kind for each in gc.get_objects())
+
+
+async def hello(scope: Scope, receive: Receive, send: Send) -> None:
+    headers = [(b"content-length", b"5")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": b"hello"})
+
+
+@pytest.mark.parametrize("spoken", ["HTTP", "TLS", "HTTP to TLS"])
+async def test_of_clients(tmp_path: Path, spoken: str) -> None:
+    authority, certificates, trust = Authority(tmp_path), None, None
+    if spoken != "HTTP":
+        pair = authority.pair("server", "127.0.0.1")
+        certificates = Certificates(TlsConfig(certificate=pair.certificate, key=pair.key))
+    if spoken == "TLS":
+        trust = ssl.create_default_context(cafile=authority.ca)
+    listener, bound = Listener(hello, certificates), bind("127.0.0.1", 0)
+    running = asyncio.create_task(listener.serve(sockets=[bound]))
+    for _ in range(3):
+        reader, writer = await asyncio.open_connection(*bound.getsockname(), ssl=trust)
+        writer.write(ASKED)
+        if spoken == "HTTP to TLS":
+            assert not await reader.read()
+        else:
+            assert (await reader.readuntil(b"hello")).startswith(b"HTTP/1.1 200 OK")
+        writer.transport.abort()
+    await until(lambda: not listener.server_state.connections)
+    listener.should_exit = True
+    await running
+    assert not await still(lambda: left(web.Connection))
+
+
+@pytest.mark.parametrize("tls", [False, True], ids=["plain", "TLS"])
+async def test_of_replicas(tmp_path: Path, tls: bool) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(OK)
+        await reader.read()
+
+    authority, mine, trust = Authority(tmp_path), None, None
+    if tls:
+        pair = authority.pair("server", "127.0.0.1")
+        mine = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        mine.load_cert_chain(pair.certificate, pair.key)
+        trust = ssl.create_default_context(cafile=authority.ca)
+    async with serving(answer, tls=mine, trust=trust) as asked:
+        for _ in range(3):
+            sink = Kept()
+            connection = await ask(asked, sink)
+            await sink.ended.wait()
+            connection.abort()
+    del connection
+    assert not await still(lambda: left(upstream.Connection))
