@@ -19,6 +19,8 @@ HELD_BYTES = 16 * 1024
 _LINES = {int(s): f"HTTP/1.1 {s} {s.phrase}\r\n".encode() for s in http.HTTPStatus}
 _BODILESS = frozenset({204, 304})
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+OPENING = b"HTTP/1.1 "
+"""What all answers begin with."""
 
 log = logging.getLogger("argosy.web")
 
@@ -64,6 +66,7 @@ class RequestWire:
         "_held",
         "_loop",
         "_most",
+        "_opened",
         "_silent",
         "_size",
         "_transport",
@@ -91,6 +94,8 @@ class RequestWire:
         self._silent = scope["method"] == "HEAD"
         self._version: str = scope["http_version"]
         self._chunked = False
+        self._opened = 0
+        """Bytes of the opening that were sent ahead of the answer."""
         self._expects = expects_continue and self._version != "1.0"
         self._body = bytearray()
         self._size = 0
@@ -224,8 +229,11 @@ class RequestWire:
         if self.started:
             if self._watcher is not None:
                 self._watcher.on_quiet()
-        elif self._version != "1.0":  # which knows no interim answers
+        elif self._version != "1.0":
             self._write(CONTINUE)
+        elif self._opened < len(OPENING):  # it knows no interim answers: it gets its own by bytes
+            self._write(OPENING[self._opened : self._opened + 1])
+            self._opened += 1
 
     def client_gone(self) -> None:
         """The connection was lost."""
@@ -294,7 +302,8 @@ class RequestWire:
         lines = b"\r\n".join(map(b": ".join, every))
         if lines.count(b"\n") >= len(every) or lines.count(b"\r") >= len(every):
             raise ValueError("a header holds a line break")
-        return (_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status) + lines + b"\r\n\r\n"
+        line = _LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
+        return line[self._opened :] + lines + b"\r\n\r\n"
 
     def _write(self, data: bytes) -> None:
         """Send it with what else is sent in this turn: each write is a system call, and wakes the client."""

@@ -618,6 +618,18 @@ async def test_who_has_said_all_is_asked_whether_it_waits() -> None:
         assert (await reader.read()).endswith(b"upon\r\n0\r\n\r\n")
 
 
+async def test_an_older_client_is_asked_with_what_all_answers_begin_with() -> None:
+    slow = Slow()
+    async with talking(slow) as (reader, writer):
+        writer.write(post("/whole", b"").replace(b"1.1", b"1.0"))
+        writer.write_eof()
+        assert await reader.readexactly(2) == b"HT"
+        slow.may.set()
+        answer = await reader.read()
+    assert answer.startswith(b"TP/1.1 200 OK\r\n")
+    assert answer.endswith(b"\r\n\r\nupon")
+
+
 async def test_half_a_request_is_none() -> None:
     async with listening(APP) as port:
         for half in (post("/echo", b"one")[:-1], post("/echo", b"one")[:20], b""):
@@ -625,15 +637,16 @@ async def test_half_a_request_is_none() -> None:
 
 
 @pytest.mark.parametrize("end", ["close", "say all, then close"])
-async def test_who_has_left_is_missed_before_there_is_an_answer(end: str) -> None:
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+async def test_who_has_left_is_missed_before_there_is_an_answer(end: str, version: bytes) -> None:
     slow = Slow()
     async with listening(slow) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(post("/whole", b""))
+        writer.write(post("/whole", b"").replace(b"1.1", version))
         await slow.asked.wait()
         if end != "close":
             writer.write_eof()
-            await reader.readuntil(b"\r\n\r\n")
+            await reader.readexactly(1)
         writer.close()
         await slow.gone.wait()
 
