@@ -77,7 +77,7 @@ class Window:
         self._newest = 0
         """The last of them, where more is counted."""
         self._until = -math.inf
-        """When another slot begins, or the oldest is forgotten."""
+        """When another slot begins."""
 
     def room(self, now: float) -> int:
         """See `Counter`."""
@@ -118,8 +118,6 @@ class Window:
 
     def reset_s(self, now: float) -> float:
         """See `Counter`."""
-        if now >= self._until:
-            self._go_on(now)
         for slot in reversed(self._slots):
             if self._slots[slot]:
                 return max(0.0, self._end(slot) - now)
@@ -137,7 +135,6 @@ class Window:
             self._slots[slot] = self._slots.get(slot, 0) + units
             self.used += units
         self._slots = dict(sorted(self._slots.items()))
-        self._until = -math.inf
 
     def _end(self, slot: int) -> float:
         """When the slot no longer counts."""
@@ -148,9 +145,9 @@ class Window:
         current, slots = int(now // self._width), self._slots
         while slots and (oldest := next(iter(slots))) < current - SLOTS:
             self.used -= slots.pop(oldest)
-        self._newest = max(current, next(reversed(slots), current))
-        slots.setdefault(self._newest, 0)
-        self._until = min((self._newest + 1) * self._width, self._end(next(iter(slots))))
+        self._newest = current
+        slots.setdefault(current, 0)
+        self._until = (current + 1) * self._width
 
 
 class Period:
