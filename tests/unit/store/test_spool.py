@@ -387,13 +387,16 @@ def test_an_interrupted_row_ends_when_its_owner_was_last_seen(tmp_path: Path) ->
     now = NOW
     first = Spool(tmp_path, clock=lambda: now)
     first.begin(row("a"))
+    first.begin(row("ended")).end("completed", "", NOW)
     now = NOW + 60
     first.drain(lambda _: None)
     first.close()
     now = NOW + 5000
     second = Spool(tmp_path, clock=lambda: now)
-    assert [one.ended_at for one in second.recover()] == [NOW + 60]
-    second.drain(lambda _: None)
+    with capture_logs() as logs:
+        assert [one.ended_at for one in second.recover()] == [NOW + 60]
+    assert [(told["event"], told["interrupted"]) for told in logs] == [("usage_recovered", 1)]
+    assert second.drain(lambda _: None) == 1  # nothing is given a second time
     second.close()
 
 
@@ -405,7 +408,9 @@ def test_a_torn_row_costs_itself_only(tmp_path: Path) -> None:
     (file,) = tmp_path.glob("*.usage")
     file.write_bytes(file.read_bytes().replace(b"torn by", b"\0\0\0\0\0\0\0"))
     second = Spool(tmp_path)
-    assert [one.request for one in second.recover()] == ["whole"]
+    with capture_logs() as logs:
+        assert [one.request for one in second.recover()] == ["whole"]
+    assert [told["event"] for told in logs] == ["usage_row_unreadable", "usage_recovered"]
     second.close()
 
 
@@ -423,7 +428,7 @@ def test_a_row_with_a_damaged_word_keeps_no_other_from_the_store(
     first = Spool(tmp_path)
     slots = [first.begin(row(name), RATES) for name in ("damaged", "whole")]
     for slot in slots:
-        slot.count(1, 0, 1)
+        slot.count(4, 2, 2)
         slot.end("completed", "here", NOW)
     first.close()
     (file,) = tmp_path.glob("*.usage")
