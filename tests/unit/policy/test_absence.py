@@ -53,11 +53,11 @@ def test_while_it_is_away_a_request_now_and_then_finds_out() -> None:
     assert [absence.more(now) for now in (1.0, 1.0 + AGAIN_S)] == [0, 1]
 
 
-@given(NEWS)
+@given(NEWS, st.sampled_from([PATIENCE_S, 2 * LOADING_S]))
 def test_nobody_waits_for_longer_than_from_when_it_was_there_or_first_said_that_it_would_be(
-    events: list[tuple[str, float]],
+    events: list[tuple[str, float]], patience_s: float
 ) -> None:
-    absence, now, since = Absence(PATIENCE_S), 0.0, -math.inf
+    absence, now, since = Absence(patience_s), 0.0, -math.inf
     for news, pause_s in events:
         now += pause_s
         if not absence.away and absence.met:
@@ -65,6 +65,7 @@ def test_nobody_waits_for_longer_than_from_when_it_was_there_or_first_said_that_
         if news == "coming" and since == -math.inf:
             since = now
         told(absence, news, now)
-        allowed_s = {"there": math.inf, "lost": PATIENCE_S, "coming": LOADING_S}[news]
+        coming_s = max(LOADING_S, patience_s)
+        allowed_s = {"there": math.inf, "lost": patience_s, "coming": coming_s}[news]
         assert absence.until == since + allowed_s or (news == "there" and not absence.away)
         assert absence.away == (news != "there")

@@ -46,6 +46,10 @@ def test_one_that_takes_nothing_at_all_is_asked_less_and_less(told: float | None
         if number == 5:
             full.answered()
     assert waits == [0.5, 1.0, 2.0, 4.0, 4.0, 4.0, 0.5]
+    for _ in range(1100):
+        full.refused(0, now, told)
+        now += 4.0
+    assert full.most(now) == 1.0
 
 
 @given(running=st.integers(0, 300), told=st.floats(0.0, 1e300), now=st.floats(0.0, 1e6))
@@ -58,6 +62,8 @@ def test_it_is_left_alone_for_as_long_as_it_says_within_reason(
     assert min(told, COOL_MOST_S) <= wait <= COOL_MOST_S
     assert full.most(now + wait) < max(1, running) + 0.15
     assert full.most(now + wait + 1.0) > max(1, running) + 1
+    full.refused(3, now)  # that was sent before it said so
+    assert wait_s(full, now) == wait
 
 
 def test_one_that_says_for_how_long_it_is_full_is_believed_while_it_is_left_alone() -> None:

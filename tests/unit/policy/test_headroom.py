@@ -30,6 +30,7 @@ def test_a_tier_that_has_half_of_the_seats_waits_like_others() -> None:
     assert lowest_tier([1] * 3, 64, [32, 31, 0], [0.0, 0.0, NEVER], 0.0) == 1
     assert lowest_tier([4] * 3, 64, [30, 30, 0], [0.0, 0.0, NEVER], 0.0) == 1
     assert lowest_tier([2] * 3, 64, [30, 32, 0], [0.0, 0.0, NEVER], 0.0) == 0
+    assert lowest_tier([4] * 3, 64, [40, 20, 0], [0.0, 0.0, 0.0], 0.0) == 1
 
 
 @given(st.integers(1, 300), st.tuples(*[st.integers(0, 100)] * 3), st.integers(0, 300))

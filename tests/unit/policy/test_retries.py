@@ -40,11 +40,15 @@ def test_over_time_a_few_more_come_back_and_no_more_than_is_said(
 
 def test_the_budget_comes_back_with_time() -> None:
     budget = RetryBudget()
-    assert sum(budget.take(0.0) for _ in range(100)) == 5
-    assert budget.take(100.0)
+    for _ in range(100):
+        budget.request(0.0)
+    assert sum(budget.take(0.0) for _ in range(100)) == 5 + 10
+    for now, more in ((10.0, 2), (20.0, 2), (2000.0, 5)):  # each half-life halves what was, of both
+        assert sum(budget.take(now) for _ in range(100)) == more
 
 
 @given(st.integers(1, 10_000), st.floats(0, 1, exclude_max=True))
 def test_backoff_is_bounded_and_grows(attempt: int, draw: float) -> None:
     assert 0.0 <= backoff_s(attempt, draw) <= 5.0
     assert backoff_s(attempt, draw) <= backoff_s(attempt + 1, draw)
+    assert [backoff_s(n, 0.5) for n in range(1, 8)] == [0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 2.5]

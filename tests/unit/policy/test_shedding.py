@@ -40,6 +40,14 @@ def test_replicas_count_by_the_least_pressed() -> None:
     full = load(waiting=8)
     assert saturation(0.1, [full]) == 1.0
     assert saturation(0.1, [full, load()]) == 0.1
+    assert saturation(0.1, [load(waiting=800)]) == 1.0
+
+
+def test_what_gateways_sent_beyond_the_seats_keeps_nobody_out() -> None:
+    crowded = load(waiting=8)
+    for over, saturated in ((0, 1.0), (6, 0.25), (9, 0.0)):
+        crowded.over = over
+        assert saturation(0.0, [crowded]) == saturated
 
 
 def test_a_full_cache_counts_only_while_something_waits_for_it() -> None:
