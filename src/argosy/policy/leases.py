@@ -90,6 +90,7 @@ class Lease(Shared):
     def room(self, now: float) -> int:
         """See `Counter`."""
         self._expire(now)
+        self._own.room(now)  # so that `used` is as of now
         return self._left + self._credit if now == self._credit_at else self._left
 
     def add(self, units: int, now: float) -> int:

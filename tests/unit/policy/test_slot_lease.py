@@ -2,94 +2,44 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.authority import Authority
+from tests.unit.policy.driven import ALIVE_S, Gateway, World, world
 
 from argosy.policy import Ask, Concurrency, Grant, SlotLease
 
-ALIVE_S = 5.0
 LIMIT = 12
-TICK_S = 0.05
 
 
-@dataclass
-class Gateway:
-    """It asks when somebody wants a place or when the lease is due, and forgets a lease that is idle."""
+def places(count: int) -> World:
+    """Gateways with a lease of so many places; what runs is kept for them, whenever one looks."""
+    fleet = world(count, lambda: SlotLease("places", Concurrency(LIMIT), ALIVE_S))
 
-    name: str
-    lease: SlotLease = field(
-        default_factory=lambda: SlotLease("places", Concurrency(LIMIT), ALIVE_S)
-    )
-    running: int = 0
-    active: bool = False
-    messages: int = 0
-
-
-@dataclass
-class World:
-    """Gateways, and an authority that forgets a limit that it has not heard of for long."""
-
-    gateways: list[Gateway]
-    authority: Authority = field(default_factory=Authority)
-    now: float = 1000.0
-    kept_until: float = 0.0
-
-    def exchange(self, gateway: Gateway, *asked: SlotLease) -> None:
-        if self.now >= self.kept_until:
-            self.authority.limits.clear()
-        gateway.messages += 1
-        asks = [(lease.name, lease.ask(self.now)) for lease in asked]
-        told = self.authority.exchange(gateway.name, gateway.messages, ALIVE_S, asks, self.now)
-        for lease, (_, ask), grant in zip(asked, asks, told, strict=True):
-            assert (
-                gateway.running + max(0, lease.room(self.now)) <= ask.kept
-            )  # until it is answered
-            self.kept_until = self.now + ask.keep_s
-            lease.answer(ask, grant, self.now, self.now)
-            gateway.active = not lease.idle
-
-    def begin(self, gateway: Gateway) -> bool:
-        if gateway.lease.room(self.now) < 1:
-            gateway.lease.want(1)
-            gateway.active = True
-            self.exchange(gateway, gateway.lease)
-        if gateway.lease.room(self.now) < 1:
-            return False
-        gateway.lease.add(1, self.now)
-        gateway.active = True
-        gateway.running += 1
-        return True
-
-    def end(self, gateway: Gateway) -> None:
-        if gateway.running:
-            gateway.lease.correct(0, -1, self.now)
-            gateway.running -= 1
-
-    def wait(self, seconds: float) -> None:
-        until = self.now + seconds
-        while self.now < until:
-            self.now += TICK_S
-            for gateway in self.gateways:
-                if gateway.active and gateway.lease.due(self.now):
-                    self.exchange(gateway, gateway.lease)
-            self.check()
-
-    def kept(self, gateway: Gateway) -> int:
-        limit = self.authority.limits.get("places")
-        return 0 if limit is None else limit.places.get(gateway.name, 0)
-
-    def check(self) -> None:
-        for gateway in self.gateways:
-            assert self.kept(gateway) >= gateway.running
+    def check() -> None:
+        for gateway in fleet.gateways:
+            assert kept(fleet, gateway) >= gateway.running
             assert gateway.lease.used >= gateway.running
-        assert sum(map(self.kept, self.gateways)) <= LIMIT
+        assert kept(fleet, *fleet.gateways) <= LIMIT
+
+    fleet.check = check
+    return fleet
 
 
-def world(count: int) -> World:
-    return World([Gateway(f"g{number}") for number in range(count)])
+def kept(fleet: World, *gateways: Gateway) -> int:
+    limit = fleet.authority.limits.get("places")
+    return 0 if limit is None else sum(limit.places.get(one.name, 0) for one in gateways)
+
+
+def begin(fleet: World, gateway: Gateway) -> bool:
+    begun = fleet.use(gateway, 1)
+    gateway.running += begun
+    return begun
+
+
+def end(fleet: World, gateway: Gateway) -> None:
+    if gateway.running:
+        gateway.lease.correct(0, -1, fleet.now)
+        gateway.running -= 1
 
 
 @given(
@@ -102,62 +52,62 @@ def world(count: int) -> World:
 def test_what_runs_is_kept_nobody_waits_for_what_is_free_and_in_the_end_all_comes_back(
     count: int, steps: list[tuple[int, str]]
 ) -> None:
-    fleet = world(count)
+    fleet = places(count)
     for who, what in steps:
         gateway = fleet.gateways[who % count]
         if what == "wait":
             fleet.wait(3.0)
         elif what == "end":
-            fleet.end(gateway)
-        elif not fleet.begin(gateway):
-            assert sum(map(fleet.kept, fleet.gateways)) == LIMIT
+            end(fleet, gateway)
+        elif not begin(fleet, gateway):
+            assert kept(fleet, *fleet.gateways) == LIMIT
         fleet.check()
     fleet.wait(3.0)
     for gateway in fleet.gateways:  # a few are at hand for those that come next, and no more
-        assert fleet.kept(gateway) <= gateway.running + gateway.running // 4 + 1
+        assert kept(fleet, gateway) <= gateway.running + gateway.running // 4 + 1
     for gateway in fleet.gateways:
         while gateway.running:
-            fleet.end(gateway)
+            end(fleet, gateway)
     fleet.wait(3.0)
     assert not any(gateway.active for gateway in fleet.gateways)
-    assert not any(map(fleet.kept, fleet.gateways))
+    assert kept(fleet, *fleet.gateways) == 0
     messages = [gateway.messages for gateway in fleet.gateways]
     fleet.wait(3.0)
     assert messages == [gateway.messages for gateway in fleet.gateways]
 
 
 def test_who_runs_many_asks_seldom_and_what_others_run_is_known() -> None:
-    fleet = world(2)
+    fleet = places(2)
     first, second = fleet.gateways
-    assert all(fleet.begin(first) for _ in range(8))
+    assert all(begin(fleet, first) for _ in range(8))
     assert first.messages <= 5
-    fleet.begin(second)
-    assert second.lease.used == fleet.kept(first) + 1
+    begin(fleet, second)
+    assert second.lease.used == kept(fleet, first) + 1
     assert second.lease.reset_s(fleet.now) == second.lease.wait_s(1, fleet.now) == 0.0
     before = first.messages
     fleet.wait(10.0)
     assert 5 <= first.messages - before <= 15
     before = first.messages
-    fleet.begin(first)
+    begin(fleet, first)
     assert first.messages == before
 
 
 def test_who_comes_soon_after_another_need_not_ask() -> None:
-    fleet = world(1)
+    fleet = places(1)
     (one,) = fleet.gateways
-    fleet.begin(one)
+    begin(fleet, one)
     for _ in range(3):
-        fleet.end(one)
+        end(fleet, one)
         fleet.wait(1.1)
         before = one.messages
-        fleet.begin(one)
+        begin(fleet, one)
         assert one.messages == before
 
 
 def test_an_authority_that_is_silent_keeps_nothing_for_ever() -> None:
-    fleet = world(1)
+    fleet = places(1)
     (one,) = fleet.gateways
-    fleet.begin(one)
+    begin(fleet, one)
     assert one.lease.room(fleet.now + ALIVE_S - 0.1) > 0
     assert one.lease.room(fleet.now + ALIVE_S) == 0
     assert one.lease.ask(fleet.now + ALIVE_S).kept == 1
