@@ -51,3 +51,14 @@ def test_a_pool_without_seats_gets_none(now: float) -> None:
 def test_the_budget_comes_back_with_time() -> None:
     hedging = Hedging(1.0)
     assert [take(hedging, now) for now in (0.0, 0.0, 1.0, 1000.0)] == [True, True, False, True]
+
+
+def test_one_in_twenty_requests_may_be_sent_twice_and_one_free_seat_in_four_is_enough() -> None:
+    hedging = Hedging(1.0)
+    for _ in range(100):
+        hedging.request(0.0)
+    took = [
+        hedging.take(0.0, waiting=0, free=1, seats=seats, saturated=0.0)
+        for seats in (*[4] * 7, 5, 4)
+    ]
+    assert took == [*[True] * 7, False, False]

@@ -209,3 +209,17 @@ def test_estimates_settle_where_one_answer_in_ten_is_longer() -> None:
         estimates.learn("key", 1 + number * 37 % 100, 256)
     assert 70 <= estimates.expected("key", None, 256) <= 140
     assert estimates.expected("other", None, 256) == 256
+    for _ in range(20_000):
+        estimates.learn("key", 0, 256)
+    assert estimates.expected("key", None, 256) == 1
+    for _ in range(10):
+        estimates.learn("key", 50, 256)
+    assert estimates.expected("key", None, 256) > 40
+
+
+def test_estimates_of_who_was_not_seen_for_longest_are_forgotten() -> None:
+    estimates = OutputEstimates()
+    for asker in (*range(10_000), 0, 10_000):
+        estimates.learn(asker, 1000, 256)
+    known = [estimates.expected(asker, None, 256) > 256 for asker in (0, 1, 2, 10_000)]
+    assert known == [True, False, True, True]

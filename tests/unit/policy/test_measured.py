@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -78,4 +80,31 @@ def test_a_line_never_falls_and_one_point_is_level() -> None:
     line.add(4, 1.0)
     assert line.at(1) == line.at(100) == 1.0
     line.add(8, 0.5)
-    assert line.at(100) == pytest.approx(0.75, rel=0.05)
+    assert line.at(100) == line.at(0) == pytest.approx(0.75, rel=0.05)
+
+
+def test_a_line_is_never_below_nothing() -> None:
+    line = Line(half_life=64.0)
+    line.add(10, 1.0)
+    line.add(20, 11.0)
+    assert line.at(15) == pytest.approx(6.0)
+    assert line.at(5) == pytest.approx(6.0, rel=0.02)  # the mean: there it would be nothing
+
+
+def test_what_is_half_a_life_ago_counts_half() -> None:
+    rate = Rate(half_life=100.0)
+    for units, seconds in ((1000.0, 1.0), (100.0, 1.0)):
+        rate.add(units, seconds)
+    assert rate.per_s == pytest.approx((1000.0 * 0.5 + 100.0) / 1.5)
+    mean = Mean(half_life=2.0, start=10.0)
+    for sample in (0.0, 0.0):
+        mean.add(sample)
+    assert mean.value == pytest.approx(5.0)
+    latency = PeakEwma(tau_s=10.0)
+    latency.add(1.0, 0.0)
+    latency.add(0.5, 10.0 * math.log(2))
+    assert latency.value(10.0 * math.log(2)) == pytest.approx(0.75)
+    line = Line(half_life=1.0)
+    for y in (4.0, 1.0):
+        line.add(8, y)
+    assert line.at(8) == pytest.approx(2.0)
