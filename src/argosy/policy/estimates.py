@@ -21,7 +21,7 @@ class OutputEstimates:
     def expected(self, asker: Hashable, most: int | None, default: int) -> int:
         """Tokens that an answer will hardly exceed: at most `most`, and `default` where nothing is known."""
         length = self._lengths.get(asker, default)
-        return most if most is not None and most <= length else max(1, round(length))
+        return most if most is not None and most <= length else round(length)
 
     def learn(self, asker: Hashable, tokens: int, default: int) -> None:
         """An answer came to its end after so many tokens: its own, or the most that it was allowed."""

@@ -93,9 +93,9 @@ def test_a_line_is_never_below_nothing() -> None:
 
 def test_what_is_half_a_life_ago_counts_half() -> None:
     rate = Rate(half_life=100.0)
-    for units, seconds in ((1000.0, 1.0), (100.0, 1.0)):
+    for units, seconds in ((1000.0, 1.0), (200.0, 1.0)):
         rate.add(units, seconds)
-    assert rate.per_s == pytest.approx((1000.0 * 0.5 + 100.0) / 1.5)
+    assert rate.per_s == pytest.approx((1000.0 * 0.25 + 200.0) / 1.25)
     mean = Mean(half_life=2.0, start=10.0)
     for sample in (0.0, 0.0):
         mean.add(sample)
