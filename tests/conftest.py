@@ -14,6 +14,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest_plugins = ("tests.services",)
 
+# To draw a traceback with colours and local variables takes a tenth of a second, and hundreds are logged.
+structlog.dev.ConsoleRenderer.get_active().exception_formatter = structlog.dev.plain_traceback
+
 # Timings never decide a test, so no deadlines; CI draws the same examples every time.
 settings.register_profile("default", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
