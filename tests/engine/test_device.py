@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 from typing import TYPE_CHECKING
 
 import psutil
@@ -116,28 +114,6 @@ def test_a_compiler_that_knows_less_builds_the_next_path(tmp_path: Path) -> None
     )
     compiler.chmod(0o755)
     assert load_kernels(str(compiler), tmp_path / "built").isa == following.name
-
-
-@pytest.mark.timeout(300)  # two whole builds
-def test_processes_that_build_at_once_share_one_result(tmp_path: Path) -> None:
-    if native_kernels() is None:
-        pytest.skip("no compiler")
-    code = (
-        "import sys, pathlib; from argosy.engine.execution.native import load_kernels; "
-        "print(load_kernels(None, pathlib.Path(sys.argv[1])).path)"
-    )
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True
-        )
-        for _ in range(2)
-    ]
-    printed = {process.communicate()[0].strip() for process in running}
-    assert [process.returncode for process in running] == [0, 0]
-    assert len(printed) == 1
-    (built,) = tmp_path.rglob("*.so")
-    assert str(built) in printed
-    assert [p for p in built.parent.iterdir() if p != built] == []
 
 
 def test_a_build_is_used_again(tmp_path: Path) -> None:

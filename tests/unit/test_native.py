@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import shutil
 import stat
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -41,6 +43,37 @@ def test_a_whole_build_is_kept(sources: Path, tmp_path: Path) -> None:
     first = build(sources, FLAGS, folder=tmp_path)
     made = first.stat().st_ino
     assert build(sources, FLAGS, folder=tmp_path).stat().st_ino == made
+
+
+MEETING = """#!/bin/sh
+case "$*" in *" -c "*)
+    : > {there}/$$
+    until [ "$(ls {there} | wc -l)" = 2 ]; do sleep 0.01; done
+esac
+exec c++ "$@"
+"""
+"""A compiler that begins once another process has come as far."""
+BUILDS = """
+import sys
+from pathlib import Path
+from argosy.native import build
+sources, compiler, folder = sys.argv[1:4]
+print(build(Path(sources), sys.argv[4:], compiler=compiler, folder=Path(folder)))
+"""
+
+
+def test_processes_that_build_at_once_share_one_result(sources: Path, tmp_path: Path) -> None:
+    there, compiler, folder = tmp_path / "there", tmp_path / "meeting", tmp_path / "built"
+    there.mkdir()
+    compiler.write_text(MEETING.format(there=there))
+    compiler.chmod(0o755)
+    command = [sys.executable, "-c", BUILDS, *map(str, (sources, compiler, folder)), *FLAGS]
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    printed = {process.communicate()[0].strip() for process in running}
+    assert [process.returncode for process in running] == [0, 0]
+    (built,) = folder.rglob("*.so")
+    assert printed == {str(built)}
+    assert list(built.parent.iterdir()) == [built]
 
 
 def test_without_a_cache_there_is_one_folder_of_the_user(
