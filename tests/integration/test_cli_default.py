@@ -6,7 +6,9 @@ import shlex
 from pathlib import Path
 
 import pytest
-from tests.integration.test_cli_accounts import refused, run, told
+from tests.integration.test_cli_accounts import refused, run, runner, told
+
+from argosy.cli.app import app
 
 
 @pytest.fixture(autouse=True)
@@ -22,6 +24,16 @@ def test_a_key_without_the_default_organisation_needs_a_project() -> None:
     assert "--organisation" in refused("tenants", "create", "web")
     key = told("keys", "create", "ops", "--role", "admin", "-p", "shop", "--scope", "gateway")
     assert key["scope"] == "gateway"
+
+
+def test_who_begins_a_store_is_told_where(tmp_path: Path) -> None:
+    """The server may have another: a key that is made for it here opens nothing there."""
+    first, second = (runner.invoke(app, ["keys", "create"]) for _ in range(2))
+    assert f"A new store begins in {tmp_path}/argosy.db" in " ".join(first.stderr.split())
+    assert "--store" in first.stderr
+    assert "A new store" not in second.stderr
+    backup = f"sqlite:///{tmp_path}/backup.db"
+    assert "A new store" not in runner.invoke(app, ["store", "copy", backup]).stderr
 
 
 def test_the_command_that_a_new_project_is_shown_means_that_project() -> None:

@@ -6,6 +6,7 @@ import getpass
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
@@ -60,11 +61,21 @@ def opened(url: str | None) -> Iterator[Store]:
 
 
 @contextmanager
-def opened_or_made(url: str | None) -> Iterator[Store]:
-    """The same for what may come first: the store is made where there is none."""
+def opened_or_made(url: str | None, *, wanted: bool = False) -> Iterator[Store]:
+    """The same for what may come first: the store is made where there is none, which is said unless it is `wanted`."""
     from argosy.store import open_store
 
-    with _using(open_store, url) as store:
+    def begin(where: str) -> Store:
+        path = Path(where.removeprefix("sqlite:///"))
+        begins = where.startswith("sqlite:") and not path.exists() and not wanted
+        store = open_store(where)
+        if begins:
+            typer.echo(
+                f"A new store begins in {path}; where a server has another, give --store.", err=True
+            )
+        return store
+
+    with _using(begin, url) as store:
         yield store
 
 

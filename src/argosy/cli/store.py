@@ -21,7 +21,7 @@ def copy(
     store: StoreUrl = None,
 ) -> None:
     """Copy all accounts, usage and the audit log, as of this moment; gateways may run meanwhile."""
-    with opened(store) as source, opened_or_made(to) as target:
+    with opened(store) as source, opened_or_made(to, wanted=True) as target:
         copied = source.copy_to(target)
     typer.echo(f"{copied} rows are copied.", err=True)
     waiting = _waiting(store)
