@@ -63,6 +63,23 @@ async def test_a_stream_of_nothing_but_comments_is_given_by_another(then: bytes 
         assert bad.asked
 
 
+async def test_nobody_is_asked_to_go_on_with_what_nobody_can() -> None:
+    """A server that is full has told whose turn it is: another would say so again."""
+
+    async def full(asked: Asked) -> None:
+        asked.stream()
+        asked.send(event(json.dumps({"choices": [{"index": 0, "text": ""}]}).encode()))
+        asked.send(failing({"code": 429, "message": "the provider is full"}))
+        asked.end()
+
+    async with rough_server(full) as one, rough_server(full) as two, gateway(one, two) as client:
+        answer = await client.post("/v1/completions", json=STREAM)
+        assert "overloaded" in answer.text
+        name = answer.headers["x-argosy-request"]
+        explained = (await client.get(f"/admin/requests/{name}")).json()
+        assert [tried["outcome"] for tried in explained["attempts"]] == ["backpressure"]
+
+
 @pytest.mark.parametrize(
     "bad",
     [

@@ -122,8 +122,8 @@ class Relay:
             if lost and self._ended():
                 return True
             self._failed(race.turn, failure)
-            if lost and not carrier.can_go_on:
-                raise _cut_off()
+            if not carrier.can_go_on:
+                raise _cut_off() if lost else _upstream_failed(journey, self._ways.clock())
             return False
         if whole is not None:
             await self._pass_on(whole, race.turn)
