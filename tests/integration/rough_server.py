@@ -56,6 +56,12 @@ async def plain(asked: Asked) -> None:
     """An answer of `max_tokens` tokens."""
     count = asked.body["max_tokens"]
     assert isinstance(count, int)
+    if not asked.body.get("stream"):
+        text = "".join(f" {place}" for place in range(count))
+        usage = {"prompt_tokens": 1, "completion_tokens": count}
+        choice = {"index": 0, "text": text, "finish_reason": "length"}
+        asked.json(200, {"choices": [choice], "usage": usage})
+        return
     asked.stream()
     for place in range(count):
         asked.say(f" {place}", "length" if place == count - 1 else None)

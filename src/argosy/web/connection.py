@@ -121,8 +121,9 @@ class Connection(asyncio.Protocol):
         for wire, _ in self._waiting:
             wire.forget()
         self._waiting.clear()
-        if self._current is not None:
-            self._current.client_gone()
+        current, self._current, self._incoming = self._current, None, None
+        if current is not None:
+            current.client_gone()
 
     def data_received(self, data: bytes) -> None:
         """Bytes of requests."""

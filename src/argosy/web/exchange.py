@@ -316,8 +316,12 @@ class Exchange:
 
     async def hand_to(self, app: App) -> None:
         """Let `app` answer: it finds this exchange in its scope's state, under `EXCHANGE`."""
-        self._scope["state"][EXCHANGE] = self
-        await app(self._scope, self._receive, self._send)
+        state = self._scope["state"]
+        state[EXCHANGE] = self
+        try:
+            await app(self._scope, self._receive, self._send)
+        finally:
+            del state[EXCHANGE]
 
     def age_ms(self) -> float:
         """Milliseconds since the request came."""

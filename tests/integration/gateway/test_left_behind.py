@@ -14,11 +14,16 @@ from pathlib import Path
 
 import pytest
 from tests.integration.gateway.certificates import Authority
+from tests.integration.gateway.doubles.behind import BODIES, CHAT, gateway
 from tests.integration.gateway.wire import OK, Kept, ask, read_request, serving
+from tests.integration.rough_server import Asked, rough_server
 from tests.waiting import still, until
 
+from argosy.gateway import ReplicaConfig
+from argosy.gateway.ask import Ask
+from argosy.gateway.upstream import Attempt
 from argosy.gateway.upstream import connection as upstream
-from argosy.web import Certificates, Listener, Receive, Scope, Send, TlsConfig, bind
+from argosy.web import Certificates, Exchange, Listener, Receive, Scope, Send, TlsConfig, bind
 from argosy.web import connection as web
 
 ASKED = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -88,3 +93,38 @@ async def test_of_replicas(tmp_path: Path, tls: bool) -> None:
             connection.abort()
     del connection
     assert not await still(lambda: left(upstream.Connection))
+
+
+@pytest.mark.parametrize("how", ["whole", "stream", "left", "refused", "administered"])
+async def test_of_requests(how: str) -> None:
+    """What was asked may be megabytes, and so may be what was answered."""
+    waiting = asyncio.Event()
+
+    async def script(asked: Asked) -> None:
+        if how == "refused":
+            asked.json(400, {"error": {"message": "no"}})
+        elif how == "whole":
+            asked.json(200, {"choices": [{"index": 0, "text": "a", "finish_reason": "stop"}]})
+        else:
+            asked.stream()
+            asked.say("a", "stop" if how == "stream" else None)
+            if how == "left":
+                await waiting.wait()
+            asked.end()
+
+    body = BODIES[CHAT] | {"stream": how in {"stream", "left"}}
+    async with (
+        rough_server(script) as rough,
+        gateway(ReplicaConfig(url=rough.url, kind="openai")) as (_, client),
+    ):
+        for _ in range(3):
+            if how == "administered":
+                assert (await client.get("/admin/openapi.json")).status_code == 200
+            elif how == "left":
+                async with client.stream("POST", CHAT, json=body) as answer:
+                    assert await anext(answer.aiter_raw())
+            else:
+                status = 400 if how == "refused" else 200
+                assert (await client.post(CHAT, json=body)).status_code == status
+        waiting.set()
+        await until(lambda: not any(map(left, (Exchange, Ask, Attempt))))

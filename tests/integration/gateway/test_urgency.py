@@ -18,6 +18,7 @@ from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.engine.serving.wire import EngineRequest
 from argosy.gateway import ReplicaConfig
 from argosy.gateway.config import Timeouts
+from argosy.protocol import ApiError
 
 TOKENS = list(range(100, 160))
 CHAT = "/v1/chat/completions"
@@ -126,7 +127,7 @@ async def test_one_that_waits_to_be_carried_on_ends_too(tokenizer: Tokenizer) ->
             engine.script = lambda _: crashing
             asked = asyncio.create_task(running.client.post(CHAT, json=body(SOON_S, stream=True)))
             await engine.asked.wait()
-            engine.refusal = RuntimeError("still gone")
+            engine.refusal = ApiError(503, "engine_unavailable", "restarting")
             chunks = told((await asked).content)
     assert chunks[-1]["choices"][0]["finish_reason"] == "timeout"
 

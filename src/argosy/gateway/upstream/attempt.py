@@ -37,7 +37,8 @@ class Attempt:
         self._kept = 0
         self._piece: asyncio.Future[None] | None = None
         """Somebody waits for the next piece of the body."""
-        self._take: Callable[[bytes], None] = self._keep
+        self._take: Callable[[bytes], None] | None = None
+        """Where the body goes; None: it is kept for `deliver`."""
 
     async def send(self, upstream: Upstream, request: bytes) -> None:
         """Send the request on a kept connection, or a new one. Raises UpstreamError when there is none."""
@@ -65,6 +66,8 @@ class Attempt:
         self._take = take
         for piece in early:
             self.on_body(piece)
+        if self._connection is None:
+            self._let_go()
 
     async def first(self, wanted: Callable[[bytes], bool]) -> None:
         """Wait for the first piece of the body that is `wanted`, before `deliver`, or its end. Raises UpstreamError."""
@@ -132,7 +135,7 @@ class Attempt:
         """See `Sink`."""
         self.last = self._clock()
         try:
-            self._take(body)
+            (self._take or self._keep)(body)
         except (ValueError, LookupError) as error:
             self._take = _pass_over
             if self.end.done():  # all of it came before `deliver`
@@ -142,16 +145,23 @@ class Attempt:
     def on_end(self) -> None:
         """See `Sink`."""
         self._connection = None
+        self._let_go()
         if not self.end.done():
             self.end.set_result(None)
 
     def on_failure(self, error: UpstreamError) -> None:
         """See `Sink`."""
         self._connection = None
+        self._let_go()
         for future in (self.head, self.end):
             if not future.done():
                 future.set_exception(error)
                 future.exception()  # it may be that nobody asks
+
+    def _let_go(self) -> None:
+        """Of whoever took the body: it is over, and they may have this attempt."""
+        if self._take is not None:
+            self._take = _pass_over
 
     def _keep(self, piece: bytes) -> None:
         self._kept += len(piece)
