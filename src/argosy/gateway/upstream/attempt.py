@@ -66,7 +66,7 @@ class Attempt:
         self._take = take
         for piece in early:
             self.on_body(piece)
-        if self._connection is None:
+        if self.end.done():
             self._let_go()
 
     async def first(self, wanted: Callable[[bytes], bool]) -> None:
