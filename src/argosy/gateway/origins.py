@@ -27,7 +27,7 @@ class Origins:
         for origin in allowed:
             if origin not in {LOCAL, ANY} and not _ORIGIN.fullmatch(origin):
                 raise ValueError(
-                    f"auth.allowed_origins: {origin!r} is no page's origin; write https://HOST, localhost or *"
+                    f"allowed origins: {origin!r} is no page's origin; write https://HOST, localhost or *"
                 )
         self._allowed = frozenset(origin.lower() for origin in allowed)
 
@@ -45,7 +45,9 @@ class Origins:
                 (b"access-control-expose-headers", b"*"),
             ]
         elif asked:
-            message = f"Pages of {origin[:200]} may not ask here. Add them to auth.allowed_origins."
+            message = (
+                f"Pages of {origin[:200]} may not ask here. Have them among the allowed origins."
+            )
             raise ApiError(403, "origin_not_allowed", message)
         if asked:
             exchange.extra += [

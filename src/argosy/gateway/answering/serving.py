@@ -150,8 +150,7 @@ class Serving:
                 "Send less, or have it cut (truncate_prompt_tokens)."
             )
             raise invalid(message, api.prompt_field, "context_length_exceeded")
-        kinds = {replica.kind for replica in pool.replicas.values()}
-        if resumed_tokens(ask) and kinds and kinds.isdisjoint(RESUMING):
+        if resumed_tokens(ask) and not _may_resume(pool):
             message = (
                 "Only replicas of Argosy go on after tokens ('resume'), and none has this model. "
                 "Send what is there as text."
@@ -235,6 +234,12 @@ class Serving:
         if self._fast_path is None or ask.choices > 1 or not isinstance(out, Streamed):
             return None
         return Shortcut(self._fast_path, out, visits)
+
+
+def _may_resume(pool: Pool) -> bool:
+    """Whether some server knows `resume`, or may come that does."""
+    kinds = {replica.kind for replica in pool.replicas.values()}
+    return not kinds or not kinds.isdisjoint(RESUMING)
 
 
 def _out_of_time(journey: Journey) -> ApiError:
