@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -61,6 +65,13 @@ def test_a_row_has_the_same_bits_in_any_batch(shape: tuple[int, int], dtype: tor
 @pytest.mark.parametrize("shape", [(320, 896), (97, 70), (64, 1500)], ids=str)
 def test_a_row_has_the_same_bits_on_every_path(path: str, shape: tuple[int, int]) -> None:
     assert_own_bits(*made(*shape, torch.bfloat16, max(BATCHES)))
+
+
+def test_a_cpu_without_avx512_needs_no_compiler() -> None:
+    """There oneDNN has no bfloat16."""
+    code = f"from {__name__} import *; assert_own_bits(*made(97, 70, torch.bfloat16, 32))"
+    cpu = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ARGOSY_CPU_ISA": "torch"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | cpu)
 
 
 @pytest.mark.parametrize("shape", [(100, 600), (4096, 320)], ids=str)

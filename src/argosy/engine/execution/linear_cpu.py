@@ -26,17 +26,25 @@ def cpu_linear(
 ) -> Callable[[Tensor], Tensor]:
     """Pack weight [N, K] and bias [N]; the result maps [T, K] to [T, N] in their dtype.
 
-    bfloat16 takes the native kernel where it can be had, else oneDNN in tiles of rows; float32
-    takes oneDNN.
+    bfloat16 takes the native kernel where it can be had, else tiles of rows; those and float32 take
+    oneDNN, but for bfloat16 on a CPU without AVX-512, where it has none.
     """
     if weight.dtype == torch.bfloat16:
         try:
             return NativeLinear(load_kernels(), weight, bias, threads, keep)
         except NativeUnavailable:
             pass  # the attention's log line says why
-    packs = torch.backends.mkldnn.is_available() and weight.dtype in (torch.float32, torch.bfloat16)
-    product = PackedLinear(weight, bias) if packs else _DenseLinear(weight, bias)
+    product = PackedLinear(weight, bias) if _packs(weight.dtype) else _DenseLinear(weight, bias)
     return _TiledLinear(product) if weight.dtype == torch.bfloat16 else product
+
+
+def _packs(dtype: torch.dtype) -> bool:
+    """Whether oneDNN packs weights of it on this CPU."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())  # noqa: SLF001 - the only entry
+    return dtype == torch.float32
 
 
 class NativeLinear:
