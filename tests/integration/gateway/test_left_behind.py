@@ -20,6 +20,7 @@ from tests.integration.rough_server import Asked, rough_server
 from tests.waiting import still, until
 
 from argosy.gateway import ReplicaConfig
+from argosy.gateway.answering.stream import ClientStream, StreamLimits
 from argosy.gateway.ask import Ask
 from argosy.gateway.upstream import Attempt
 from argosy.gateway.upstream import connection as upstream
@@ -96,9 +97,15 @@ async def test_of_replicas(tmp_path: Path, tls: bool) -> None:
 
 
 @pytest.mark.parametrize("how", ["whole", "stream", "left", "refused", "administered"])
-async def test_of_requests(how: str) -> None:
+async def test_of_requests(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was asked may be megabytes, and so may be what was answered."""
-    waiting = asyncio.Event()
+    waiting, tended, tend = asyncio.Event(), asyncio.Event(), ClientStream.tend
+
+    def tell(stream: ClientStream, now: float, limits: StreamLimits) -> None:
+        tend(stream, now, limits)
+        tended.set()
+
+    monkeypatch.setattr(ClientStream, "tend", tell)
 
     async def script(asked: Asked) -> None:
         if how == "refused":
@@ -124,7 +131,9 @@ async def test_of_requests(how: str) -> None:
                 assert (await client.get("/admin/openapi.json")).status_code == 200
             elif how == "left":
                 async with client.stream("POST", CHAT, json=body) as answer:
-                    assert await anext(answer.aiter_raw())
+                    pieces = answer.aiter_raw()
+                    assert await anext(pieces)
+                    await tended.wait()
             else:
                 status = 400 if how == "refused" else 200
                 assert (await client.post(CHAT, json=body)).status_code == status

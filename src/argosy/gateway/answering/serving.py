@@ -100,13 +100,16 @@ class Serving:
         """Look after running streams and all that wait, for as long as the gateway runs."""
         while True:
             await asyncio.sleep(1.0)
-            for pool, dispatcher in tuple(self._dispatchers.items()):
-                dispatcher.pump()
-                if not (pool.requests or pool in self._models.pools):
-                    del self._dispatchers[pool]
-            now = self._clock()
-            for stream in tuple(self._streams):
-                stream.tend(now, self._limits)
+            self._tend()  # a function, as its names would keep the last stream until there is another
+
+    def _tend(self) -> None:
+        for pool, dispatcher in tuple(self._dispatchers.items()):
+            dispatcher.pump()
+            if not (pool.requests or pool in self._models.pools):
+                del self._dispatchers[pool]
+        now = self._clock()
+        for stream in tuple(self._streams):
+            stream.tend(now, self._limits)
 
     # --- one request ---------------------------------------------------------------------------
 
