@@ -73,6 +73,8 @@ class FakeEngine:
     may_start: asyncio.Event = field(default_factory=_set)
     refusal: Exception | None = None
     """Raised by `generate`."""
+    cached: int = 3
+    """Tokens of each prompt that it finds, as far as it has so many."""
     ending: asyncio.Task[None] | None = None
     """Keeps the last of those who tell that a request was aborted."""
 
@@ -198,7 +200,7 @@ class FakeDeltas:
             finish=finish,
             stop_token=script.stop_token if finish == "stop" else None,
             error=script.error,
-            cached_tokens=min(3, len(request.prompt)) if first else None,
+            cached_tokens=min(engine.cached, len(request.prompt)) if first else None,
             queue_s=0.001 if first else None,
         )
 

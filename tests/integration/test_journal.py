@@ -165,6 +165,14 @@ async def test_without_the_header_there_is_no_journal(real: Served) -> None:
     assert "argosy" not in answer.text
 
 
+@pytest.mark.parametrize("told", ["x", "-1", "1.5", "99999999999999"])
+async def test_nonsense_for_a_count_is_refused(real: Served, told: str) -> None:
+    path, body = BODIES["completion"]
+    answer = await real.client.post(path, json=body, headers={"x-argosy-cached": told})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "x-argosy-cached"
+
+
 @pytest.mark.parametrize("told", ["x", "id", "id 1.5", "two ids 12", "id 99999999999999"])
 async def test_nonsense_for_an_identity_is_refused(real: Served, told: str) -> None:
     path, body = BODIES["completion"]

@@ -31,10 +31,11 @@ from tests.integration.gateway.doubles.server import running as listening
 from tests.integration.gateway.harness import Watching, front
 from tests.integration.gateway.limit_world import request
 from tests.integration.rough_server import Asked, rough_server
-from tests.integration.serving import MODEL, serve
+from tests.integration.serving import MODEL, events, serve
 from tests.waiting import until
 
 from argosy.engine.serving.text.tokenizer import Tokenizer
+from argosy.engine.serving.wire import EngineRequest
 from argosy.gateway import QueueConfig, ReplicaConfig
 from argosy.gateway.caller import Caller
 from argosy.gateway.config import Timeouts
@@ -228,6 +229,52 @@ async def test_tokens_that_the_client_gave_itself_are_read_as_its_prompt_is(
         await here.ask(stream=stream, n=n, resume={"token_ids": given}, max_tokens=8)
         row = here.row()
         assert (row.input_tokens, row.output_tokens) == (prompt + 5 * n, 3 * n)
+
+
+def told_cached(text: str) -> list[int]:
+    """The cached tokens of each usage in a stream."""
+    chunks = [json.loads(data) for data in events(text.encode())[:-1]]
+    usage = [chunk["usage"] for chunk in chunks if chunk["usage"] is not None]
+    return [one["prompt_tokens_details"]["cached_tokens"] for one in usage]
+
+
+@pytest.mark.parametrize("each", [True, False])
+async def test_a_seam_changes_nothing_of_what_was_cached(
+    tmp_path: Path, tokenizer: Tokenizer, each: bool
+) -> None:
+    dying = FakeEngine(tokenizer, always(Script([100, 101], crash=RuntimeError("broken"))))
+    other = FakeEngine(tokenizer, always(Script([*range(100, 106)])), cached=1)
+    options = {"include_usage": True, "continuous_usage_stats": each}
+    async with serve(dying) as one, serve(other) as two:
+        behind = [ReplicaConfig(url=served.url, model=MODEL) for served in (one, two)]
+        async with kept(tmp_path, *behind) as here:
+            while not dying.requests:  # in turn, so the second at the latest
+                text = await here.ask(stream=True, stream_options=options)
+                row = here.row()
+            assert [tried["carried_on_at"] for tried in here.told(row)["attempts"]] == [0, 2]
+            assert (row.cached_tokens, set(told_cached(text))) == (3, {3})
+
+
+async def test_what_was_cached_of_each_prompt_counts_whenever_it_begins(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    def script(request: EngineRequest) -> Script:
+        last = len(engine.requests) == 2
+        return Script([100, 101], pause_after=0 if last else None)
+
+    engine = FakeEngine(tokenizer, script)
+    async with (
+        serve(engine) as served,
+        kept(tmp_path, ReplicaConfig(url=served.url, model=MODEL)) as here,
+    ):
+        body = {"model": "big", "prompt": ["Tell me a story", "Sing me a song"]} | STREAM
+        text = ""
+        async with here.running.client.stream("POST", COMPLETIONS, json=body) as answer:
+            async for piece in answer.aiter_text():
+                text += piece
+                engine.go_on.set()
+        row = await here.agree()
+        assert (row.cached_tokens, told_cached(text)) == (6, [6])
 
 
 async def test_who_has_no_project_counts_for_their_organisation() -> None:

@@ -37,6 +37,8 @@ def request_headers(
     headers += _of(caller.tier, caller.weight, caller.tenant, caller.domain)
     if journaled:
         headers.append((b"x-argosy-journal", b"1"))
+        if journey.delivered.tokens:  # it goes on, and its usage with what was told
+            headers.append((b"x-argosy-cached", b"%d" % journey.delivered.cached_tokens))
     if journey.delivered.digest:
         headers.append((_DIGEST, journey.delivered.digest))
     return headers

@@ -61,7 +61,6 @@ class JournalReader(StreamReader):
         """`resumed`: tokens that the client gave itself to go on after, which are read as its prompt is."""
         self._delivered = delivered
         self._resumed = resumed
-        self._first = not delivered.tokens
         self._told = delivered.finished.keys() - delivered.tokens.keys()
         """Choices that ended without a token: no ids say so, and the replica tells them again."""
         self._rest = Unended()
@@ -128,10 +127,9 @@ class JournalReader(StreamReader):
         if words[0] == b"prompt":
             if not _COUNTS.fullmatch(entry):
                 raise ValueError("its counts of the prompt are none")
-            if self._first:
-                delivered.prompt_tokens = int(words[1]) + self._resumed
-                delivered.cached_tokens = min(int(words[2]), delivered.prompt_tokens)
-                delivered.prompt_blocks = words[3] if len(words) > 3 else b""
+            delivered.prompt_tokens = int(words[1]) + self._resumed
+            delivered.cached_tokens = min(int(words[2]), delivered.prompt_tokens)
+            delivered.prompt_blocks = words[3] if len(words) > 3 else b""
             return True
         choice, ids = int(words[0]), words[1]
         finish = words[2].decode() if len(words) > 2 else None

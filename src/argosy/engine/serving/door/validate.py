@@ -39,6 +39,8 @@ class Context:
     """Unix time in seconds that the answer is to carry; None: now."""
     journal: bool = False
     """The answer's stream is to tell the gateway where it can be carried on."""
+    cached: int | None = None
+    """Cached tokens that were told of the prompts of a stream that this one carries on; None: it carries on none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

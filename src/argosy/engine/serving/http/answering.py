@@ -40,7 +40,9 @@ LARGE_BODY_BYTES = 32 * 1024
 
 DIGEST = b"x-argosy-model-digest"
 JOURNAL = b"x-argosy-journal"
+CACHED = b"x-argosy-cached"
 KEEP_ALIVE = comment(b"keep-alive")
+_COUNT = re.compile(r"[0-9]{1,9}")
 _ANSWER = re.compile(r"([\x21-\x7e]{1,128}) (\d{1,11})")
 MAX_WEIGHT = 1e6
 MAX_TIER = 100
@@ -218,6 +220,7 @@ def trusted_context(exchange: Exchange, answer_id: str) -> Context:
         request_id=answer_id,
         created=created,
         journal=exchange.header(JOURNAL) == "1",
+        cached=_cached(exchange),
         tenant=exchange.header(b"x-argosy-tenant"),
         domain=exchange.header(b"x-argosy-domain"),
         tier=int(tier),
@@ -236,6 +239,16 @@ def _identity(exchange: Exchange, answer_id: str) -> tuple[str, int | None]:
             "The header x-argosy-answer must be an id and a Unix time.", "x-argosy-answer"
         )
     return found[1], int(found[2])
+
+
+def _cached(exchange: Exchange) -> int | None:
+    """Cached tokens that were told of an answer that was begun elsewhere; None: it was not."""
+    told = exchange.header(CACHED)
+    if not told:
+        return None
+    if _COUNT.fullmatch(told) is None:
+        raise invalid("The header x-argosy-cached must be a count of tokens.", "x-argosy-cached")
+    return int(told)
 
 
 def _number(exchange: Exchange, name: str) -> float:

@@ -39,6 +39,8 @@ class Frame:
     running_usage: bool
     journal: bool
     """The stream tells a gateway where it can be carried on, and goes on where a cut one ended."""
+    cached_before: int
+    """Cached tokens that the cut one told of the prompts that it began."""
 
     @classmethod
     def of(cls, body: GenerationRequest, job: Job, tokenizer: Tokenizer, context: Context) -> Frame:
@@ -48,9 +50,11 @@ class Frame:
         writer = name(tokenizer, tokenizer.special_ids if skips else frozenset())
         leads = job.requests[:: job.n]
         echoes: Sequence[str | None] = job.echo or [None] * len(leads)
+        carried_on = job.requests if context.cached is not None else []
+        begun = {index // job.n for index, request in enumerate(carried_on) if request.output}
         prompts = [
-            Prompt(token_ids=lead.prompt, echo=echo)
-            for lead, echo in zip(leads, echoes, strict=True)
+            Prompt(token_ids=lead.prompt, echo=echo, begun=index in begun)
+            for index, (lead, echo) in enumerate(zip(leads, echoes, strict=True))
         ]
         kind = ScoredPrompt if job.scoring else Choice
         options = body.stream_options or StreamOptions()
@@ -75,19 +79,24 @@ class Frame:
             usage_chunk=bool(options.include_usage),
             running_usage=bool(options.include_usage and options.continuous_usage_stats),
             journal=context.journal,
+            cached_before=context.cached or 0,
         )
 
     def usage(self) -> Usage:
         """Tokens so far."""
         prompt_tokens = sum(len(prompt.token_ids) for prompt in self.prompts)
         completion_tokens = sum(choice.output_tokens for choice in self.choices)
-        cached = sum(prompt.cached_tokens for prompt in self.prompts)
         return Usage(
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
             total_tokens=prompt_tokens + completion_tokens,
-            prompt_tokens_details=CachedTokens(cached_tokens=cached),
+            prompt_tokens_details=CachedTokens(cached_tokens=self.cached_tokens),
         )
+
+    @property
+    def cached_tokens(self) -> int:
+        """Those of the prompts, each where the answer to it began: a seam changes no usage."""
+        return self.cached_before + sum(prompt.cached_tokens for prompt in self.prompts)
 
     def carries_on(self, choice: Choice) -> bool:
         """Whether the choice's beginning has been told, by the stream that this one carries on."""

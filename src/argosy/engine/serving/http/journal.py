@@ -4,13 +4,13 @@ Asked for with `x-argosy-journal`. After the events of each piece comes one bloc
 
     : argosy <choice> <ids, comma-separated>[ <finish reason>]
 
-and before the first
+and before the first, and before another one once more of several prompts are known to be cached,
 
     : argosy prompt <tokens> <cached tokens>[ <names of its KV blocks, in base64>]
 
 Events count only together with the block that follows them: a stream that was cut goes on after the last whole
-block, with the ids in `resume`, and nothing is missing or told twice. The header `x-argosy-model-digest` names the
-model; who sends it back is answered by no other (409).
+block, with the ids in `resume` and the cached tokens in the header `x-argosy-cached`, and nothing is missing or told
+twice. The header `x-argosy-model-digest` names the model; who sends it back is answered by no other (409).
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class Journal:
     def __init__(self, frame: Frame, writer: EventWriter) -> None:
         self._frame = frame
         self._writer = writer
-        self._begun = False
+        self._told: int | None = None
+        """Cached tokens that were told."""
 
     def events(self, choice: Choice) -> bytes:
         """See `EventWriter`."""
@@ -47,12 +48,12 @@ class Journal:
         return self._writer.usage()
 
     def _prompt(self) -> bytes:
-        if self._begun:
+        cached = self._frame.cached_tokens
+        if cached == self._told:
             return b""
-        self._begun = True
+        self._told = cached
         prompts = self._frame.prompts
         tokens = sum(len(prompt.token_ids) for prompt in prompts)
-        cached = sum(prompt.cached_tokens for prompt in prompts)
         entry = b"argosy prompt %d %d" % (tokens, cached)
         if len(prompts) == 1 and prompts[0].blocks:
             entry += b" " + b2a_base64(prompts[0].blocks, newline=False)

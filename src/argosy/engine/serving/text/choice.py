@@ -21,6 +21,9 @@ class Prompt:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     """For positions 1.., as far as they are known."""
     cached_tokens: int = 0
+    """Found here; 0 where the stream that this one carries on has told how many it found."""
+    begun: bool = False
+    """It has."""
     blocks: bytes = b""
     """Names of its first full KV blocks, where they are cached."""
 
@@ -80,7 +83,8 @@ class Choice:
         prompt = self.prompt
         if self.request.lead is None:
             prompt.logprobs += delta.prompt_logprobs
-            prompt.cached_tokens = delta.cached_tokens or prompt.cached_tokens
+            if not prompt.begun:
+                prompt.cached_tokens = delta.cached_tokens or prompt.cached_tokens
             prompt.blocks = delta.prompt_blocks or prompt.blocks
         self._add(delta)
         if self._stream.stop is not None:
