@@ -131,6 +131,11 @@ class Journey(msgspec.Struct, eq=False):
         error = self.error
         return error is not None and error.code == REFUSED_BY_REPLICA and error.status in WRONG
 
+    @property
+    def ending(self) -> Status:
+        """How an answer that is there ended, as its replica says: that may have a deadline for it, too."""
+        return "stopped" if "timeout" in self.delivered.finished.values() else "completed"
+
     def fails(self, error: ApiError) -> None:
         """Note that this is its answer."""
         self.error = error

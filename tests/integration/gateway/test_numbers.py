@@ -184,18 +184,34 @@ async def test_a_request_that_its_replica_refuses_says_so_in_the_log() -> None:
     assert (line["status"], line["error"]) == (400, "refused_by_replica")
 
 
-@pytest.mark.parametrize("stream", [True, False])
+async def test_why_each_choice_ended_is_told_of_an_answer_that_came_whole(tmp_path: Path) -> None:
+    async def script(asked: Asked) -> None:
+        reasons = ["stop", None, "length"]
+        asked.json(200, {"choices": [{"text": "a", "finish_reason": why} for why in reasons]})
+
+    async with rough_server(script) as rough, books(tmp_path, rough.url) as here:
+        await here.ask(n=3)
+        assert here.told(here.row())["finish_reasons"] == {"0": "stop", "2": "length"}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"stream": True}, {"stream": False}, {"prompt_logprobs": 1}],
+    ids=["streamed", "gathered", "whole"],
+)
 async def test_an_answer_that_its_replica_ends_for_its_deadline_was_stopped(
-    tmp_path: Path, tokenizer: Tokenizer, stream: bool
+    tmp_path: Path, tokenizer: Tokenizer, more: dict[str, Any]
 ) -> None:
     engine = FakeEngine(tokenizer, always(Script([100, 101], finish="timeout")))
     async with (
         serve(engine) as served,
         kept(tmp_path, ReplicaConfig(url=served.url, model=MODEL)) as here,
     ):
-        await here.ask(stream=stream)
+        await here.ask(**more)
         row = await here.agree()
-        assert (row.status, here.told(row)["status"]) == ("stopped", "stopped")
+        told = here.told(row)
+        assert (row.status, told["status"]) == ("stopped", "stopped")
+        assert told["finish_reasons"] == {"0": "timeout"}
 
 
 @pytest.mark.parametrize("stream", [True, False])

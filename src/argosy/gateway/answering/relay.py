@@ -216,7 +216,7 @@ class Relay:
         journey = self._journey
         if whole.status == 200:
             self._stream.count_whole(whole.content, turn.attempt.last, turn.replica.dialect)
-            journey.status = "completed"
+            journey.status = journey.ending
         else:
             message = f"The replica refused the request with status {whole.status}."
             error = ApiError(whole.status, REFUSED_BY_REPLICA, message)

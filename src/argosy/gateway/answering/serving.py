@@ -222,8 +222,7 @@ class Serving:
         if journey.exchange.complete:
             return  # passed on as it came, or answered by a stage
         await out.end()
-        out_of_time = "timeout" in journey.delivered.finished.values()  # as its replica says, too
-        journey.status = "stopped" if stream.stopped is not None or out_of_time else "completed"
+        journey.status = "stopped" if stream.stopped is not None else journey.ending
 
     def _dispatcher(self, pool: Pool) -> Dispatcher:
         """The queue in front of a pool."""

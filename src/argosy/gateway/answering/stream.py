@@ -18,6 +18,7 @@ from argosy.gateway.dialects import (
     Dialect,
     Identity,
     StreamReader,
+    endings_of,
     resumed_tokens,
     usage_of,
 )
@@ -175,6 +176,7 @@ class ClientStream:
                 journey.pool.answered(usage.completion_tokens / journey.ask.choices)
             delivered.prompt_tokens += resumed
             delivered.output_tokens = max(0, delivered.output_tokens - resumed)
+        delivered.finished.update(endings_of(content))
         self.settle()
         self._count((came,))
 

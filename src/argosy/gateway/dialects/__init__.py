@@ -17,7 +17,7 @@ from argosy.gateway.dialects.finding import Found, find
 from argosy.gateway.dialects.journal import Delivered
 from argosy.gateway.dialects.kv_sources import KvAddress, KvSource
 from argosy.gateway.dialects.opening import Opening
-from argosy.gateway.dialects.passing import Identity, is_object, status_within, usage_of
+from argosy.gateway.dialects.passing import Identity, endings_of, is_object, status_within, usage_of
 from argosy.gateway.dialects.reader import StreamReader
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "Reading",
     "StreamReader",
     "dialect_of",
+    "endings_of",
     "find",
     "is_object",
     "message_of",

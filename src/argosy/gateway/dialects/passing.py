@@ -161,6 +161,16 @@ def status_within(content: bytes, broken_off: frozenset[str]) -> int:
     return 200 if ends.isdisjoint(broken_off) else 500
 
 
+def endings_of(content: bytes) -> dict[int, str]:
+    """Why each choice of a whole answer ended, by its place there, as far as it says."""
+    try:
+        choices = msgspec.json.decode(content, type=_Endings).choices or ()
+    except UNREADABLE:
+        return {}
+    reasons = enumerate(choice.finish_reason for choice in choices)
+    return {place: reason for place, reason in reasons if reason}
+
+
 class _Delta(msgspec.Struct):
     """Text mostly; some send parts."""
 
