@@ -358,6 +358,36 @@ def test_usage_is_summed_by_name_and_exported(url: str, tmp_path: Path) -> None:
     assert "cannot write" in refused("usage", "--csv", str(tmp_path / "none" / "rows.csv"))
 
 
+@pytest.mark.parametrize("terminal", ["1", ""])
+def test_amounts_are_shown_whole(url: str, monkeypatch: pytest.MonkeyPatch, terminal: str) -> None:
+    """Beside names that are longer than the terminal is wide; and in a pipe those are whole, too."""
+    monkeypatch.setenv("FORCE_COLOR", terminal)
+    monkeypatch.setenv("COLUMNS", "80")
+    name = "long" * 50
+    key = told("keys", "create", name)
+    run("tenants", "prices", "set", name, "--input", "123456.789", "--output", "0.001")
+    row = UsageRow(
+        request="r1",
+        project=key["project"],
+        key=key["id"],
+        model=name,
+        started_at=time.time(),
+        ended_at=time.time(),
+        status="completed",
+        input_tokens=1_234_567,
+        nano_dollars=12_345_678_901_234,
+    )
+    store = opened(url)
+    store.usage.add([row])
+    store.close()
+    for shown in (run("usage", "--by", "key,model"), run("tenants", "prices", "list")):
+        assert (name in shown) is not bool(terminal)
+    usage = run("usage", "--by", "key,model")
+    assert "1,234,567" in usage
+    assert "$12,345.678901234" in usage
+    assert "$123,456.789" in run("tenants", "prices", "list")
+
+
 def test_the_audit_log_is_listed_and_checked(url: str) -> None:
     run("keys", "create", "app")
     assert "key.create" in run("audit")

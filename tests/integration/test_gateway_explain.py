@@ -19,6 +19,7 @@ from argosy.gateway import ReplicaConfig
 from argosy.gateway.caller import Caller
 from argosy.gateway.explain import (
     ExplainConfig,
+    KeyLine,
     LedgerLine,
     LimitLine,
     Trace,
@@ -232,17 +233,44 @@ def test_the_terminal_shows_steps_candidates_and_what_stages_added() -> None:
         ],
         status="completed",
         finished={0: "stop"},
-        limits=[LimitLine("key", "tokens", "minute", None, 100, 0, 5)],
-        ledger=LedgerLine(5, 0, 0, 12, Rates(3, 1, 5)),
+        idempotency=KeyLine("again", "cmpl-0"),
     )
-    console = Console(record=True, width=160, file=io.StringIO())
-    show(console, trace.tell())
-    text = console.export_text()
+    text = shown(trace, 160)
     for part in (
         *("cmpl-1", "completed", "queue, 4 ahead", "the replica closed", "on after 7", "c, hedge"),
-        *("Attempt 1", "http://b", "0.6000", "limits", "tokens", "ledger", "nano_dollars"),
+        *("Attempt 1", "http://b", "0.6000", "idempotency", "again", "cmpl-0"),
     ):
         assert part in text
+
+
+def test_the_terminal_shows_what_limits_and_prices_come_to() -> None:
+    trace = Trace(
+        ended=2.0,
+        limits=[
+            LimitLine("organisation", "nano_dollars", "month", None, 10**18, 1_265 * 10**9, 42),
+            LimitLine("key", "tokens", "minute", "big", 1_000_000, 7, 12_345, 3.21, fits=False),
+            LimitLine("key", "tokens", "day", None, 5, 0, 9, None, fits=False),
+            LimitLine("user", "concurrency", "", None, 2, 2, 1, 0.0, fits=False),
+        ],
+        ledger=LedgerLine(1_105, 5, 70, 3_702, Rates(3, 1, 5)),
+    )
+    lines = [" ".join(line.split()) for line in shown(trace, 100).splitlines()]
+    for line in (
+        "organisation dollars per month $1,000,000,000.00 $1,265.00 $0.000000042 yes",
+        "key tokens per minute for big 1,000,000 7 12,345 in 3.2 s",
+        "key tokens per day 5 0 9 never",
+        "user concurrency 2 2 1 no",
+    ):
+        assert line in lines
+    priced = "1,100 input at $0.003 + 5 cached at $0.001 + 70 output at $0.005 a million"
+    assert f"ledger: $0.000003702 = {priced}" in " ".join(lines)
+
+
+def shown(trace: Trace, columns: int) -> str:
+    """An explanation in a terminal."""
+    console = Console(record=True, width=columns, file=io.StringIO())
+    show(console, trace.tell())
+    return console.export_text()
 
 
 def test_a_long_reason_is_seen_to_be_cut() -> None:

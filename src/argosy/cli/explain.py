@@ -12,6 +12,7 @@ from urllib.parse import quote
 import typer
 
 from argosy.cli.failure import BROKEN, fail
+from argosy.cli.money import show_dollars, show_price
 from argosy.cli.server import connect, reason, why_not
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ SHOWN = frozenset(
         *("object", "id", "request_id", "status", "error", "model", "path", "stream", "caller"),
         *("asked", "route"),
         *("started_at", "ms", "queue", "rule", "attempts", "tokens", "finish_reasons"),
+        *("limits", "ledger"),
     }
 )
 """What the sections show; everything else was added by stages, and is shown under its key."""
@@ -86,6 +88,10 @@ def show(console: Console, told: dict[str, Any]) -> None:
     for number, attempt in enumerate(told["attempts"], 1):
         if attempt["candidates"]:
             console.print(_candidates(number, attempt, told["rule"]))
+    if "limits" in told:
+        console.print(_limits(told["limits"]))
+    if "ledger" in told:
+        console.print(_ledger(told["ledger"]))
     for name, added in told.items():
         if name not in SHOWN:
             console.print(_added(name, added))
@@ -209,6 +215,49 @@ def _candidates(number: int, attempt: dict[str, Any], rule: str) -> Table:
         name = Text(candidate["replica"])
         table.add_row(name, *cells, style="bold" if chosen else "dim")
     return table
+
+
+def _limits(lines: list[dict[str, Any]]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title="limits", title_justify="left", box=None, padding=(0, 1))
+    table.add_column("of", no_wrap=True)
+    table.add_column("what")
+    for name in ("at most", "used", "asks for"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("fits")
+    for line in lines:
+        money = line["unit"] == "nano_dollars"
+        unit = "dollars" if money else line["unit"]
+        span = f" per {line['window']}" if line["window"] else ""
+        model = f" for {line['model']}" if line["model"] else ""
+        amounts = (line["limit"], line["used"], line["asked"])
+        table.add_row(
+            line["owner"],
+            Text(f"{unit}{span}{model}"),
+            *(show_dollars(amount) if money else f"{amount:,}" for amount in amounts),
+            "yes" if line["fits"] else _when(line["wait_s"]),
+        )
+    return table
+
+
+def _when(wait_s: float | None) -> str:
+    """When there is room in a limit that has none."""
+    if wait_s is None:
+        return "never"
+    return f"in {wait_s:.1f} s" if wait_s else "no"
+
+
+def _ledger(line: dict[str, Any]) -> str:
+    rates, fresh = line["rates"], line["input_tokens"] - line["cached_tokens"]
+    parts = (
+        (fresh, "input", rates["input"]),
+        (line["cached_tokens"], "cached", rates["cached_input"]),
+        (line["output_tokens"], "output", rates["output"]),
+    )
+    sums = " + ".join(f"{count:,} {kind} at {show_price(rate)}" for count, kind, rate in parts)
+    return f"ledger: {show_dollars(line['nano_dollars'])} = {sums} a million"
 
 
 def _added(name: str, added: Any) -> Table:  # noqa: ANN401 - what a stage said, in JSON's types

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, TypeVar
 
@@ -11,8 +12,9 @@ T = TypeVar("T")
 
 AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
 
-WIDE = 200
-"""Columns of a table that goes into a file or a pipe, where nothing should be cut."""
+WIDE = 10_000
+"""Most columns of a table that goes into a file or a pipe, where each record has a line."""
+_AMOUNT = re.compile(r"\$?[0-9,]+(\.[0-9]+)?")
 
 
 def show(
@@ -33,9 +35,13 @@ def show(
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(*columns)
-    for record in records:
-        table.add_row(*("" if cell is None else _printable(str(cell)) for cell in row(record)))
+    rows = [["" if cell is None else _printable(str(cell)) for cell in row(one)] for one in records]
+    table = Table()
+    for column, cells in zip(columns, zip(*rows, strict=True), strict=True):
+        # Amounts are not cut for as long as texts can give way.
+        table.add_column(column, no_wrap=all(map(_AMOUNT.fullmatch, cells)))
+    for record_cells in rows:
+        table.add_row(*record_cells)
     console = Console()
     width = console.width if console.is_terminal else WIDE
     Console(width=width, markup=False, emoji=False).print(table)
