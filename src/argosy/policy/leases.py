@@ -123,12 +123,18 @@ class Lease(Shared):
         self._expire(now)
         if not self._own.correct(slot, units, now):
             return False
-        owed = self._owed.get(slot, 0)
-        if owed and slot not in self._origins:
-            self._owed[slot] = max(0, owed + units)
-        elif slot in self._origins:
-            origin = self._origins[slot]
-            self._back[origin] = self._back.get(origin, 0) - units
+        back, origin = -units, self._origins.get(slot)
+        if origin is None:  # all of it was lent
+            untold = min(back, self._owed.get(slot, 0))
+            if untold:
+                self._owed[slot] -= untold
+                back -= untold
+            if not self._seconds:
+                origin = (
+                    slot  # all of a period is one slot; of a window nobody knows where it counts
+                )
+        if back and origin is not None:
+            self._back[origin] = self._back.get(origin, 0) + back
             self._dry_until = -math.inf  # there is this again
             self.on_news()
         return True
