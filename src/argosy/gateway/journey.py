@@ -17,7 +17,7 @@ from argosy.gateway.caller import Caller
 from argosy.gateway.dialects import CHAT_PATH, COMPLETION_PATH, Delivered, Dialect
 from argosy.gateway.explain import Trace, Try
 from argosy.gateway.replicas import Picked, Pool, Replica
-from argosy.policy import due_at
+from argosy.policy import Rates, due_at
 from argosy.protocol import ApiError
 from argosy.web import Exchange
 
@@ -92,6 +92,8 @@ class Journey(msgspec.Struct, eq=False):
     status: Status = "failed"
     error: ApiError | None = None
     """Why it was refused or failed."""
+    rates: Rates | None = None
+    """What it pays for a token: as the first stage found that goes by prices, so that all charge the same."""
     nano_dollars: int = 0
     """What it cost, once the ledger has said so."""
     replays: str = ""

@@ -21,17 +21,20 @@ from tests.waiting import until
 from argosy.gateway.ask import read
 from argosy.gateway.books import Books
 from argosy.gateway.caller import Caller
-from argosy.gateway.journey import CHAT, Journey, Status
+from argosy.gateway.journey import CHAT, Journey, Status, Visit, enter, leave
 from argosy.gateway.replicas.pool import Pool
 from argosy.gateway.stages.ledger import Ledger, settle_forever
+from argosy.gateway.stages.limits import Limits
 from argosy.protocol import ApiError
 from argosy.store import (
     Directory,
+    Limit,
     Price,
     Spool,
     SpoolFullError,
     StoreConfig,
     UsageRow,
+    open_shared,
     open_store,
 )
 from argosy.web import Exchange
@@ -104,6 +107,34 @@ async def test_a_request_becomes_one_row_at_the_price_of_its_tier_when_it_began(
     )
     assert one.trace.ledger is not None
     assert one.trace.ledger.nano_dollars == cost
+
+
+async def test_a_budget_is_charged_what_the_ledger_says_though_prices_change_in_between(
+    spool: Spool,
+) -> None:
+    """Others may be asked how much room there is, which takes a moment."""
+    limits, ledger = Limits(open_shared(None)), Ledger(spool)
+    budget = Limit(
+        id="b", owner_kind="key", owner="k", unit="nano_dollars", amount=10**9, window="day"
+    )
+    before = Directory(limits=(budget,), prices=PRICES)
+    after = Directory(
+        limits=(budget,), prices=(Price(model="m", input=7, cached_input=7, output=7),)
+    )
+    one, two = journey(), journey(number=2)
+    for stage in (limits, ledger):
+        stage.update(before)
+    visits: list[Visit] = []
+    assert await enter([limits], visits, one)
+    for stage in (limits, ledger):
+        stage.update(after)
+    assert await enter([ledger], visits, one)
+    one.delivered.prompt_tokens, one.delivered.output_tokens = 100, 7
+    one.status, one.replica = "completed", "there"
+    leave(visits, one)
+    await limits.enter(two)
+    (row,) = drained(spool)
+    assert [line.used for line in two.trace.limits] == [row.nano_dollars]
 
 
 @pytest.mark.parametrize("stream", [True, False])

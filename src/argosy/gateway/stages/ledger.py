@@ -54,7 +54,9 @@ class Ledger:
     async def enter(self, journey: Journey) -> Entry:
         """Begin its row. Raises ApiError 503 when there is no room for one more."""
         caller, model = journey.caller, journey.pool.model
-        rates = self._prices.rates(model, TIERS[caller.tier], self._clock())
+        rates = journey.rates
+        if rates is None:
+            rates = self._prices.rates(model, TIERS[caller.tier], self._clock())
         row = UsageRow(
             request=journey.id,
             organisation=caller.organisation,

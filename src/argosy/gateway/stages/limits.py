@@ -173,6 +173,7 @@ class Limits:
             return None
         now = self._clock()
         rates = self._prices.rates(journey.pool.model, TIERS[caller.tier], now)
+        journey.rates = rates
         prompt = ask.prompt_tokens
         expected = self._estimates.expected(party.asker, ask.max_output, DEFAULT_OUTPUT)
         output = expected * ask.choices
