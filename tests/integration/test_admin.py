@@ -470,8 +470,11 @@ async def test_nobody_sees_the_usage_or_requests_of_others(store: Store, keys: K
     }
     async with admin(store, cards.get) as client:
         client.headers |= keys["caller"]
-        path = "/admin/me/usage?key=key_other&project=proj_other"
-        assert [row["requests"] for row in (await done(await client.get(path)))["data"]] == [0]
+        (mine,) = (await done(await client.get("/admin/me/usage")))["data"]
+        assert mine["requests"] == 0
+        for whose in ("organisation=org_other", "project=proj_other", "key=key_other", "user=u"):
+            refused = await client.get(f"/admin/me/usage?{whose}")
+            assert told(refused)[:2] == (400, "unknown_parameter")
         assert await done(await client.get("/admin/requests/mine")) == cards["mine"]
         unknown = await client.get("/admin/requests/theirs")
         assert told(unknown)[:2] == (404, "not_found")

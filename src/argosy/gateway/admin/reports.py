@@ -12,6 +12,7 @@ from argosy.gateway.admin.shapes import (
     AuditQuery,
     AuditView,
     CallerView,
+    OwnReportQuery,
     Page,
     ReportQuery,
     UsageView,
@@ -55,7 +56,7 @@ def get_caller(desk: Desk, call: Call) -> CallerView:  # noqa: ARG001 - the requ
     )
 
 
-@api.add("GET", "/admin/me/usage", "caller", query=ReportQuery)
+@api.add("GET", "/admin/me/usage", "caller", query=OwnReportQuery)
 def report_own_usage(desk: Desk, call: Call) -> Page[UsageView]:
     """What your own key or, with a token, you yourself used."""
     caller = call.caller
@@ -98,15 +99,16 @@ def verify_audit_log(desk: Desk, call: Call) -> VerdictView:  # noqa: ARG001 - t
     return view(desk.audit.verify(), VerdictView)
 
 
-def _groups(query: ReportQuery) -> list[Group]:
+def _groups(query: ReportQuery | OwnReportQuery) -> list[Group]:
     names = [name for name in query.group_by.replace(" ", "").split(",") if name]
     return cast("list[Group]", names)
 
 
-def _where(query: ReportQuery) -> UsageFilter:
-    return UsageFilter(**{name: getattr(query, name) for name in UsageFilter.__struct_fields__})
+def _where(query: ReportQuery | OwnReportQuery) -> UsageFilter:
+    asked = msgspec.structs.asdict(query)
+    return UsageFilter(**{name: asked.get(name) for name in UsageFilter.__struct_fields__})
 
 
-def _report(desk: Desk, query: ReportQuery, where: UsageFilter) -> Page[UsageView]:
+def _report(desk: Desk, query: ReportQuery | OwnReportQuery, where: UsageFilter) -> Page[UsageView]:
     shown = [view(row, UsageView) for row in desk.usage.report(_groups(query), where)]
     return Page(data=shown, has_more=False, first_id=None, last_id=None)

@@ -195,6 +195,18 @@ class ReportQuery(UsageFilter, frozen=True, kw_only=True, forbid_unknown_fields=
     """Of day, organisation, project, key, user, model, asked, route and replica, with commas between."""
 
 
+class OwnReportQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The same of the caller's own rows: whose they are cannot be asked for."""
+
+    since: Moment | None = None
+    until: Moment | None = None
+    model: str | None = None
+    asked: str | None = None
+    route: str | None = None
+    replica: str | None = None
+    group_by: str = ""
+
+
 class AuditQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Which entries of the audit log."""
 
