@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.integration.fake_engine import FakeEngine, Script, always
 from tests.integration.gateway.books import (
     CHATS,
     COMPLETIONS,
@@ -14,13 +15,17 @@ from tests.integration.gateway.books import (
     STREAM,
     books,
     carriable,
+    kept,
 )
 from tests.integration.gateway.doubles.families import Vllm
 from tests.integration.gateway.doubles.server import Fault
 from tests.integration.gateway.doubles.server import running as listening
 from tests.integration.rough_server import Asked, rough_server
+from tests.integration.serving import MODEL, serve
 from tests.waiting import until
 
+from argosy.engine.serving.text.tokenizer import Tokenizer
+from argosy.gateway import ReplicaConfig
 from argosy.protocol import event
 from argosy.store import UsageRow
 
@@ -257,6 +262,28 @@ async def test_whoever_got_no_token_pays_no_prompt_of_another_server_either(
         row = await here.agree()
         assert counts(row) == NOTHING
         assert row.status == ("cancelled" if timeout_s is None else "stopped")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_who_leaves_pays_for_what_came_and_of_an_answer_to_be_sent_whole_nothing_had(
+    tmp_path: Path, tokenizer: Tokenizer, stream: bool
+) -> None:
+    engine = FakeEngine(tokenizer, always(Script([*range(100, 110)], pause_after=4)))
+    async with (
+        serve(engine) as served,
+        kept(tmp_path, ReplicaConfig(url=served.url, model=MODEL)) as here,
+    ):
+        asking = asyncio.create_task(here.ask(stream=stream, request_id="mine"))
+        await engine.paused.wait()
+        trace = here.running.traces.find("mine")
+        assert trace is not None
+        await until(lambda: trace.last is not None)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        await until(lambda: here.spool.waiting == 1)
+        row = await here.agree()
+        assert row.status == "cancelled"
+        assert (counts(row) == NOTHING) is not stream
 
 
 async def test_an_answer_that_broke_before_its_first_token_is_not_billed(tmp_path: Path) -> None:

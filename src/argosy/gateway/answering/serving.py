@@ -136,7 +136,8 @@ class Serving:
             raise
         finally:
             delivered = journey.delivered
-            if journey.status in UNANSWERED and out.retract():
+            unsent = journey.status in UNANSWERED and out.retract()
+            if unsent or exchange.status is None:
                 delivered.forget()  # nothing reached the client, so nothing is billed
             elif journey.status != "completed" and not delivered.output_tokens:
                 delivered.prompt_tokens = delivered.cached_tokens = 0  # nor is a prompt alone
