@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable, Collection
 
 import structlog
@@ -10,6 +11,9 @@ from argosy.protocol import ApiError
 from argosy.web.exchange import DisconnectedError, Exchange, SlowReaderError
 
 V1 = "/v1"
+CHAT = f"{V1}/chat/completions"
+_OTHER_DIALECTS = re.compile(rf"{V1}/(responses|messages)(/|$)")
+"""Paths of chats in the Responses API of OpenAI and in Anthropic's, which some clients speak unless told otherwise."""
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.web")
 
@@ -54,14 +58,17 @@ def check_method(exchange: Exchange, methods: Collection[str]) -> str:
 
 
 def nothing_at(path: str, known: Callable[[str], bool]) -> ApiError:
-    """404 for a path that is not `known`; it tells of a base URL that ends with /v1 too seldom or too often."""
+    """404 for a path that is not `known`; it tells what is known that a client with such a path may have meant."""
     meant = V1 + path.rpartition(V1)[2]
-    remedy = (
-        f"but at {meant[:200]!r}: a client's base URL ends with {V1}, once"
-        if known(meant)
-        else "see /openapi.json for what there is"
-    )
-    return ApiError(404, "not_found", f"There is nothing at {path[:200]!r}, {remedy}.")
+    if known(meant):
+        remedy = f", but at {meant[:200]!r}: a client's base URL ends with {V1}, once"
+    elif known(path.rstrip("/")):
+        remedy = f", but at {path.rstrip('/')[:200]!r}: without a slash at its end"
+    elif _OTHER_DIALECTS.match(meant) and known(CHAT):
+        remedy = f". Have the client speak chat completions, which are at {CHAT!r}"
+    else:
+        remedy = ", see /openapi.json for what there is"
+    return ApiError(404, "not_found", f"There is nothing at {path[:200]!r}{remedy}.")
 
 
 def no_http() -> bytes:

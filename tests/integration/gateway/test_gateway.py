@@ -349,6 +349,16 @@ async def test_what_the_gateway_itself_refuses(body: bytes, status: int, param: 
     [
         ("/chat/completions", "but at '/v1/chat/completions'"),
         ("/v1/v1/models/big", "but at '/v1/models/big'"),
+        ("/v1/models/", "but at '/v1/models': without a slash at its end"),
+        (
+            "/v1/responses",
+            "Have the client speak chat completions, which are at '/v1/chat/completions'",
+        ),
+        ("/responses", "Have the client speak chat completions"),
+        ("/v1/responses/resp_1", "Have the client speak chat completions"),
+        ("/v1/messages", "Have the client speak chat completions"),
+        ("/v1/messages/count_tokens", "Have the client speak chat completions"),
+        ("/v1/", "see /openapi.json"),
         ("/v1/embeddings", "see /openapi.json"),
         ("/nowhere", "see /openapi.json"),
     ],
