@@ -12,15 +12,19 @@ from collections.abc import Iterable
 from typing import Any
 
 import httptools
+import structlog
 from uvicorn.protocols.utils import get_local_addr, get_remote_addr, is_ssl
 
+from argosy.protocol import ApiError
 from argosy.web.deadlines import Deadlines
 from argosy.web.exchange import WIRE, App, Scope
 from argosy.web.head import LIMIT_BYTES, Head, HeadTemplate, template_of
 from argosy.web.polling import has_left, has_sent
-from argosy.web.refusing import no_http
+from argosy.web.refusing import no_http, whole_answer
 from argosy.web.state import State
 from argosy.web.wire import RequestWire
+
+log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.web")
 
 MOST_DIFFER = 8
 """Of a client whose heads differ so often in a row no more are compared."""
@@ -76,8 +80,8 @@ class Connection(asyncio.Protocol):
         """Reading is paused."""
         self._deaf = False
         """What comes now is not read: the last request has come, or something that is none."""
-        self._bad = False
-        """What came after the request that is being answered is no HTTP."""
+        self._bad: ApiError | None = None
+        """What came after the request that is being answered is no HTTP; its refusal."""
         self._more = False
         """The client goes on sending after its last request."""
         self._incoming: RequestWire | None = None
@@ -143,10 +147,10 @@ class Connection(asyncio.Protocol):
             try:
                 data = self._feed(data)
             except httptools.HttpParserError:
-                self._no_http()
+                self._no_http(data)
                 return
         if self._overhead > LIMIT_BYTES:
-            self._no_http()
+            self._no_http(b"")
         elif self._begun:  # most are whole at once, and need not be timed
             self._begun = False
             self._heads.add(self)
@@ -271,8 +275,8 @@ class Connection(asyncio.Protocol):
             self._part(wire)
         elif self._waiting:
             self._start(*self._waiting.popleft())
-        elif self._bad:
-            self._refuse()
+        elif self._bad is not None:
+            self._refuse(self._bad)
         else:
             self._idle.add(self)
             self._wait_to_leave()
@@ -380,18 +384,21 @@ class Connection(asyncio.Protocol):
         if self._server.leaving is not None:
             self._server.leaving.add(self)
 
-    def _no_http(self) -> None:
+    def _no_http(self, came: bytes) -> None:
         """What came is no HTTP: say so, after the answers that are due."""
         self._heads.remove(self)
         if self._deaf:
             return
         self._deaf = True
+        error = no_http(came)
+        address, _ = self._place["client"] or (None, None)
+        log.info("no_http", address=address, why=error.message)
         current = self._current
         if current is None or (current is self._incoming and not current.started):
-            self._refuse()
+            self._refuse(error)
         else:
-            self._bad = True
+            self._bad = error
 
-    def _refuse(self) -> None:
-        self.transport.write(no_http())
+    def _refuse(self, error: ApiError) -> None:
+        self.transport.write(whole_answer(error))
         self.transport.close()

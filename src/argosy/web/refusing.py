@@ -16,6 +16,19 @@ _OTHER_DIALECTS = re.compile(rf"{V1}/(responses|messages)(/|$)")
 """Paths of chats in the Responses API of OpenAI and in Anthropic's, which some clients speak unless told otherwise."""
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.web")
+_PROXY = (
+    "The PROXY protocol is not spoken here. Turn it off, and have the proxy add X-Forwarded-For."
+)
+_OTHER_PROTOCOLS = (
+    (b"PROXY ", _PROXY),
+    (b"\r\n\r\n\0\r\nQUIT\n", _PROXY),
+    (
+        b"PRI * HTTP/2.0",
+        "HTTP/2 is not spoken here. Have the client, or the proxy, speak HTTP/1.1.",
+    ),
+    (b"\x16\x03", "TLS is not spoken here. Ask http://, or start the server with a certificate."),
+)
+"""What connections may begin with that are meant for another protocol, and what to change then."""
 
 
 async def answered(exchange: Exchange, handling: Awaitable[None]) -> None:
@@ -71,9 +84,15 @@ def nothing_at(path: str, known: Callable[[str], bool]) -> ApiError:
     return ApiError(404, "not_found", f"There is nothing at {path[:200]!r}{remedy}.")
 
 
-def no_http() -> bytes:
-    """The whole answer to what is no request."""
-    body = ApiError(400, "bad_http", "Invalid HTTP request received.").body("")
+def no_http(came: bytes) -> ApiError:
+    """The refusal of bytes that are no request; it tells whose they are, where they begin as another protocol does."""
+    why = next((why for start, why in _OTHER_PROTOCOLS if came.startswith(start)), None)
+    return ApiError(400, "bad_http", why or "Invalid HTTP request received.")
+
+
+def whole_answer(error: ApiError) -> bytes:
+    """The bytes of an answer to what is no request, with which the connection ends."""
+    body = error.body("")
     head = (
         "HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n"
         f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"

@@ -15,6 +15,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.routing import Mount, Route
+from structlog.testing import capture_logs
 from tests.waiting import until
 
 from argosy.gateway.config import GatewayConfig
@@ -426,6 +427,27 @@ async def test_nonsense_after_a_request_is_refused_after_its_answer() -> None:
     assert first.startswith(b"HTTP/1.1 200 OK")
     assert first.endswith(b"good")
     assert b'"code":"bad_http"' in second
+
+
+@pytest.mark.parametrize(
+    ("came", "remedy"),
+    [
+        (b"PROXY TCP4 10.0.0.1 10.0.0.2 5000 80\r\n" + LAST, "X-Forwarded-For"),
+        (b"\r\n\r\n\x00\r\nQUIT\n\x20\x00\x00\x00" + LAST, "X-Forwarded-For"),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", "speak HTTP/1.1"),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", "http://"),
+    ],
+    ids=["proxy-1", "proxy-2", "http-2", "tls"],
+)
+async def test_what_proxies_may_speak_instead_is_told_and_logged(came: bytes, remedy: str) -> None:
+    """An operator sees all requests fail, and what to change about the proxy."""
+    with capture_logs() as logs:
+        answer = await answer_to(came)
+    assert answer.count(b"HTTP/1.1 400 ") == 1
+    assert remedy.encode() in answer
+    (told,) = [line for line in logs if line["event"] == "no_http"]
+    assert remedy in told["why"]
+    assert told["address"] == "127.0.0.1"
 
 
 async def test_nothing_is_read_after_a_request_that_closes() -> None:
