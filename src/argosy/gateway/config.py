@@ -134,6 +134,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     connection_age_s: Positive = 600.0
     """About so long a client's connection is kept; then it is closed between two requests, so that clients of several
     gateways spread anew."""
+    connection_idle_s: Positive = 75.0
+    """So long a client's connection is kept without a request. A proxy has to keep its own for less: else it sends
+    requests on connections that are being closed."""
     fast_path: Literal["auto", "off"] = "auto"
     """Streams that need no decision are passed on by native code, where a compiler is there to build it."""
     drain_deadline_s: Annotated[float, Meta(ge=0)] = 30.0

@@ -193,6 +193,7 @@ class GatewayServer:
             certificates,
             descriptors=each,
             age_s=self._config.connection_age_s,
+            idle_s=self._config.connection_idle_s,
             vanished_s=2 * self._config.slow_reader_timeout_s,
         )
         listening = asyncio.create_task(listener.serve(sockets=[bound]))

@@ -28,8 +28,8 @@ UNSENT_BYTES = 128 * 1024
 
 It would be megabytes for each, and one that takes less than a third of that would not be seen to take anything.
 """
-KEEP_ALIVE_S = 75
-"""An idle connection is closed after this long; longer than clients keep theirs."""
+IDLE_S = 75.0
+"""An idle connection is closed after this long; longer than most clients keep theirs."""
 HEADER_TIMEOUT_S = 30
 """A connection whose request line and headers take longer is dropped."""
 QUIET_S = 0.05
@@ -54,13 +54,16 @@ class Listener(uvicorn.Server):
         *,
         descriptors: int = 1,
         age_s: float = math.inf,
+        idle_s: float = IDLE_S,
         vanished_s: float = VANISHED_S,
     ) -> None:
         """`descriptors`: how many a client takes; `age_s`: how long a connection may be kept for more requests.
 
-        A client that answers no packet, or takes nothing, for `vanished_s` is gone.
+        One that gets no request for `idle_s` is closed, or whose client takes nothing of a whole answer for so long.
+        A client that answers no packet, or takes nothing of a stream, for `vanished_s` is gone.
         """
         self._descriptors = descriptors
+        self._idle_s = idle_s
         self._vanished_s = vanished_s
         shown = None if certificates is None else certificates.context
         super().__init__(
@@ -82,7 +85,7 @@ class Listener(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept on `sockets`, as many at a time as wait."""
         heads = Deadlines(HEADER_TIMEOUT_S, Connection.late)
-        idle = Deadlines(KEEP_ALIVE_S, Connection.leave)
+        idle = Deadlines(self._idle_s, Connection.leave)
         quiet = Deadlines(QUIET_S, Connection.look_after)
         make = partial(Connection, heads, idle, quiet, self.config.loaded_app, self._state)
         clients, most = self._state.connections, most_clients(self._descriptors)

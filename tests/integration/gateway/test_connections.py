@@ -34,6 +34,7 @@ from argosy.web import (
 )
 from argosy.web import connection as connections
 from argosy.web.exchange import WIRE
+from argosy.web.listen import IDLE_S
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -92,9 +93,11 @@ APP = Starlette(
 
 
 @contextlib.asynccontextmanager
-async def listening(app: App, age_s: float = math.inf) -> AsyncIterator[int]:
+async def listening(
+    app: App, age_s: float = math.inf, idle_s: float = IDLE_S
+) -> AsyncIterator[int]:
     """The port that `app` listens on."""
-    listener, bound = Listener(app, age_s=age_s), bind("127.0.0.1", 0)
+    listener, bound = Listener(app, age_s=age_s, idle_s=idle_s), bind("127.0.0.1", 0)
     port = int(url_of(bound).rsplit(":", 1)[1])
     running = asyncio.create_task(listener.serve(sockets=[bound]))
     try:
@@ -115,9 +118,9 @@ async def connected(port: int) -> AsyncIterator[Connection]:
 
 
 @contextlib.asynccontextmanager
-async def talking(app: App = APP) -> AsyncIterator[Connection]:
+async def talking(app: App = APP, idle_s: float = IDLE_S) -> AsyncIterator[Connection]:
     """A connection to `app`."""
-    async with listening(app) as port, connected(port) as connection:
+    async with listening(app, idle_s=idle_s) as port, connected(port) as connection:
         yield connection
 
 
@@ -514,9 +517,8 @@ async def test_a_client_that_leaves_in_the_middle_of_its_body_ends_the_request()
         await ended.wait()
 
 
-async def test_who_is_being_answered_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_is_being_answered_is_not_idle() -> None:
     """Though its request began to come while the one before was being answered."""
-    monkeypatch.setattr(listen, "KEEP_ALIVE_S", 0.1)
     may = asyncio.Event()
 
     async def wait(_request: Request) -> PlainTextResponse:
@@ -527,10 +529,8 @@ async def test_who_is_being_answered_is_not_idle(monkeypatch: pytest.MonkeyPatch
         await asyncio.sleep(0.5)
         return PlainTextResponse("second")
 
-    async with talking(Starlette(routes=[Route("/1", wait), Route("/2", take_long)])) as (
-        reader,
-        writer,
-    ):
+    app = Starlette(routes=[Route("/1", wait), Route("/2", take_long)])
+    async with talking(app, idle_s=0.1) as (reader, writer):
         begun, rest = b"GET /2 HTTP/1.1\r\n", b"host: x\r\n\r\n"
         writer.write(b"GET /1 HTTP/1.1\r\nhost: x\r\n\r\n" + begun)
         may.set()
@@ -674,15 +674,11 @@ async def test_who_has_left_is_missed_before_there_is_an_answer(end: str, versio
 
 
 @pytest.mark.parametrize("ending", [b"", b"connection: close\r\n"])
-async def test_who_takes_nothing_of_a_whole_answer_is_not_kept_for_ever(
-    monkeypatch: pytest.MonkeyPatch, ending: bytes
-) -> None:
-    monkeypatch.setattr(listen, "KEEP_ALIVE_S", 0.1)
-
+async def test_who_takes_nothing_of_a_whole_answer_is_not_kept_for_ever(ending: bytes) -> None:
     async def much(_request: Request) -> PlainTextResponse:
         return PlainTextResponse(b"x" * 50_000_000)
 
-    async with listening(Starlette(routes=[Route("/", much)])) as port:
+    async with listening(Starlette(routes=[Route("/", much)]), idle_s=0.1) as port:
         with socket.create_connection(("127.0.0.1", port)) as client:
             client.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n" + ending + b"\r\n")
             poll = select.poll()
@@ -690,14 +686,14 @@ async def test_who_takes_nothing_of_a_whole_answer_is_not_kept_for_ever(
             await until(lambda: poll.poll(0))
 
 
-async def test_who_takes_whole_answers_slowly_gets_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listen, "KEEP_ALIVE_S", 0.2)
+async def test_who_takes_whole_answers_slowly_gets_them() -> None:
     size = 30_000_000
 
     async def much(_request: Request) -> PlainTextResponse:
         return PlainTextResponse(b"x" * size)
 
-    async with talking(Starlette(routes=[Route("/", much)])) as (reader, writer):
+    app = Starlette(routes=[Route("/", much)])
+    async with talking(app, idle_s=0.2) as (reader, writer):
         asked = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
         writer.write(asked)
         for _ in range(2):

@@ -182,6 +182,19 @@ def test_what_is_on_its_way_when_a_gateway_leaves_is_answered(tmp_path: Path) ->
         assert process.wait(30) == 0
 
 
+def test_an_idle_connection_is_kept_for_as_long_as_the_settings_say(tmp_path: Path) -> None:
+    """Load balancers that keep theirs for longer than the gateway lose requests."""
+    config = str(configured(tmp_path, "connection_idle_s: 0.2"))
+    with running(*GATEWAY, config) as process, socket.socket(socket.AF_UNIX) as client:
+        assert healthy(tmp_path, process)
+        client.settimeout(30)  # a gateway's own time is longer
+        client.connect(str(tmp_path / "gateway.sock"))
+        client.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        answer = client.makefile("rb").read()
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        assert b"connection: close" not in answer
+
+
 def test_who_connected_before_a_gateway_leaves_is_answered(tmp_path: Path) -> None:
     """It had no time to accept them."""
     with running(*GATEWAY, str(configured(tmp_path))) as process, contextlib.ExitStack() as leaving:

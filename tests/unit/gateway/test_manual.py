@@ -15,7 +15,7 @@ from argosy.telemetry import GatewayMetrics, GatewayReading, SharedLimitsReading
 ROOT = Path(__file__).parents[3]
 ARGOSY = ROOT / "src/argosy"
 MANUAL = (ROOT / "docs" / "gateway.md").read_text()
-(EXAMPLE,) = re.findall(r"^```yaml\n(.*?)^```$", MANUAL, re.MULTILINE | re.DOTALL)
+EXAMPLE, *_OF_PROXIES = re.findall(r"^```yaml\n(.*?)^```$", MANUAL, re.MULTILINE | re.DOTALL)
 NAME = re.compile(r"`([a-z_]+)`")
 
 
