@@ -50,6 +50,8 @@ class ContentPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     audio_url: Any = None
     file: Any = None
     prompt_cache_breakpoint: Any = None
+    """With the next one: marks of what other APIs are to cache. Here all of it may be."""
+    cache_control: Any = None
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -65,10 +67,13 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     tool_call_id: str | None = None
     function_call: Json | None = None
     audio: Json | None = None
+    cache_control: Any = None
     annotations: Any = None
-    """With the next two: what APIs and client libraries put beside an answer's text, and send back with it."""
+    """With the next four: what APIs and client libraries put beside an answer's text, and send back with it."""
     parsed: Any = None
     provider_specific_fields: Any = None
+    thinking_blocks: Any = None
+    reasoning_details: Any = None
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -276,6 +276,8 @@ def test_messages_of_parts_are_flattened() -> None:
         {"refusal": None, "parsed": None},
         {"parsed": {"name": "x"}},
         {"provider_specific_fields": {"refusal": None}},
+        {"thinking_blocks": [{"type": "thinking", "thinking": "hm", "signature": "s"}]},
+        {"reasoning_details": [{"type": "reasoning.text", "text": "hm"}]},
     ],
 )
 def test_answers_come_back_with_what_clients_put_beside_their_text(beside: dict[str, Any]) -> None:
@@ -283,6 +285,15 @@ def test_answers_come_back_with_what_clients_put_beside_their_text(beside: dict[
     with_it = chat(messages=[*USER, answer | beside, *USER])
     without = chat(messages=[*USER, answer, *USER])
     assert with_it.requests[0].prompt == without.requests[0].prompt
+
+
+def test_marks_of_what_to_cache_say_nothing_about_the_prompt() -> None:
+    """They are hints for APIs that cache only what is marked; LiteLLM passes them on."""
+    mark = {"cache_control": {"type": "ephemeral"}}
+    part = {"type": "text", "text": "hello"} | mark
+    marked = chat(messages=[{"role": "user", "content": [part]} | mark])
+    plain = chat(messages=[{"role": "user", "content": "hello"}])
+    assert marked.requests[0].prompt == plain.requests[0].prompt
 
 
 def test_continuing_the_final_message() -> None:
