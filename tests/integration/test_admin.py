@@ -82,7 +82,7 @@ async def admin(
         async with httpx2.AsyncClient(base_url=url, transport=transport, timeout=30) as client:
             yield client
     finally:
-        listener.should_exit = True
+        listener.stop()
         await listening
 
 

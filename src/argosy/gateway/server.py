@@ -208,12 +208,9 @@ class GatewayServer:
         finally:
             for task in (*tasks, leaving):
                 task.cancel()
-            listener.should_exit = True
-            await listening
-            late = list(listener.server_state.tasks)
-            for task in late:  # what did not end in time is ended, and counted
-                task.cancel()
-            await asyncio.gather(*tasks, *late, return_exceptions=True)
+            listener.stop()
+            await listening  # what did not end in time too, and is counted
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _fast_path(self) -> FastPath | None:
         if self._config.fast_path == "off":

@@ -17,6 +17,8 @@ AT_ONCE = 32
 """Connections that are accepted before those that are there get their turn again."""
 BEHIND_BYTES = 16 * 1024
 """A client for which so much waits here, beside what the kernel keeps for it, is behind: it is sent no more for now."""
+OPENING_S = 0.1
+"""How long who is accepted last may take to agree upon TLS."""
 FULL_FOR_S = 0.5
 """How long nobody is accepted when the process has no room for one more."""
 
@@ -99,11 +101,11 @@ class Acceptor:
             leave(self._listening)
 
     async def wait_closed(self) -> None:
-        """End what has been accepted and is not open yet: TLS takes its time."""
-        opening = list(self._opening)
-        for task in opening:
-            task.cancel()
-        await asyncio.gather(*opening, return_exceptions=True)
+        """Until what has been accepted is open; what takes longer than TLS should, ends."""
+        opening = asyncio.gather(*self._opening, return_exceptions=True)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(OPENING_S):
+                await opening
 
     def _accept(self) -> None:
         try:

@@ -37,7 +37,7 @@ MOST_UNREAD_BYTES = 1 << 30
 
 
 class Connection(asyncio.Protocol):
-    """A client's connection, as uvicorn's server counts and ends it.
+    """A client's connection, as its listener counts and ends it.
 
     Each request runs `app` in a task of its own, one at a time; the scope's `state` has its `RequestWire`.
     `heads` and `idle` end connections whose headers take too long, and those that nobody uses; `quiet` looks
@@ -101,7 +101,7 @@ class Connection(asyncio.Protocol):
         peer = transport.get_extra_info("socket")
         if peer is not None and peer.family != socket.AF_UNIX:
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # not every loop does
-        self._server.connections.add(self)  # type: ignore[arg-type] # uvicorn names its own classes
+        self._server.add(self)
         self._place = {
             "server": get_local_addr(transport),
             "client": get_remote_addr(transport),
@@ -115,7 +115,7 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """It is gone."""
         del exc, self._parser  # which has methods of ours: the two would keep each other
-        self._server.connections.discard(self)
+        self._server.remove(self)
         self._heads.remove(self)
         self._idle.remove(self)
         self._quiet.remove(self)
@@ -224,7 +224,7 @@ class Connection(asyncio.Protocol):
         if wire is not None:
             self._all_came(wire)
 
-    # --- uvicorn's server's, and the listener's ----------------------------------------------------
+    # --- the listener's ----------------------------------------------------------------------------
 
     def retire(self) -> None:
         """End with the last answer that is due, if its head can still say so: after another the client may ask more."""

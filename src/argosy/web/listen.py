@@ -39,13 +39,20 @@ VANISHED_S = 60
 LOOK_S = 0.02
 """How often it is looked whether connections are left."""
 GOODBYE_S = 5
-"""How long connections may take to close once everything has been answered."""
+"""How long connections may take to close once everything has been answered,"""
+FORCED_S = 0.1
+"""and where nobody waits for answers."""
+DATE_S = 1
+"""How often the date that answers bear is renewed."""
 _PORTS = frozenset({errno.EADDRINUSE, errno.EACCES})
 """Errors of a port that others have, or that one may not have; others are those of an address."""
 
 
 class Listener(uvicorn.Server):
-    """uvicorn on our connections, without its signal handlers: what a signal means its owner decides."""
+    """uvicorn on our connections, without its signal handlers: what a signal means its owner decides.
+
+    It ends by `stop`, and as soon as all have left, where uvicorn looks every 0.1 s.
+    """
 
     def __init__(
         self,
@@ -65,6 +72,7 @@ class Listener(uvicorn.Server):
         self._descriptors = descriptors
         self._idle_s = idle_s
         self._vanished_s = vanished_s
+        self._stopped = asyncio.Event()
         shown = None if certificates is None else certificates.context
         super().__init__(
             uvicorn.Config(
@@ -76,7 +84,6 @@ class Listener(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,  # whom to believe is a setting of ours
-                timeout_graceful_shutdown=GOODBYE_S,
                 ssl_context_factory=None if shown is None else lambda *_: shown,
             )
         )
@@ -94,6 +101,40 @@ class Listener(uvicorn.Server):
             for each in sockets or ()
         ]
         self.started = True
+
+    def stop(self) -> None:
+        """End: `serve` returns once all has been answered, or soon after where `force_exit` says not to wait."""
+        self.should_exit = True
+        self._stopped.set()
+
+    async def main_loop(self) -> None:
+        """Let answers bear the date, until it is to end."""
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(DATE_S):
+                    await self._stopped.wait()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept nobody any more; what has not been answered in time is cancelled, and has ended."""
+        del sockets  # the servers' own
+        for server in self.servers:
+            server.close()
+        for connection in list(self._state.connections):
+            connection.shutdown()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FORCED_S if self.force_exit else GOODBYE_S):
+                await self._all_left()
+        late = list(self._state.tasks)
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*late, return_exceptions=True)
+
+    async def _all_left(self) -> None:
+        for server in self.servers:
+            await server.wait_closed()
+        await self._state.deserted.wait()
+        while self._state.tasks:
+            await asyncio.wait(self._state.tasks)
 
     async def retire(self, idle_s: float) -> None:
         """Accept nobody any more, and let connections end with the next answer that can still say so.

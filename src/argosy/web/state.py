@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 from uvicorn.server import ServerState
@@ -22,3 +23,17 @@ class State(ServerState):
         """It is leaving: each connection's next answer is its last, and those without requests end here."""
         self.unread = 0
         """Bytes of bodies that are kept until somebody takes them."""
+        self.deserted = asyncio.Event()
+        """There is no connection."""
+        self.deserted.set()
+
+    def add(self, connection: Connection) -> None:
+        """A client has connected."""
+        self.connections.add(connection)  # type: ignore[arg-type] # uvicorn names its own classes
+        self.deserted.clear()
+
+    def remove(self, connection: Connection) -> None:
+        """It is gone."""
+        self.connections.discard(connection)
+        if not self.connections:
+            self.deserted.set()

@@ -186,7 +186,7 @@ async def front(
         await app.idle()
         assert all(replica.load.in_flight == 0 for replica in replicas)
     finally:
-        listener.should_exit = True
+        listener.stop()
         await tasks[0]
         for task in tasks[1:]:
             task.cancel()

@@ -52,7 +52,7 @@ def test_all_who_wait_are_let_in_within_a_few_turns_of_the_loop() -> None:
             while len(listener.server_state.connections) < many and count < 10 * many:
                 count += 1
                 await asyncio.sleep(0)
-        listener.should_exit = True
+        listener.stop()
         await running
         return count
 
@@ -69,7 +69,7 @@ async def test_who_comes_once_it_is_closed_is_refused_and_does_not_wait() -> Non
     with pytest.raises(ConnectionRefusedError):
         await asyncio.open_connection(*address)
     writer.close()
-    listener.should_exit = True
+    listener.stop()
     await running
 
 

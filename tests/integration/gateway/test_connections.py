@@ -103,7 +103,8 @@ async def listening(
     try:
         yield port
     finally:
-        listener.should_exit = listener.force_exit = True
+        listener.force_exit = True
+        listener.stop()
         await running
 
 

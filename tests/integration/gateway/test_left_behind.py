@@ -68,7 +68,7 @@ async def test_of_clients(tmp_path: Path, spoken: str) -> None:
             assert (await reader.readuntil(b"hello")).startswith(b"HTTP/1.1 200 OK")
         writer.transport.abort()
     await until(lambda: not listener.server_state.connections)
-    listener.should_exit = True
+    listener.stop()
     await running
     assert await still(lambda: left(web.Connection)) <= before
 

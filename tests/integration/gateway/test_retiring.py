@@ -36,23 +36,23 @@ class Held:
 
 
 @contextlib.asynccontextmanager
-async def serving(app: Held) -> AsyncIterator[tuple[Listener, Client]]:
+async def serving(app: Held) -> AsyncIterator[tuple[Listener, asyncio.Task[None], Client]]:
     """A server, and a client that is connected."""
     listener, bound = Listener(app), bind("127.0.0.1", 0)
     running = asyncio.create_task(listener.serve(sockets=[bound]))
     reader, writer = await asyncio.open_connection(*bound.getsockname())
     try:
-        yield listener, (reader, writer)
+        yield listener, running, (reader, writer)
     finally:
         writer.close()
-        listener.should_exit = True
+        listener.stop()
         await running
 
 
 async def test_a_stream_that_began_before_its_server_leaves_lets_its_client_ask_again() -> None:
     """Its head has said so: the next request may be on its way when the stream ends."""
     app = Held()
-    async with serving(app) as (listener, (reader, writer)):
+    async with serving(app) as (listener, _, (reader, writer)):
         writer.write(asked("/stream"))
         assert b"connection: close" not in await reader.readuntil(b"\r\n\r\n")
         await app.begun.wait()
@@ -69,7 +69,7 @@ async def test_a_stream_that_began_before_its_server_leaves_lets_its_client_ask_
 
 async def test_a_stream_whose_client_asks_no_more_keeps_no_server() -> None:
     app = Held()
-    async with serving(app) as (listener, (reader, writer)):
+    async with serving(app) as (listener, _, (reader, writer)):
         writer.write(asked("/stream"))
         await app.begun.wait()
         retiring = asyncio.create_task(listener.retire(0.01))
@@ -81,7 +81,7 @@ async def test_a_stream_whose_client_asks_no_more_keeps_no_server() -> None:
 
 async def test_requests_that_came_together_before_a_server_leaves_are_all_answered() -> None:
     app = Held()
-    async with serving(app) as (listener, (reader, writer)):
+    async with serving(app) as (listener, _, (reader, writer)):
         writer.write(asked("/later") + asked("/") + asked("/"))
         await app.begun.wait()
         retiring = asyncio.create_task(listener.retire(60))
@@ -91,3 +91,42 @@ async def test_requests_that_came_together_before_a_server_leaves_are_all_answer
         assert answers.count(b"HTTP/1.1 200 ") == answers.count(b"the end") == 3
         assert answers.count(b"connection: close\r\n") == 1
         await retiring
+
+
+async def has_ended(running: asyncio.Task[None]) -> bool:
+    """Whether it ends without waiting for a clock: so many turns of the loop take less than one of its ticks."""
+    for _ in range(100):
+        if running.done():
+            return True
+        await asyncio.sleep(0)
+    return False
+
+
+async def test_a_server_that_nobody_uses_ends_at_once() -> None:
+    listener, bound = Listener(Held()), bind("127.0.0.1", 0)
+    running = asyncio.create_task(listener.serve(sockets=[bound]))
+    assert not await has_ended(running)
+    listener.stop()
+    assert await has_ended(running)
+
+
+async def test_a_server_whose_clients_wait_for_nothing_ends_at_once() -> None:
+    async with serving(Held()) as (listener, running, (reader, writer)):
+        writer.write(asked("/"))
+        assert b"the end" in await reader.readuntil(b"0\r\n\r\n")
+        listener.stop()
+        assert await has_ended(running)
+        assert await reader.read() == b""
+
+
+async def test_a_server_that_is_stopped_ends_with_the_last_answer() -> None:
+    app = Held()
+    async with serving(app) as (listener, running, (reader, writer)):
+        writer.write(asked("/later"))
+        await app.begun.wait()
+        listener.stop()
+        assert not await has_ended(running)
+        app.may_end.set()
+        answer = await reader.read()  # to the connection's end
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        assert await has_ended(running)

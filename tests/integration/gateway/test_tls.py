@@ -191,7 +191,7 @@ async def listening(
     try:
         yield listener, bound.getsockname()[1]
     finally:
-        listener.should_exit = True
+        listener.stop()
         await task
 
 

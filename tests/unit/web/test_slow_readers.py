@@ -46,7 +46,7 @@ async def asked(
         client.connect(listening.getsockname())
         client.sendall(b"GET / HTTP/1.1\r\nhost: here\r\nconnection: close\r\n\r\n")
         yield client, await answering
-    listener.should_exit = True
+    listener.stop()
     await serving
 
 

@@ -103,8 +103,8 @@ class ReplicaServer:
             renewing.cancel()
             serving.cancel()
             await self._engine.close()
-            self._listener.should_exit = True
             self._listener.force_exit = self._at_once.is_set()
+            self._listener.stop()
             await listening
             with contextlib.suppress(asyncio.CancelledError):
                 await serving
