@@ -9,6 +9,8 @@ import pytest
 import structlog
 from hypothesis import settings
 
+from tests.integration.gateway.certificates import Authority
+
 # A shell that starts the tests in the background has them, and all that they start, ignore Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -30,6 +32,14 @@ def _own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         folder = tmp_path_factory.mktemp("state")
         patch.setenv("XDG_STATE_HOME", str(folder))
         yield folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_trust(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No test speaks with anybody else's server: to read all authorities of the system would take each client 40 ms."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SSL_CERT_FILE", Authority(tmp_path_factory.mktemp("trust")).ca)
+        yield
 
 
 @pytest.fixture(autouse=True)
