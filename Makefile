@@ -35,6 +35,8 @@ export PIP_CONSTRAINT := constraints.txt
 serve: .venv/.serve
 	$(BIN)/argosy serve $(MODEL) --port $(PORT)
 
+# Tests start hundreds of processes, each of which would compile what it imports again.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: .venv/.dev $(JS_READY)
 	$(BIN)/pytest --numprocesses 3 --dist loadfile $(ARGS)
 
