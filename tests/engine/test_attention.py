@@ -106,7 +106,10 @@ def test_a_long_context_is_right(dtype: str) -> None:
     """Longer than the range of keys whose sums the native kernel makes together."""
     native_or_skip()
     world = World([2300], heads=2, kv_heads=1, dtype=dtype)
-    assert_right(world, world.run("native", world.whole()))
+    whole = world.run("native", world.whole(), threads=1)
+    assert_right(world, whole)
+    for threads in (2, 5):
+        assert_same_bits(world.run("native", world.whole(), threads), whole)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -114,10 +117,10 @@ def test_a_long_context_is_right(dtype: str) -> None:
 def test_threads_share_a_long_context_without_a_trace(window: int | None, dtype: str) -> None:
     native_or_skip()
     world = World([4300], heads=3, kv_heads=1, head_dim=128, window=window, dtype=dtype)
-    whole = world.run("native", world.whole(), threads=1)
-    cut = [[(0, 0, 4099)], [(0, 4099, 190)], *([(0, at, 1)] for at in range(4289, 4300))]
+    end = world.run("native", [[(0, 4099, 201)]], threads=1)
+    cut = [[(0, 4099, 190)], *([(0, at, 1)] for at in range(4289, 4300))]
     for threads in (1, 2, 5):
-        assert_same_bits(world.run("native", cut, threads), whole)
+        assert_same_bits(world.run("native", cut, threads), end)
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -14,6 +14,8 @@ from argosy.engine.execution.rope import rope_rows, rope_table, rotated
 from argosy.engine.execution.spec import RopeSpec
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from argosy.engine.execution.batch import Attention
@@ -108,20 +110,32 @@ class World:
         )
 
     def run(self, path: PathName, steps: list[list[Chunk]], threads: int = 2) -> list[Tensor]:
-        """The outputs of every sequence, computed in the given steps."""
+        """The outputs of every sequence, computed in the given steps; NaN of tokens before the first."""
         attention = self.attention(path, threads)
         outputs = [torch.full_like(q, torch.nan) for q, _, _ in self.qkv]
+        before = [(i, 0, s) for i, s, _ in steps[0] if s]
+        if (
+            before
+        ):  # their keys and values are kept whatever they see, and to see little costs little
+            self.step(attention, before, replace(self.spec, window=1))
         for chunks in steps:
-            parts = [[x[s : s + n] for x in self.qkv[i]] for i, s, n in chunks]
-            q, k, v = (torch.cat(column) for column in zip(*parts, strict=True))
-            batch = self.batch(chunks)
-            out = attention(q, k, v, batch, self.spec, self.rope(batch.positions))
-            assert out.dtype == q.dtype
-            assert out.is_contiguous()
-            pieces = out.split([n for _, _, n in chunks])
+            pieces = self.step(attention, chunks, self.spec)
             for (i, s, n), piece in zip(chunks, pieces, strict=True):
                 outputs[i][s : s + n] = piece
         return outputs
+
+    def step(
+        self, attention: Attention, chunks: list[Chunk], spec: AttentionSpec
+    ) -> Sequence[Tensor]:
+        """The output of each chunk."""
+        parts = [[x[s : s + n] for x in self.qkv[i]] for i, s, n in chunks]
+        q, k, v = (torch.cat(column) for column in zip(*parts, strict=True))
+        batch = self.batch(chunks)
+        out: Tensor = attention(q, k, v, batch, spec, self.rope(batch.positions))
+        assert out.dtype == q.dtype
+        assert out.is_contiguous()
+        pieces: Sequence[Tensor] = out.split([n for _, _, n in chunks])
+        return pieces
 
     def whole(self) -> list[list[Chunk]]:
         return [[(i, 0, n) for i, n in enumerate(self.lengths)]]
