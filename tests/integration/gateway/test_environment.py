@@ -248,6 +248,7 @@ def test_sighup_takes_in_the_models_of_the_file(tmp_path: Path) -> None:
         process.send_signal(signal.SIGHUP)
         while b'"small"' not in asked(tmp_path, "/v1/models"):
             assert process.poll() is None
+            time.sleep(0.05)
         assert b'"big"' not in asked(tmp_path, "/v1/models")
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
@@ -330,6 +331,7 @@ async def test_streams_on_the_fast_path_have_the_descriptors_that_they_take(
                 asked, tmp_path, "/metrics"
             ):
                 assert process.poll() is None
+                await asyncio.sleep(0.05)
             streams += [asyncio.create_task(completed(tmp_path, stream=True)) for _ in range(40)]
             await until(lambda: "no connection can be accepted" in log.read_text())
             engine.go_on.set()
