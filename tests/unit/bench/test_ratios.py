@@ -60,7 +60,7 @@ def test_intervals_cover_the_truth_about_as_often_as_they_say() -> None:
     covered = 0
     for trial in range(40):
         a, b = noisy(1.0, 2 * trial, 40), noisy(1.2, 2 * trial + 1, 40)
-        ratios = compare([a], [b], resamples=200)
+        ratios = compare([a], [b], resamples=100)
         mean = next(each for each in ratios if each.measure == "ttft mean ms")
         covered += mean.low <= 1.2 <= mean.high
     assert covered >= 33  # 38 are expected; fewer than 33 has a chance of 1 in 1000
@@ -78,7 +78,7 @@ def test_several_runs_a_side_cover_the_truth_that_one_run_cannot_know() -> None:
             for factor in (1.0, 1.2)
         ]
         for runs in covered:
-            ratios = compare(sides[0][:runs], sides[1][:runs], resamples=300)
+            ratios = compare(sides[0][:runs], sides[1][:runs], resamples=100)
             mean = next(each for each in ratios if each.measure == "ttft mean ms")
             assert mean.runs == (runs, runs)
             covered[runs] += mean.low <= 1.2 <= mean.high
