@@ -139,7 +139,7 @@ async def test_one_that_comes_is_asked_how_it_is_before_it_gets_requests() -> No
             for _ in range(10):
                 assert await behind.ask() == 200
             shown = (await behind.client.get("/metrics")).text
-            assert 'replica="pods@127.0.0.2",state="away"} 1.0' in shown
+            assert 'replica="pods@127.0.0.2",state="ready"} 0.0' in shown
             async with rough_server(host=address(1), port=servers[0].port) as second:
                 await behind.served(second, servers[0])
         assert not [line for line in logs if line["event"] == "attempt_failed"]
