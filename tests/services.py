@@ -120,7 +120,7 @@ def redis() -> Iterator[RedisServer]:
 @contextlib.contextmanager
 def running_postgres() -> Iterator[PostgresServer]:
     """A server with one user, `postgres`, who needs no password."""
-    initdb, program = (_find(name, "postgresql") for name in ("initdb", "postgres"))
+    initdb, program = (find_program(name, "postgresql") for name in ("initdb", "postgres"))
     user = _unprivileged()
     with _folder(user) as folder:
         data = folder / "data"
@@ -154,7 +154,7 @@ def running_postgres() -> Iterator[PostgresServer]:
 @contextlib.contextmanager
 def running_standby(primary: PostgresServer) -> Iterator[PostgresServer]:
     """A hot standby that follows a server: it has all that the other has, and lets nobody write."""
-    copy, program = (_find(name, "postgresql") for name in ("pg_basebackup", "postgres"))
+    copy, program = (find_program(name, "postgresql") for name in ("pg_basebackup", "postgres"))
     user = primary.program.user
     with _folder(user) as folder:
         data = folder / "data"
@@ -171,7 +171,7 @@ def running_standby(primary: PostgresServer) -> Iterator[PostgresServer]:
 @contextlib.contextmanager
 def running_pgbouncer(postgres: PostgresServer, **settings: object) -> Iterator[PostgresServer]:
     """PgBouncer before a server, with these settings: it is used as if it were that server."""
-    program = _find("pgbouncer", "pgbouncer")
+    program = find_program("pgbouncer", "pgbouncer")
     user = _unprivileged()
     with _folder(user) as folder:
         told = {"listen_port": 5432, "unix_socket_dir": folder, "auth_type": "any", **settings}
@@ -187,7 +187,7 @@ def running_pgbouncer(postgres: PostgresServer, **settings: object) -> Iterator[
 @contextlib.contextmanager
 def running_redis() -> Iterator[RedisServer]:
     """A server that keeps nothing on disk."""
-    program = _find("redis-server", "redis-server")
+    program = find_program("redis-server", "redis-server")
     with _folder(None) as folder:
         path = folder / "redis.sock"
         settings = ("--port", "0", "--unixsocket", str(path), "--save", "", "--dir", str(folder))
@@ -198,7 +198,7 @@ def running_redis() -> Iterator[RedisServer]:
             yield RedisServer(f"unix://{path}", running)
 
 
-def _find(program: str, package: str) -> str:
+def find_program(program: str, package: str) -> str:
     """Where a program is. Without it the test is skipped, and in CI it fails."""
     installed = sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
     path = os.pathsep.join([os.environ.get("PATH", ""), *map(str, installed), "/usr/sbin"])

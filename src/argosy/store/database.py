@@ -54,6 +54,7 @@ _PRIMARY = (
 
 _NO_ROOM = ("disk is full", "No space left on device", "SQLITE_IOERR_SHMSIZE")
 _NO_TABLES = "It has no tables: put a backup back, or start a gateway, which makes them."
+_UNFINISHED = "no unique or exclusion constraint"
 _FULL = ("connection slots", "too many clients")
 _POOL_FULL = ("max_client_conn", "query_wait_timeout")
 
@@ -85,12 +86,13 @@ _ADVICE = (
     ("statement pooling", "Have PgBouncer pool otherwise: pool_mode = transaction."),
     ("unsupported startup parameter", "Leave it out of the URL: PgBouncer does not pass it on."),
     ("authentication failed", "Check the user and the password in the URL."),
+    (_UNFINISHED, "It is being restored, or was so half way: wait, or look what pg_restore said."),
     ("does not exist", "Check the user and the database in the URL."),
     ("QueuePool", "Too many threads use it at a time: try again."),
     ("", "Is it running, and can it be reached at this address?"),
 )
 """What to do about an error that has these words in it; the first that fits."""
-_AWAY = frozenset({*_READ_ONLY, *_FULL, *_POOL_FULL, ""})
+_AWAY = frozenset({_UNFINISHED, *_READ_ONLY, *_FULL, *_POOL_FULL, ""})
 """Those of them that a server of its own may get over by itself."""
 
 

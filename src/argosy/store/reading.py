@@ -7,10 +7,11 @@ from operator import attrgetter
 from typing import Any
 
 import msgspec
-from sqlalchemy import Connection, Row, select
+from sqlalchemy import Connection, Row, select, text
 
 from argosy.store import schema
 from argosy.store.changes import find, order
+from argosy.store.errors import StoreAwayError
 from argosy.store.records import (
     Directory,
     Key,
@@ -26,6 +27,12 @@ from argosy.store.rules import R, noun
 MOST_CHANGES = 1000
 """After more of them all is read again."""
 
+_UNFINISHED = text(
+    """SELECT name FROM unnest(CAST(:names AS text[])) AS name WHERE NOT EXISTS
+    (SELECT FROM pg_index WHERE indrelid = to_regclass(name) AND indisprimary)"""
+)
+"""Which of these tables of PostgreSQL lack their primary key, or are not there at all."""
+
 _KINDS = {noun(kind): kind for kind in (Organisation, Project, User, Key, Limit, Price)}
 
 
@@ -34,8 +41,10 @@ def read_directory(
 ) -> Directory:
     """All accounts, as of one version; `known` is what was read before.
 
-    Revoked keys, and those that have expired before that moment, are left out.
+    Revoked keys, and those that have expired before that moment, are left out. Raises StoreAwayError while a backup
+    is put back.
     """
+    _require_whole(connection)
     state = connection.execute(select(schema.state)).one()
     accounts = _updated(connection, known, state) or _whole(connection)
     return msgspec.structs.replace(
@@ -51,6 +60,22 @@ def read_directory(
         ),
         read_at=read_at,
     )
+
+
+def _require_whole(connection: Connection) -> None:
+    """Raises StoreAwayError while a backup is put back into PostgreSQL, or once that has ended half way.
+
+    `pg_restore` commits the rows of one table after the other, the state's before the users', and the primary keys
+    after all rows.
+    """
+    if connection.dialect.name == "postgresql":
+        names = list(schema.metadata.tables)
+        unfinished = connection.execute(_UNFINISHED, {"names": names}).scalars().all()
+        if unfinished:
+            raise StoreAwayError(
+                f"The database {connection.engine.url.database} is being restored, or was restored half way"
+                f" ({', '.join(unfinished)} without primary key): wait for pg_restore, or look what it said."
+            )
 
 
 def _whole(connection: Connection) -> Directory:

@@ -76,10 +76,14 @@ _DONE: Requests = (
 _NAMES = ", ".join(f'"{name}"' for name in _COLUMNS)
 _ADD = {
     dialect: f"INSERT INTO usage ({_NAMES}) VALUES ({', '.join([mark] * len(_COLUMNS))}) "  # noqa: S608
-    "ON CONFLICT DO NOTHING"
+    "ON CONFLICT (request) DO NOTHING"
     for dialect, mark in (("sqlite", "?"), ("postgresql", "%s"))
 }
-"""Written out: SQLAlchemy would take as long for the parameters of a row as SQLite for the row."""
+"""Written out: SQLAlchemy would take as long for the parameters of a row as SQLite for the row.
+
+Named, the conflict needs the primary key, which a table has not had back while a backup is put back: rows that came
+before those of the backup could be lost.
+"""
 
 
 class UsageFilter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

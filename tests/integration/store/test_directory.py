@@ -94,7 +94,7 @@ def test_one_change_among_thousands_is_all_that_is_read(store: Store, url: str) 
     store.accounts.revoke_key("key_000002", actor=ME)
     with reading() as read:
         after = store.directory()
-    assert sum(read) < 100
+    assert sum(read) < 500  # with PostgreSQL's list of its indexes, whatever the accounts
     assert {key.id for key in before.keys} - {key.id for key in after.keys} == {"key_000002"}
     assert after.limits is before.limits
 
