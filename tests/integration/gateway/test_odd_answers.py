@@ -88,8 +88,24 @@ async def test_nobody_is_asked_to_go_on_with_what_nobody_can() -> None:
         answering(204, b""),
         answering(202, b'{"id": "queued"}'),
         answering(402, b'{"error": {"message": "Insufficient credits", "code": 402}}'),
+        answering(403, b'{"error": {"message": "No access", "code": "model_not_found"}}'),
+        answering(404, b'{"error": {"message": "No access", "code": "model_not_found"}}'),
+        answering(
+            404, b'{"object": "error", "message": "The model `a` does not exist.", "code": 404}'
+        ),
+        answering(404, b"""{"error": {"message": "model 'a' not found, try pulling it first"}}"""),
     ],
-    ids=["moved", "elsewhere", "nothing", "queued", "no credit"],
+    ids=[
+        "moved",
+        "elsewhere",
+        "nothing",
+        "queued",
+        "credit",
+        "forbidden",
+        "unknown",
+        "vllm",
+        "ollama",
+    ],
 )
 @pytest.mark.parametrize("stream", [False, True])
 async def test_what_is_neither_an_answer_nor_the_requests_fault_is_the_servers(
@@ -106,6 +122,26 @@ async def test_what_is_neither_an_answer_nor_the_requests_fault_is_the_servers(
     async with rough_server(bad) as one, gateway(one) as client:
         answer = await client.post("/v1/completions", json=STREAM if stream else BODY)
         assert (answer.status_code, answer.json()["error"]["code"]) == (502, "upstream_failed")
+
+
+@pytest.mark.parametrize(
+    ("status", "message"),
+    [
+        (403, "model-a requires moderation: your input was flagged"),
+        (404, "This is a chat model and not supported in the v1/completions endpoint."),
+        (404, "No endpoints found that support image input"),
+    ],
+)
+async def test_what_a_server_has_against_the_request_passes_as_it_came(
+    status: int, message: str
+) -> None:
+    """Held against the server, anybody could keep it from all others."""
+    told = json.dumps({"error": {"message": message, "code": status}}).encode()
+    bad = answering(status, told)
+    async with rough_server(bad) as one, rough_server(whole) as two, gateway(one, two) as client:
+        while not one.asked:
+            answer = await client.post("/v1/completions", json=BODY)
+        assert (answer.status_code, answer.content) == (status, told)
 
 
 @pytest.mark.parametrize(

@@ -199,10 +199,10 @@ class Relay:
             content = await attempt.whole()
         finally:
             deadlines.remove(attempt)
-        status = status_meant(status, content, dialect.misread)
+        came, status = status, status_meant(status, content, dialect.misread)
         outcome = classify(status)
         if outcome is not Outcome.SUCCESS or _has_begun(journey):
-            raise RefusedError(status, f"status {status}", message_of(content))
+            raise RefusedError(status, f"status {came}", message_of(content))
         if status == 200 and not is_object(content):
             raise RefusedError(502, "what came is no JSON, and so no answer")
         if status == 200 and not dialect.journal:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
@@ -32,6 +33,10 @@ _TGI = {
 """Beginnings of TGI's errors that are not its own (`router/src/infer/mod.rs`), with their status before a stream."""
 _BY_TYPE = {"invalid_request_error": 400, "rate_limit_error": 429, "overloaded_error": 503}
 """What hosted APIs, and gateways of ours, call errors whose status they do not say."""
+_NO_MODEL = ("model_not_found", "model_not_allowed")
+"""Codes of those who have not the model that they are asked for, or not for this key."""
+_NO_MODEL_SAID = re.compile(r"\bmodels?\b.*\b(not found|not exist)\b", re.IGNORECASE | re.DOTALL)
+"""What those say that have no such code: vLLM, Ollama, Gemini."""
 
 
 def cut(rest: Unended, body: bytes) -> bytes:
@@ -97,11 +102,20 @@ def status_of(chunk: dict[str, Any]) -> int:
 
 
 def status_meant(status: int, content: bytes, misread: tuple[str, ...]) -> int:
-    """The status of an answer, 400 where it is 500 and the error says that the request is at fault: see `Dialect`."""
-    if status != 500 or not misread:
+    """The status of an answer, as its error means it.
+
+    400 where it is 500 and the request is at fault: see `Dialect`. 502 where it is 403 or 404 and the server has no
+    such model, or not for us: the fleet names it, and no client.
+    """
+    if status not in {403, 404} and not (status == 500 and misread):
         return status
     try:
-        said = error_of(msgspec.json.decode(content))
+        told = msgspec.json.decode(content)
+        said = _message_of(told)
+        code = (told["error"] if isinstance(told.get("error"), dict) else told).get("code")
     except UNREADABLE:
         return status
-    return 400 if any(told in said for told in misread) else status
+    if status == 500:
+        return 400 if any(words in said for words in misread) else status
+    missing = code in _NO_MODEL or (status == 404 and _NO_MODEL_SAID.search(said))
+    return 502 if missing else status
