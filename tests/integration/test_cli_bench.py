@@ -126,6 +126,20 @@ def test_refusals_are_one_sentence(arguments: tuple[str, ...], sentence: str) ->
     assert len(ran.output.strip().splitlines()) == 1
 
 
+@pytest.mark.parametrize("option", ["--prefix-groups", "--prefix-len", "--requests", "--warmup"])
+def test_what_no_memory_would_hold_is_refused(option: str) -> None:
+    ran = cli(option, "9999999999999999999999")
+    assert ran.exit_code == 2
+    assert "10000000" in ran.output
+
+
+async def test_no_more_are_sent_at_once_than_there_are(served: Served) -> None:
+    few = ("--requests", "3", "--output-len", "2", "--concurrency", "1e30")
+    ran = await asyncio.to_thread(cli, "--url", served.url, *few)
+    assert ran.exit_code == 0, ran.output
+    assert "Successful requests:                     3" in ran.output
+
+
 async def test_a_wrong_model_is_refused(served: Served) -> None:
     ran = await asyncio.to_thread(cli, "--url", served.url, "--model", "none")
     assert ran.exit_code == 2

@@ -93,7 +93,7 @@ class Driver:
     async def _closed_loop(self) -> None:
         sessions = iter(self._plan.sessions)
         workers = self._plan.concurrency or 1
-        for worker in range(workers):
+        for worker in range(min(workers, len(self._plan.sessions))):  # those after them find none
             begin_s = self._plan.ramp_s * worker / workers
             self._begin(self._work(sessions, begin_s))
 

@@ -12,6 +12,9 @@ LOAD = "Load"
 PROMPTS = "Prompts"
 OUTPUT = "Results"
 
+MOST = 10_000_000
+"""Of what is planned before the run, all of it in memory."""
+
 Arrival = Literal["poisson", "gamma", "constant"]
 
 Side = Annotated[
@@ -89,13 +92,14 @@ Concurrency = Annotated[
     ),
 ]
 Requests = Annotated[
-    int | None, Option(min=1, help="How many; 200 without a duration.", rich_help_panel=LOAD)
+    int | None,
+    Option(min=1, max=MOST, help="How many; 200 without a duration.", rich_help_panel=LOAD),
 ]
 Duration = Annotated[
     float | None, Option(min=0.001, help="Seconds in which requests begin.", rich_help_panel=LOAD)
 ]
 Warmup = Annotated[
-    int, Option(min=0, help="Requests to send first and leave out.", rich_help_panel=LOAD)
+    int, Option(min=0, max=MOST, help="Requests to send first and leave out.", rich_help_panel=LOAD)
 ]
 Ramp = Annotated[
     float,
@@ -132,10 +136,11 @@ OutputLen = Annotated[
     str, Option(metavar="LENGTHS", help="Answer tokens, likewise.", rich_help_panel=PROMPTS)
 ]
 PrefixLen = Annotated[
-    int, Option(min=0, help="Tokens of a shared beginning.", rich_help_panel=PROMPTS)
+    int, Option(min=0, max=MOST, help="Tokens of a shared beginning.", rich_help_panel=PROMPTS)
 ]
 PrefixGroups = Annotated[
-    int, Option(min=1, help="How many such beginnings there are.", rich_help_panel=PROMPTS)
+    int,
+    Option(min=1, max=MOST, help="How many such beginnings there are.", rich_help_panel=PROMPTS),
 ]
 Turns = Annotated[int, Option(min=1, help="Requests of a conversation.", rich_help_panel=PROMPTS)]
 Think = Annotated[
