@@ -261,8 +261,8 @@ def _create(path: Path) -> Table:
         os.posix_fallocate(file, 0, SLOTS * SLOT_BYTES)
         return Table(mmap.mmap(file, SLOTS * SLOT_BYTES), path, file)
     except BaseException:
-        path.unlink()
         os.close(file)
+        path.unlink()
         raise
 
 
@@ -271,17 +271,19 @@ def _take_over(path: Path) -> Table | None:
 
     Raises SpoolError when the file is none of ours.
     """
-    file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(file)
-        return None
-    magic = int.from_bytes(os.pread(file, 8, 0), sys.byteorder)
-    size = os.fstat(file).st_size
-    if magic in {MAGIC, BEFORE} and size > SLOT_BYTES and size % SLOT_BYTES == 0:
-        return Table(mmap.mmap(file, size), path, file)
-    os.close(file)
+    with contextlib.ExitStack() as failing:
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        failing.callback(os.close, file)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return None
+        magic = int.from_bytes(os.pread(file, 8, 0), sys.byteorder)
+        size = os.fstat(file).st_size
+        if magic in {MAGIC, BEFORE} and size > SLOT_BYTES and size % SLOT_BYTES == 0:
+            table = Table(mmap.mmap(file, size), path, file)
+            failing.pop_all()
+            return table
     if magic:
         raise SpoolError(
             f"{path} holds usage that this version of Argosy cannot read. Start the version that wrote"

@@ -141,6 +141,7 @@ class Acceptor:
         )
 
     async def _open(self, accepted: socket.socket) -> None:
+        opened: asyncio.Transport | None = None
         try:
             if accepted.family != socket.AF_UNIX:
                 have_watched(accepted, self._vanished_s)
@@ -150,4 +151,6 @@ class Acceptor:
             opened.set_write_buffer_limits(BEHIND_BYTES)
         except OSError as error:  # a client that speaks no TLS, or has gone
             log.debug("a connection was not opened: %s", error)
-            accepted.close()
+        finally:
+            if opened is None:
+                accepted.close()

@@ -187,7 +187,11 @@ def bind_unix(path: Path) -> socket.socket:
         if path.is_socket() and not _somebody_listens(path):
             path.unlink()
         unix = UnixSocket(path)
-        unix.listen(BACKLOG)
+        try:
+            unix.listen(BACKLOG)
+        except OSError:
+            leave(unix)
+            raise
     except OSError as error:
         message = f"cannot listen on {path} ({error.strerror or error}); choose another path (uds)"
         raise OSError(error.errno, message) from error

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import resource
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
 import uvloop
 
-from argosy.web import Listener, Receive, Scope, Send, bind
+from argosy.web import Listener, Receive, Scope, Send, bind, bind_unix
+from argosy.web import listen as listen_module
+from argosy.web.accepting import UnixSocket
 
 ASKED = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
 SERVER = """
@@ -70,6 +75,38 @@ async def test_who_comes_once_it_is_closed_is_refused_and_does_not_wait() -> Non
         await asyncio.open_connection(*address)
     writer.close()
     listener.stop()
+    await running
+
+
+def test_a_path_that_is_not_listened_on_after_all_is_left_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bound: list[socket.socket] = []
+
+    def refuse(unix: socket.socket, _: int) -> None:
+        bound.append(unix)
+        raise OSError(errno.ENOBUFS, "No buffer space available")
+
+    monkeypatch.setattr(UnixSocket, "listen", refuse, raising=False)
+    with pytest.raises(OSError, match="choose another path"):
+        bind_unix(tmp_path / "a.sock")
+    assert bound[0].fileno() == -1
+    assert not (tmp_path / "a.sock").exists()
+
+
+async def test_who_is_let_in_and_cannot_be_served_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    failures: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, told: failures.append(told))
+    monkeypatch.setattr(listen_module, "Connection", mock.Mock(side_effect=ValueError("no")))
+    listener, bound = Listener(nothing), bind("127.0.0.1", 0)
+    running = asyncio.create_task(listener.serve(sockets=[bound]))
+    reader, writer = await asyncio.open_connection(*bound.getsockname())
+    async with asyncio.timeout(10):
+        assert await reader.read() == b""
+    writer.close()
+    listener.should_exit = True
     await running
 
 

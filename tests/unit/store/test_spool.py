@@ -329,6 +329,19 @@ def test_gateways_share_a_folder_and_one_takes_over_what_another_left(tmp_path: 
     assert not list(tmp_path.glob("*.usage"))
 
 
+def test_what_could_not_be_taken_over_for_want_of_memory_is_taken_over_later(
+    tmp_path: Path,
+) -> None:
+    dead, spool = Spool(tmp_path), Spool(tmp_path)
+    dead.begin(row("a"))
+    dead.close()
+    short = OSError(errno.ENOMEM, "Cannot allocate memory")
+    with mock.patch("mmap.mmap", side_effect=short), pytest.raises(OSError):  # noqa: PT011
+        spool.recover()
+    assert [one.request for one in spool.recover()] == ["a"]
+    spool.close()
+
+
 def test_what_the_version_before_left_is_read_and_its_file_used(tmp_path: Path) -> None:
     """Its slots have no names of what was asked for and of routes; those that are free have rows of both."""
     path = tmp_path / "before.usage"
