@@ -41,12 +41,22 @@ def gateway(
         def read() -> GatewayConfig:
             return msgspec.structs.replace(load_config(config), **given)
 
+        def reread() -> GatewayConfig:
+            _refuse_pipe(config)
+            return read()
+
         settings = read()
-        serve_gateway(settings, _quietly if settings.log_format == "json" else _tell, read)
+        serve_gateway(settings, _quietly if settings.log_format == "json" else _tell, reread)
     except OSError as error:
         fail(reason_of(error))
     except ValueError as error:
         fail(str(error))
+
+
+def _refuse_pipe(path: Path) -> None:
+    """Raises ValueError where there is no file to be read again: of a pipe nobody may ever write the other end."""
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is no file, and so is not read again: restart instead")
 
 
 def _tell(url: str) -> None:

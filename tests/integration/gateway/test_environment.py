@@ -379,3 +379,23 @@ async def completed(folder: Path, *, stream: bool = False) -> int:
     async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
         body = {"model": "big", "prompt": "Say", "max_tokens": 3, "stream": stream}
         return (await client.post("/v1/completions", json=body, timeout=60)).status_code
+
+
+def test_settings_that_are_a_pipe_by_now_are_not_waited_for(tmp_path: Path) -> None:
+    path = configured(tmp_path)
+    with running(*GATEWAY, str(path), stderr=subprocess.PIPE) as process:
+        assert healthy(tmp_path, process)
+        path.unlink()
+        os.mkfifo(path)
+        process.send_signal(signal.SIGHUP)
+        assert "is no file, and so is not read again" in logged(process, "settings_not_taken")
+        path.unlink()
+        configured(tmp_path)
+        process.send_signal(signal.SIGHUP)
+        logged(process, "settings_taken")
+
+
+def logged(process: subprocess.Popen[str], event: str) -> str:
+    """The next line of its log that tells of this."""
+    assert process.stderr is not None
+    return next(line for line in process.stderr if event in line)
