@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import subprocess
+import threading
 from collections.abc import Iterator
 
 import msgspec
@@ -12,6 +13,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.integration.fake_engine import FakeEngine, Script, always
 from tests.integration.serving import CONFIG, MODEL, Served, chat, completion, serve
+from tests.waiting import until
+
+from argosy.telemetry import Metrics
 
 
 def samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
@@ -50,6 +54,35 @@ async def test_counts(served: Served) -> None:
     assert chats == 3
     assert value(text, "argosy_ready") == 1
     assert value(text, "argosy_kv_blocks", state="free") > 0
+
+
+async def test_many_who_ask_at_once_are_told_the_same(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Made for each, it kept all others waiting for seconds."""
+    made, go_on = 0, threading.Event()
+    exposition = Metrics.exposition
+
+    def counted(metrics: Metrics) -> bytes:
+        nonlocal made
+        made += 1
+        assert go_on.wait(30)
+        return exposition(metrics)
+
+    monkeypatch.setattr(Metrics, "exposition", counted)
+    address = served.url.removeprefix("http://").split(":")
+    clients = [await asyncio.open_connection(*address) for _ in range(20)]
+    for _, writer in clients:
+        writer.write(b"GET /metrics HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+    assert (await served.client.get("/health")).status_code == 200
+    await until(lambda: made > 0)
+    go_on.set()
+    told = {(await reader.read()).partition(b"\r\n\r\n")[2] for reader, _ in clients}
+    for _, writer in clients:
+        writer.close()
+    assert len(told) == made == 1
+    await served.client.get("/metrics")
+    assert made == 2
 
 
 async def test_labels_are_bounded(served: Served) -> None:

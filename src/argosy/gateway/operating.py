@@ -20,6 +20,7 @@ from argosy.telemetry import (
     GatewayReading,
     ReplicaReading,
     ReplicaState,
+    Scrape,
 )
 from argosy.web import Exchange
 
@@ -33,14 +34,12 @@ class Operating:
         self, models: Models, metrics: GatewayMetrics, read: Callable[[], GatewayReading]
     ) -> None:
         self._models = models
-        self._metrics = metrics
-        self._read = read
+        self._scrape = Scrape(lambda: asyncio.to_thread(metrics.exposition, read()))
 
     async def metrics(self, exchange: Exchange, caller: Caller) -> None:
         """`GET /metrics`: they name tenants of all organisations."""
         check_role(caller, "viewer", "gateway")
-        shown = await asyncio.to_thread(self._metrics.exposition, self._read())
-        await exchange.answer(200, shown, CONTENT_TYPE)
+        await exchange.answer(200, await self._scrape.text(), CONTENT_TYPE)
 
     async def ready(self, exchange: Exchange, caller: Caller) -> None:
         """`GET /ready`: 503 while there is a model that no replica can answer for."""

@@ -11,6 +11,7 @@ from argosy.telemetry.gateway_reading import (
 )
 from argosy.telemetry.logs import LogFormat, configure_logs, name_request
 from argosy.telemetry.metrics import Metrics, SequenceTimes
+from argosy.telemetry.scrape import Scrape
 
 __all__ = [
     "CONTENT_TYPE",
@@ -21,6 +22,7 @@ __all__ = [
     "Metrics",
     "ReplicaReading",
     "ReplicaState",
+    "Scrape",
     "SequenceTimes",
     "SharedLimitsReading",
     "configure_logs",

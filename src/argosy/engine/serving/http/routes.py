@@ -27,7 +27,7 @@ from argosy.protocol import (
     parse,
 )
 from argosy.telemetry import CONTENT_TYPE as METRICS_TYPE
-from argosy.telemetry import name_request
+from argosy.telemetry import Scrape, name_request
 from argosy.web import Exchange, Receive, Scope, Send, answered, check_method, nothing_at
 
 Handler = Callable[[Exchange], Awaitable[None]]
@@ -53,6 +53,7 @@ class App:
 
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
+        self._scrape = Scrape(self._exposition)
         answering = Answering(replica)
         get = {
             "/v1/models": self._models,
@@ -192,12 +193,15 @@ class App:
         await exchange.answer(200, openapi.document())
 
     async def _metrics(self, exchange: Exchange) -> None:
+        await exchange.answer(200, await self._scrape.text(), METRICS_TYPE)
+
+    async def _exposition(self) -> bytes:
         replica = self._replica
         replica.metrics.refresh(replica.engine.stats, ready=replica.state == "ready")
         shown = await asyncio.to_thread(replica.metrics.exposition)
         if replica.config.vllm_metrics:
             shown += await asyncio.to_thread(replica.metrics.vllm_exposition)
-        await exchange.answer(200, shown, METRICS_TYPE)
+        return shown
 
     async def _drain(self, exchange: Exchange) -> None:
         raw = await exchange.body()
