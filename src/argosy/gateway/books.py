@@ -30,6 +30,8 @@ log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gatewa
 FRESH_EACH_S = 1.0
 HANGS_AFTER_S = 5.0
 """A store that has not answered for so long is said to be away."""
+FORGET_AFTER_S = 600.0
+"""A clock that is wrong when its machine starts has been put right by then; what was summed up stays summed up."""
 FORGET_EACH_S = 3600.0
 DAY_S = 86_400.0
 SEEDED_WITHIN_S = 0.5
@@ -127,6 +129,7 @@ class Books:
     async def forget(self) -> None:
         """Sum up old usage, if it is not to be kept, for as long as the gateway runs."""
         days = self._config.keep_usage_days
+        await asyncio.sleep(FORGET_AFTER_S)
         while days is not None:
             try:
                 await aside(self.store.usage.forget, time.time() - days * DAY_S)

@@ -18,6 +18,7 @@ from structlog.typing import EventDict
 from tests.services import PostgresServer
 from tests.waiting import until
 
+from argosy.gateway import books as books_module
 from argosy.gateway.ask import read
 from argosy.gateway.books import Books
 from argosy.gateway.caller import Caller
@@ -278,21 +279,41 @@ def allow(server: PostgresServer, url: str, *, connections: bool) -> str:
     return name
 
 
-async def test_a_gateway_forgets_the_rows_of_days_that_are_not_to_be_kept(tmp_path: Path) -> None:
-    books = await Books.open(StoreConfig(url=f"sqlite:///{tmp_path}/argosy.db", keep_usage_days=30))
-    ends = {days: time.time() - days * 86_400 for days in (0, 29, 32, 400)}
+async def test_a_gateway_forgets_the_rows_of_days_that_are_not_to_be_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But none while the clock may still be a year ahead, as that of a machine that has just started."""
+    waits, go_on = asyncio.Event(), asyncio.Event()
+    now = time.time()
+    clock = Mock(time=Mock(return_value=now + 365 * 86_400))
+
+    async def wait(_: float) -> None:
+        waits.set()
+        await go_on.wait()
+        go_on.clear()
+
+    monkeypatch.setattr(books_module, "asyncio", Mock(sleep=wait))
+    monkeypatch.setattr(books_module, "time", clock)
+    store = open_store(f"sqlite:///{tmp_path}/argosy.db")
+    store.migrate()
+    ends = {days: now - days * 86_400 for days in (0, 29, 32, 400)}
     rows = [
         UsageRow(request=str(days), started_at=at, ended_at=at, status="completed")
         for days, at in ends.items()
     ]
-    books.store.usage.add(rows)
+    store.usage.add(rows)
 
     def kept() -> list[str]:
-        return [row.request for page in books.store.usage.rows() for row in page]
+        return [row.request for page in store.usage.rows() for row in page]
 
+    books = Books(store, Mock(), StoreConfig(keep_usage_days=30))
     forgetting = asyncio.create_task(books.forget())
-    await until(lambda: len(kept()) < len(rows))
-    await until(lambda: "32" not in kept())
-    forgetting.cancel()
+    await waits.wait()
+    assert kept() == ["400", "32", "29", "0"]
+    clock.time.return_value = now
+    waits.clear()
+    go_on.set()
+    await waits.wait()
     assert kept() == ["29", "0"]
-    await books.close()
+    forgetting.cancel()
+    store.close()
