@@ -131,4 +131,10 @@ async def test_a_resumed_stream_is_carried_on_after_what_its_client_had(
             assert done == b"[DONE]"
             told = [json.loads(chunk)["choices"][0]["token_ids"] for chunk in chunks]
             assert [one for ids in told for one in ids] == tokens[4:]
+        asked = chat(max_tokens=20, stream=True)
+        asked |= {"model": "big", "resume": {"token_ids": tokens[:4]}}
+        for _ in range(2):
+            answer = await running.client.post("/v1/chat/completions", json=asked)
+            deltas = [json.loads(one)["choices"][0]["delta"] for one in events(answer.content)[:-1]]
+            assert ["role" in delta for delta in deltas] == [True] + [False] * (len(deltas) - 1)
     assert any(request.output == tokens[:9] for request in good.requests)

@@ -36,9 +36,10 @@ class Told:
     done: bool = False
 
 
-async def stream(real: Served, path: str, body: dict[str, Any]) -> list[Told]:
-    """What was told after each block, and at the end."""
+async def stream(real: Served, path: str, body: dict[str, Any], given: str = "") -> list[Told]:
+    """What was told after each block, and at the end; `given`: how many tokens the client itself had go on after."""
     headers = {"x-argosy-journal": "1", "x-argosy-answer": ANSWER}
+    headers |= {"x-argosy-given": given} if given else {}
     answer = await real.client.post(path, json=body | {"stream": True}, headers=headers)
     assert answer.status_code == 200, answer.text
     states, now = [], Told()
@@ -118,6 +119,36 @@ async def test_a_stream_cut_after_any_block_goes_on_as_if_nothing_had_happened(
             assert told[choice] + rest.tokens.get(choice, []) == whole.tokens[choice]
         assert rest.done
         assert merged(cut.chunks + rest.chunks) == merged(whole.chunks)
+
+
+@pytest.mark.parametrize("kind", BODIES)
+async def test_a_stream_that_goes_on_after_what_its_client_had_begins_as_any(
+    real: Served, kind: str
+) -> None:
+    """And is carried on as any."""
+    path, body = BODIES[kind]
+    *_, whole = await stream(real, path, body)
+    had = [whole.tokens[choice][:-1][:2] for choice in range(len(whole.tokens))]
+    given = ",".join(str(len(ids)) for ids in had)
+
+    def after(told: Told) -> dict[str, Any]:
+        ids = [first + told.tokens.get(choice, []) for choice, first in enumerate(had)]
+        return body | {"resume": {"token_ids": ids if len(ids) > 1 else ids[0]}}
+
+    streamed = after(Told()) | {"stream": True}
+    direct = await real.client.post(path, json=streamed, headers={"x-argosy-answer": ANSWER})
+    expected = [json.loads(line[6:]) for line in direct.text.split("\n\n")[:-2]]
+    *states, journaled = await stream(real, path, after(Told()), given)
+    assert merged(journaled.chunks) == merged(expected)
+    for cut in states:
+        *_, rest = await stream(real, path, after(cut), given)
+        assert merged(cut.chunks + rest.chunks) == merged(expected)
+
+
+async def test_what_is_no_count_of_tokens_is_refused(real: Served) -> None:
+    path, body = BODIES["chat"]
+    refused = await real.client.post(path, json=body, headers={"x-argosy-given": "-1,x"})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "x-argosy-given")
 
 
 async def test_another_model_does_not_go_on(real: Served) -> None:

@@ -7,12 +7,15 @@ from collections.abc import Mapping
 from functools import lru_cache
 from urllib.parse import quote
 
+from argosy.gateway.dialects import resumed
 from argosy.gateway.journey import Journey
 from argosy.gateway.replicas import Replica
 
 _FIXED = [(b"content-type", b"application/json"), (b"accept-encoding", b"identity")]
 _DIGEST = b"x-argosy-model-digest"
 """By which a replica of ours tells which model it has, and is told which one has to go on with an answer."""
+_MOST_GIVEN = 1000
+"""Choices of which a replica is told how many tokens the client gave: a header has no room for any number."""
 _IS_DIGEST = re.compile(rb"[0-9a-f]{1,64}")
 _TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(?:-[!-~]{0,64})?")
 _TRACESTATE = re.compile(rb"[\t -~]{1,1024}")
@@ -39,6 +42,9 @@ def request_headers(
         headers.append((b"x-argosy-journal", b"1"))
         if journey.delivered.tokens:  # it goes on, and its usage with what was told
             headers.append((b"x-argosy-cached", b"%d" % journey.delivered.cached_tokens))
+        given = resumed(journey.ask)[:_MOST_GIVEN]
+        if given:
+            headers.append((b"x-argosy-given", ",".join(map(str, given)).encode()))
     if journey.delivered.digest:
         headers.append((_DIGEST, journey.delivered.digest))
     return headers

@@ -1,6 +1,6 @@
 """How the servers behind the gateway differ: health, load, fields, and how their answers are carried on."""
 
-from argosy.gateway.dialects.asking import resumed_tokens, sent_salt, shows_ids
+from argosy.gateway.dialects.asking import resumed, resumed_tokens, sent_salt, shows_ids
 from argosy.gateway.dialects.catalog import dialect_of
 from argosy.gateway.dialects.continuation import Carrier, Leg, whole_request
 from argosy.gateway.dialects.dialect import (
@@ -43,6 +43,7 @@ __all__ = [
     "find",
     "is_object",
     "message_of",
+    "resumed",
     "resumed_tokens",
     "sent_salt",
     "shows_ids",

@@ -160,14 +160,19 @@ def journaled(
     return _changed(ask.fields, changes)
 
 
-def resumed_tokens(ask: Ask) -> int:
-    """How many ids those are that the client itself wants its choices to go on after; 0 where they make no sense."""
+def resumed(ask: Ask) -> list[int]:
+    """How many ids the client itself gave for each choice to go on after; empty: none, or what makes no sense."""
     if "resume" not in ask.fields:
-        return 0
+        return []
     try:
-        return sum(map(len, _resumed(ask)))
+        return list(map(len, _resumed(ask)))
     except (ApiError, LookupError, TypeError):
-        return 0
+        return []
+
+
+def resumed_tokens(ask: Ask) -> int:
+    """How many these are together."""
+    return sum(resumed(ask))
 
 
 def _resumed(ask: Ask) -> list[list[int]]:

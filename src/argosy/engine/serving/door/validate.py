@@ -41,6 +41,13 @@ class Context:
     """The answer's stream is to tell the gateway where it can be carried on."""
     cached: int | None = None
     """Cached tokens that were told of the prompts of a stream that this one carries on; None: it carries on none."""
+    given: tuple[int, ...] = ()
+    """How many of the tokens that each choice goes on after its client gave itself; of what is not said, none."""
+
+    def told(self, choice: int, tokens: int) -> int:
+        """How many of so many tokens that a choice goes on after a stream has told, which this one carries on."""
+        given = self.given[choice] if choice < len(self.given) else 0
+        return max(0, tokens - given) if self.journal else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,7 +245,7 @@ class Door:
         told = set()
         for index, request in enumerate(requests):
             ended = self._ended(request.output, request.params) if request.output else ""
-            if ended and not context.journal:
+            if ended and not context.told(index, len(request.output)):
                 raise invalid(
                     f"'resume.token_ids' of choice {index} is a finished answer ({ended}): "
                     "there is nothing to go on with. Do not ask for it again.",

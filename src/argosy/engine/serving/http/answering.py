@@ -41,8 +41,10 @@ LARGE_BODY_BYTES = 32 * 1024
 DIGEST = b"x-argosy-model-digest"
 JOURNAL = b"x-argosy-journal"
 CACHED = b"x-argosy-cached"
+GIVEN = b"x-argosy-given"
 KEEP_ALIVE = comment(b"keep-alive")
 _COUNT = re.compile(r"[0-9]{1,9}")
+_COUNTS = re.compile(r"[0-9]{1,9}(?:,[0-9]{1,9})*")
 _ANSWER = re.compile(r"([\x21-\x7e]{1,128}) (\d{1,11})")
 MAX_WEIGHT = 1e6
 MAX_TIER = 100
@@ -221,6 +223,7 @@ def trusted_context(exchange: Exchange, answer_id: str) -> Context:
         created=created,
         journal=exchange.header(JOURNAL) == "1",
         cached=_cached(exchange),
+        given=_given(exchange),
         tenant=exchange.header(b"x-argosy-tenant"),
         domain=exchange.header(b"x-argosy-domain"),
         tier=int(tier),
@@ -249,6 +252,14 @@ def _cached(exchange: Exchange) -> int | None:
     if _COUNT.fullmatch(told) is None:
         raise invalid("The header x-argosy-cached must be a count of tokens.", "x-argosy-cached")
     return int(told)
+
+
+def _given(exchange: Exchange) -> tuple[int, ...]:
+    """Whole numbers with commas between them; none when they were not sent."""
+    sent = exchange.header(GIVEN)
+    if sent and not _COUNTS.fullmatch(sent):
+        raise invalid("The header x-argosy-given must be whole numbers.", "x-argosy-given")
+    return tuple(map(int, sent.split(","))) if sent else ()
 
 
 def _number(exchange: Exchange, name: str) -> float:

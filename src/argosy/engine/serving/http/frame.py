@@ -41,6 +41,8 @@ class Frame:
     """The stream tells a gateway where it can be carried on, and goes on where a cut one ended."""
     cached_before: int
     """Cached tokens that the cut one told of the prompts that it began."""
+    told: list[int]
+    """How many tokens of each choice that one has told."""
 
     @classmethod
     def of(cls, body: GenerationRequest, job: Job, tokenizer: Tokenizer, context: Context) -> Frame:
@@ -80,6 +82,10 @@ class Frame:
             running_usage=bool(options.include_usage and options.continuous_usage_stats),
             journal=context.journal,
             cached_before=context.cached or 0,
+            told=[
+                context.told(index, len(request.output))
+                for index, request in enumerate(job.requests)
+            ],
         )
 
     def usage(self) -> Usage:
@@ -100,7 +106,7 @@ class Frame:
 
     def carries_on(self, choice: Choice) -> bool:
         """Whether the choice's beginning has been told, by the stream that this one carries on."""
-        return self.journal and bool(choice.request.output)
+        return self.told[choice.index] > 0
 
     @property
     def nothing_in_time(self) -> bool:

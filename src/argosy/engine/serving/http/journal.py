@@ -10,7 +10,8 @@ and before the first, and before another one once more of several prompts are kn
 
 Events count only together with the block that follows them: a stream that was cut goes on after the last whole
 block, with the ids in `resume` and the cached tokens in the header `x-argosy-cached`, and nothing is missing or told
-twice. The header `x-argosy-model-digest` names the model; who sends it back is answered by no other (409).
+twice. `x-argosy-given` says how many of each choice's ids the client had from the start, comma-separated: those no
+stream has told. The header `x-argosy-model-digest` names the model; who sends it back is answered by no other (409).
 """
 
 from __future__ import annotations

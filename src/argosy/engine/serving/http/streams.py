@@ -178,7 +178,8 @@ class CompletionEvents:
         """Characters of the choice that the stream which this one carries on has told."""
         writer = self._frame.logprobs
         prompt = choice.prompt.token_ids if choice.prompt.echo is not None else []
-        return 0 if writer is None else writer.width(prompt + choice.request.output)
+        output = choice.request.output[-self._frame.told[choice.index] :]
+        return 0 if writer is None else writer.width(prompt + output)
 
     def _must_wait(self, choice: Choice) -> bool:
         """Whether the prompt's log-probabilities, which go first, are not all there yet."""
