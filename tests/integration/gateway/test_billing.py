@@ -235,6 +235,38 @@ async def test_a_whole_answer_that_tells_its_prompt_alone_is_not_free(tmp_path: 
         assert (row.input_tokens, row.output_tokens > 50) == (7, True)
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, CHATS])
+async def test_of_a_whole_answer_that_tells_no_usage_is_counted_what_it_says(
+    tmp_path: Path, path: str
+) -> None:
+    """And not its ids, its log-probabilities and the empty lines before it."""
+    texts = ["forty words or so " * 20, "b"]
+
+    async def script(asked: Asked) -> None:
+        said = [{"message": {"content": t}} if path == CHATS else {"text": t} for t in texts]
+        more = {"finish_reason": "stop", "logprobs": {"top_logprobs": [{"a": -1.0}] * 50}}
+        asked.json(200, {"choices": [{"index": at, **one, **more} for at, one in enumerate(said)]})
+
+    async with rough_server(script) as rough, carriable(tmp_path, rough.url) as here:
+        await here.ask(path, n=2)
+        assert (await here.agree()).output_tokens == len(texts[0]) // 4 + 1
+
+
+async def test_a_whole_answer_of_parts_and_calls_that_tells_no_usage_is_not_free(
+    tmp_path: Path,
+) -> None:
+    async def script(asked: Asked) -> None:
+        parts = [{"type": "text", "text": "hello " * 50}]
+        call = {"name": "f", "arguments": '{"a": "' + "b" * 400 + '"}'}
+        message = {"content": parts, "function_call": call}
+        asked.json(200, {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]})
+
+    async with rough_server(script) as rough, books(tmp_path, rough.url) as here:
+        await here.ask(CHATS)
+        row = await here.agree()
+        assert 175 <= row.output_tokens <= 210
+
+
 # --- what got no answer --------------------------------------------------------------------------
 
 NOTHING = (0, 0, 0, 0)

@@ -12,14 +12,15 @@ from argosy.gateway.answering.fast_path import News
 from argosy.gateway.answering.pace import Pace
 from argosy.gateway.answering.shortcut import Shortcut
 from argosy.gateway.answering.turn import RefusedError
-from argosy.gateway.ask import BYTES_PER_TOKEN
 from argosy.gateway.dialects import (
     Carrier,
     Dialect,
     Identity,
     StreamReader,
+    Usage,
     endings_of,
     resumed_tokens,
+    tokens_within,
     usage_of,
 )
 from argosy.gateway.journey import Journey, Visit
@@ -166,16 +167,16 @@ class ClientStream:
         journey, delivered = self._journey, self._delivered
         if journey.current is not None:
             journey.current.first = came
+        usage = usage_of(content, journey.ask, dialect) or Usage()
+        resumed = resumed_tokens(journey.ask) if dialect.journal else 0
         delivered.prompt_tokens = journey.ask.prompt_tokens
-        delivered.output_tokens = len(content) // BYTES_PER_TOKEN
-        usage = usage_of(content, journey.ask, dialect)
-        if usage is not None:
-            resumed = resumed_tokens(journey.ask) if dialect.journal else 0
-            usage.into(delivered)
-            if usage.completion_tokens is not None:
-                journey.pool.answered(usage.completion_tokens / journey.ask.choices)
-            delivered.prompt_tokens += resumed
-            delivered.output_tokens = max(0, delivered.output_tokens - resumed)
+        usage.into(delivered)
+        delivered.prompt_tokens += resumed
+        if usage.completion_tokens is None:
+            delivered.output_tokens = tokens_within(content)
+        else:
+            journey.pool.answered(usage.completion_tokens / journey.ask.choices)
+            delivered.output_tokens = max(0, usage.completion_tokens - resumed)
         delivered.finished.update(endings_of(content))
         self.settle()
         self._count((came,))

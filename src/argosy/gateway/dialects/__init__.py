@@ -17,7 +17,15 @@ from argosy.gateway.dialects.finding import Found, find
 from argosy.gateway.dialects.journal import Delivered
 from argosy.gateway.dialects.kv_sources import KvAddress, KvSource
 from argosy.gateway.dialects.opening import Opening
-from argosy.gateway.dialects.passing import Identity, endings_of, is_object, status_within, usage_of
+from argosy.gateway.dialects.passing import (
+    Identity,
+    Usage,
+    endings_of,
+    is_object,
+    status_within,
+    tokens_within,
+    usage_of,
+)
 from argosy.gateway.dialects.reader import StreamReader
 
 __all__ = [
@@ -38,6 +46,7 @@ __all__ = [
     "Opening",
     "Reading",
     "StreamReader",
+    "Usage",
     "dialect_of",
     "endings_of",
     "find",
@@ -49,6 +58,7 @@ __all__ = [
     "shows_ids",
     "status_meant",
     "status_within",
+    "tokens_within",
     "usage_of",
     "whole_request",
 ]

@@ -122,13 +122,26 @@ def usage_of(content: bytes, ask: Ask, dialect: Dialect) -> Usage | None:
         usage = msgspec.json.decode(content, type=_Whole).usage
         if usage is None or ask.choices == 1 or not dialect.usage_of_each:
             return usage
-        choices = msgspec.json.decode(content, type=_Choices).choices
     except (msgspec.DecodeError, RecursionError):
         return None
-    others = sum(choice.size // BYTES_PER_TOKEN or 1 for choice in choices[1:])
+    others = sum(_said(content)[1:])
     output = None if usage.completion_tokens is None else usage.completion_tokens + others
     prompt = usage.prompt_tokens if ask.prompts == 1 else None
     return Usage(prompt, output, usage.prompt_tokens_details)
+
+
+def tokens_within(content: bytes) -> int:
+    """How many tokens a whole answer brought, about, where its server does not tell: those of what its choices say."""
+    return sum(_said(content)) or len(content) // BYTES_PER_TOKEN
+
+
+def _said(content: bytes) -> list[int]:
+    """The same of each choice; empty where there are none to be read."""
+    try:
+        choices = msgspec.json.decode(content, type=_Choices).choices
+    except (msgspec.DecodeError, RecursionError):
+        return []
+    return [choice.size // BYTES_PER_TOKEN or 1 for choice in choices]
 
 
 class _Ending(msgspec.Struct):
@@ -220,9 +233,16 @@ class _Said(msgspec.Struct):
 
     @property
     def size(self) -> int:
-        """Bytes of what a whole answer's choice says."""
-        texts = [self.text] if self.message is None else self.message.texts
-        return sum(len(text.encode()) for text in texts if isinstance(text, str))
+        """Bytes of what a whole answer's choice says: of texts, and of parts, calls and sounds as they came."""
+        message = self.message
+        said: list[object] = [self.text]
+        if message is not None:
+            said = [*message.texts, message.function_call, message.audio]
+        return sum(
+            len(one.encode() if isinstance(one, str) else msgspec.json.encode(one))
+            for one in said
+            if one
+        )
 
 
 class _Choices(msgspec.Struct):
