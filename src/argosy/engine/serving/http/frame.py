@@ -53,7 +53,11 @@ class Frame:
         leads = job.requests[:: job.n]
         echoes: Sequence[str | None] = job.echo or [None] * len(leads)
         carried_on = job.requests if context.cached is not None else []
-        begun = {index // job.n for index, request in enumerate(carried_on) if request.output}
+        begun = {
+            index // job.n
+            for index, request in enumerate(carried_on)
+            if context.told(index, len(request.output))
+        }
         prompts = [
             Prompt(token_ids=lead.prompt, echo=echo, begun=index in begun)
             for index, (lead, echo) in enumerate(zip(leads, echoes, strict=True))
