@@ -129,10 +129,8 @@ class Lease(Shared):
             if untold:
                 self._owed[slot] -= untold
                 back -= untold
-            if not self._seconds:
-                origin = (
-                    slot  # all of a period is one slot; of a window nobody knows where it counts
-                )
+            if not self._seconds:  # a period is one slot; of a window nobody knows where it counts
+                origin = slot
         if back and origin is not None:
             self._back[origin] = self._back.get(origin, 0) + back
             self._dry_until = -math.inf  # there is this again
