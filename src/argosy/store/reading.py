@@ -28,8 +28,8 @@ MOST_CHANGES = 1000
 """After more of them all is read again."""
 
 _UNFINISHED = text(
-    """SELECT name FROM unnest(CAST(:names AS text[])) AS name WHERE NOT EXISTS
-    (SELECT FROM pg_index WHERE indrelid = to_regclass(name) AND indisprimary)"""
+    """SELECT name, to_regclass(name) IS NOT NULL AS is_there FROM unnest(CAST(:names AS text[])) AS name
+    WHERE NOT EXISTS (SELECT FROM pg_index WHERE indrelid = to_regclass(name) AND indisprimary)"""
 )
 """Which of these tables of PostgreSQL lack their primary key, or are not there at all."""
 
@@ -66,15 +66,17 @@ def _require_whole(connection: Connection) -> None:
     """Raises StoreAwayError while a backup is put back into PostgreSQL, or once that has ended half way.
 
     `pg_restore` commits the rows of one table after the other, the state's before the users', and the primary keys
-    after all rows.
+    after all rows. A database without any of the tables is not its doing.
     """
     if connection.dialect.name == "postgresql":
         names = list(schema.metadata.tables)
-        unfinished = connection.execute(_UNFINISHED, {"names": names}).scalars().all()
-        if unfinished:
+        unfinished = connection.execute(_UNFINISHED, {"names": names}).all()
+        some_are_there = len(unfinished) < len(names) or any(one.is_there for one in unfinished)
+        if unfinished and some_are_there:
             raise StoreAwayError(
                 f"The database {connection.engine.url.database} is being restored, or was restored half way"
-                f" ({', '.join(unfinished)} without primary key): wait for pg_restore, or look what it said."
+                f" ({', '.join(one.name for one in unfinished)} without primary key): wait for pg_restore, or look"
+                " what it said."
             )
 
 
