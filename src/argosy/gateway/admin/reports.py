@@ -99,16 +99,16 @@ def verify_audit_log(desk: Desk, call: Call) -> VerdictView:  # noqa: ARG001 - t
     return view(desk.audit.verify(), VerdictView)
 
 
-def _groups(query: ReportQuery | OwnReportQuery) -> list[Group]:
+def _groups(query: OwnReportQuery) -> list[Group]:
     names = [name for name in query.group_by.replace(" ", "").split(",") if name]
     return cast("list[Group]", names)
 
 
-def _where(query: ReportQuery | OwnReportQuery) -> UsageFilter:
+def _where(query: OwnReportQuery) -> UsageFilter:
     asked = msgspec.structs.asdict(query)
     return UsageFilter(**{name: asked.get(name) for name in UsageFilter.__struct_fields__})
 
 
-def _report(desk: Desk, query: ReportQuery | OwnReportQuery, where: UsageFilter) -> Page[UsageView]:
+def _report(desk: Desk, query: OwnReportQuery, where: UsageFilter) -> Page[UsageView]:
     shown = [view(row, UsageView) for row in desk.usage.report(_groups(query), where)]
     return Page(data=shown, has_more=False, first_id=None, last_id=None)

@@ -30,7 +30,6 @@ from argosy.store import (
     TokenPrice,
     Unit,
     Unsure,
-    UsageFilter,
     User,
     Verdict,
     Weight,
@@ -184,27 +183,28 @@ class OfModel(Paging, frozen=True, kw_only=True, forbid_unknown_fields=True):
     model: str | None = None
 
 
-class ReportQuery(UsageFilter, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which rows of the ledger are summed, and by what."""
+class OwnReportQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which of the caller's own rows of the ledger are summed, and by what. Whose they are cannot be asked for."""
 
     since: Moment | None = None
     """Ended at this moment or later."""
     until: Moment | None = None
     """Ended before."""
-    group_by: str = ""
-    """Of day, organisation, project, key, user, model, asked, route and replica, with commas between."""
-
-
-class OwnReportQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The same of the caller's own rows: whose they are cannot be asked for."""
-
-    since: Moment | None = None
-    until: Moment | None = None
     model: str | None = None
     asked: str | None = None
     route: str | None = None
     replica: str | None = None
     group_by: str = ""
+    """Of day, organisation, project, key, user, model, asked, route and replica, with commas between."""
+
+
+class ReportQuery(OwnReportQuery, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The same of all rows; ids say whose."""
+
+    organisation: str | None = None
+    project: str | None = None
+    key: str | None = None
+    user: str | None = None
 
 
 class AuditQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
