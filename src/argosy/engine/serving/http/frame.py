@@ -52,12 +52,11 @@ class Frame:
         writer = name(tokenizer, tokenizer.special_ids if skips else frozenset())
         leads = job.requests[:: job.n]
         echoes: Sequence[str | None] = job.echo or [None] * len(leads)
-        carried_on = job.requests if context.cached is not None else []
-        begun = {
-            index // job.n
-            for index, request in enumerate(carried_on)
-            if context.told(index, len(request.output))
-        }
+        told = [
+            context.told(index, len(request.output)) for index, request in enumerate(job.requests)
+        ]
+        carried_on = told if context.cached is not None else []
+        begun = {index // job.n for index, tokens in enumerate(carried_on) if tokens}
         prompts = [
             Prompt(token_ids=lead.prompt, echo=echo, begun=index in begun)
             for index, (lead, echo) in enumerate(zip(leads, echoes, strict=True))
@@ -86,10 +85,7 @@ class Frame:
             running_usage=bool(options.include_usage and options.continuous_usage_stats),
             journal=context.journal,
             cached_before=context.cached or 0,
-            told=[
-                context.told(index, len(request.output))
-                for index, request in enumerate(job.requests)
-            ],
+            told=told,
         )
 
     def usage(self) -> Usage:
