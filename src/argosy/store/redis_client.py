@@ -11,6 +11,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError
 
 CONNECT_S = 0.5
+"""Longest that a connection may take where an answer may take less."""
 MOST_CONNECTIONS = 8
 TELL_AGAIN_S = 0.05
 PREFIX = "{argosy}:"
@@ -29,7 +30,7 @@ def redis_client(url: str, password: str | None, wait_s: float) -> Redis:
             max_connections=MOST_CONNECTIONS,
             timeout=wait_s,
             socket_timeout=wait_s,
-            socket_connect_timeout=CONNECT_S,
+            socket_connect_timeout=max(CONNECT_S, wait_s),
             retry=Retry(NoBackoff(), 0),
         )
     except ValueError as error:

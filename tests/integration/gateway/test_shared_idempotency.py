@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -203,6 +204,18 @@ async def test_of_many_claims_at_a_time_all_are_known_elsewhere(redis: RedisServ
         names = [f"crowd{number}" for number in range(500)]
         assert not any(await asyncio.gather(*(one.claim(name, FIRST) for name in names)))
         assert one.up
+        assert [await other.claim(name, SECOND) for name in names] == [FIRST] * len(names)
+
+
+async def test_a_gateway_that_is_busy_does_not_take_redis_for_lost(redis: RedisServer) -> None:
+    async def much_else() -> None:
+        for _ in range(4):
+            await asyncio.sleep(0)
+            time.sleep(0.25)  # noqa: ASYNC251 - what others do on this loop
+
+    async with answers(redis, alive_s=60) as one, answers(redis) as other:
+        names = [f"busy{number}" for number in range(8)]  # more at a time than one connection takes
+        await asyncio.gather(*(one.claim(name, FIRST) for name in names), much_else())
         assert [await other.claim(name, SECOND) for name in names] == [FIRST] * len(names)
 
 
