@@ -342,6 +342,9 @@ def test_usage_is_summed_by_name_and_exported(url: str, tmp_path: Path) -> None:
     (total,) = told("usage", "--by", "", "--project", "default", "--organisation", "default")
     assert total["output_tokens"] == 234
     assert "Nothing was used." in run("usage", "--until", "30d")
+    twice = run("usage", "--by", "model, model", "--csv", "-").splitlines()
+    assert twice[0].startswith("model,requests")
+    assert run("usage", "--by", "model,model").count("Model") == 1
     ways = run("usage", "--by", "asked,route,replica").split()
     assert {"Asked", "Route", "Replica", "default", "beta", "r1"} <= set(ways)
     for option, name in (("--asked", "default"), ("--route", "beta"), ("--replica", "r1")):

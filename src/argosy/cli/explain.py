@@ -14,6 +14,7 @@ import typer
 from argosy.cli.failure import BROKEN, fail
 from argosy.cli.money import show_dollars, show_price
 from argosy.cli.server import connect, reason, why_not
+from argosy.cli.tables import terminal
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -49,7 +50,6 @@ def explain(
 ) -> None:
     """Explain a request: its queue, the replicas that it went to and why, its limits, cost and times."""
     import httpx2
-    from rich.console import Console
 
     with connect(url, api_key) as client:
         try:
@@ -68,7 +68,7 @@ def explain(
     if as_json:
         typer.echo(json.dumps(told, indent=2))
     else:
-        show(Console(), told)
+        show(terminal(), told)
 
 
 def _read(content: bytes) -> dict[str, Any] | None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 T = TypeVar("T")
 
@@ -32,7 +35,6 @@ def show(
     if not records:
         typer.echo(none)
         return
-    from rich.console import Console
     from rich.table import Table
 
     rows = [["" if cell is None else _printable(str(cell)) for cell in row(one)] for one in records]
@@ -42,9 +44,15 @@ def show(
         table.add_column(column, no_wrap=all(map(_AMOUNT.fullmatch, cells)))
     for record_cells in rows:
         table.add_row(*record_cells)
-    console = Console()
-    width = console.width if console.is_terminal else WIDE
-    Console(width=width, markup=False, emoji=False).print(table)
+    terminal(markup=False).print(table)
+
+
+def terminal(*, markup: bool = True) -> Console:
+    """Where people read; lines that go into a file or a pipe are as long as what they say."""
+    from rich.console import Console
+
+    width = None if Console().is_terminal else WIDE
+    return Console(width=width, markup=markup, emoji=False)
 
 
 def _printable(text: str) -> str:

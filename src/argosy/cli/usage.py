@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -77,7 +77,7 @@ def usage(
     json: AsJson = False,
 ) -> None:
     """Say what was used and what it cost."""
-    from argosy.store import UsageFilter
+    from argosy.store import UsageFilter, read_groups
 
     if json and csv is not None:
         fail("give one of --json and --csv")
@@ -97,8 +97,7 @@ def usage(
         if csv is not None and by is None:
             _write(opened_store.usage.csv(where), csv)
             return
-        named = (DEFAULT_BY if by is None else by).split(",")
-        groups = cast("list[Group]", [name.strip() for name in named if name.strip()])
+        groups = read_groups(DEFAULT_BY if by is None else by)
         if csv is not None:
             _write([opened_store.usage.csv_report(groups, where)], csv)
             return

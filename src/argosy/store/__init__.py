@@ -46,7 +46,7 @@ from argosy.store.store import (
     usage_folder,
 )
 from argosy.store.terms import Terms
-from argosy.store.usage import Group, ReportRow, UsageFilter, UsageLog, UsageSum
+from argosy.store.usage import Group, ReportRow, UsageFilter, UsageLog, UsageSum, read_groups
 
 __all__ = [
     "Accounts",
@@ -108,6 +108,7 @@ __all__ = [
     "open_answers",
     "open_shared",
     "open_store",
+    "read_groups",
     "steady",
     "usage_folder",
     "working",

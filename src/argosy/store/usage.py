@@ -133,6 +133,16 @@ class ReportRow(UsageSum, frozen=True, kw_only=True):
 ALL = UsageFilter()
 
 
+def read_groups(text: str) -> list[Group]:
+    """What a report is to be by, of names with commas between: each once. Raises ValueError for a name that is none."""
+    known: dict[str, Group] = {group: group for group in _GROUPS}
+    names = dict.fromkeys(name.strip() for name in text.split(",") if name.strip())
+    unknown = names.keys() - known.keys()
+    if unknown:
+        raise ValueError(f"A report is by {', '.join(_GROUPS)}; not by {min(unknown)!r}.")
+    return [known[name] for name in names]
+
+
 class UsageLog:
     """Adds, sums and forgets rows."""
 
@@ -163,14 +173,11 @@ class UsageLog:
         return new
 
     def report(self, group_by: Sequence[Group] = (), where: UsageFilter = ALL) -> list[ReportRow]:
-        """Sums by group, in the order of the groups; without groups, one row. Raises ValueError for too many.
+        """Sums by group, in the order of the groups; without groups, one row. Raises ValueError for too many rows.
 
         Of a day that has been forgotten only the whole is known: it counts if it begins in the time asked for.
         """
-        unknown = set(group_by) - set(_GROUPS)
-        if unknown:
-            raise ValueError(f"A report is by {', '.join(_GROUPS)}; not by {min(unknown)!r}.")
-        rows = self._report(tuple(dict.fromkeys(group_by)), where, _ALL)
+        rows = self._report(group_by, where, _ALL)
         if len(rows) > MOST_GROUPS:
             remedy = "Ask for less time, or by less; or for the ledger's own rows, as CSV."
             raise ValueError(f"The report has more than {MOST_GROUPS} rows. {remedy}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
@@ -21,7 +21,7 @@ from argosy.gateway.admin.shapes import (
 )
 from argosy.gateway.identity import allows
 from argosy.protocol import ApiError
-from argosy.store import Group, UsageFilter
+from argosy.store import UsageFilter, read_groups
 
 api = Operations()
 
@@ -38,7 +38,7 @@ def export_usage(desk: Desk, call: Call) -> Iterator[str]:
     query = call.query
     if not query.group_by:
         return desk.usage.csv(_where(query))
-    return iter([desk.usage.csv_report(_groups(query), _where(query))])
+    return iter([desk.usage.csv_report(read_groups(query.group_by), _where(query))])
 
 
 @api.add("GET", "/admin/me", "caller", quick=True)
@@ -99,16 +99,11 @@ def verify_audit_log(desk: Desk, call: Call) -> VerdictView:  # noqa: ARG001 - t
     return view(desk.audit.verify(), VerdictView)
 
 
-def _groups(query: OwnReportQuery) -> list[Group]:
-    names = [name for name in query.group_by.replace(" ", "").split(",") if name]
-    return cast("list[Group]", names)
-
-
 def _where(query: OwnReportQuery) -> UsageFilter:
     asked = msgspec.structs.asdict(query)
     return UsageFilter(**{name: asked.get(name) for name in UsageFilter.__struct_fields__})
 
 
 def _report(desk: Desk, query: OwnReportQuery, where: UsageFilter) -> Page[UsageView]:
-    shown = [view(row, UsageView) for row in desk.usage.report(_groups(query), where)]
+    shown = [view(row, UsageView) for row in desk.usage.report(read_groups(query.group_by), where)]
     return Page(data=shown, has_more=False, first_id=None, last_id=None)
