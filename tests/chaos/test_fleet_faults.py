@@ -24,7 +24,7 @@ from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig, Timeouts
 from argosy.gateway.stages import LimitsConfig
 from argosy.store import StoreConfig
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(480)
 
 MODEL = "argosy-mini"
 CLIENTS = 6
@@ -130,7 +130,7 @@ async def started(folder: Path) -> AsyncIterator[Fleet]:
             models=[ModelConfig(name=MODEL, replicas=behind)],
             store=StoreConfig(url=url),
             limits=LimitsConfig(redis=redis.url),
-            timeouts=Timeouts(between_tokens_s=2.0, first_token_s=10.0),
+            timeouts=Timeouts(between_tokens_s=4.0, first_token_s=20.0),
         )
         with tenants(url) as store:
             project = store.project("web")

@@ -18,8 +18,10 @@ import pytest
 from argosy.gateway import GatewayConfig, GatewayServer, ModelConfig, ReplicaConfig, Timeouts
 
 STREAMS = 6
+WAITING = 20
+"""Most who ask while a replica is away: all are answered by one that is just back."""
 MODEL = "argosy-mini"
-
+pytestmark = pytest.mark.timeout(480)
 
 Answer = tuple[dict[int, str], dict[int, str], int]
 """Text and finish reason by choice, and output tokens."""
@@ -101,7 +103,7 @@ async def fleet(folder: Path, count: int = 2) -> AsyncIterator[Fleet]:
                     replicas=[ReplicaConfig(url=f"unix:{r.socket}") for r in replicas],
                 )
             ],
-            timeouts=Timeouts(between_tokens_s=2.0, first_token_s=10.0),
+            timeouts=Timeouts(between_tokens_s=4.0, first_token_s=20.0),
         )
         url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         gateway = GatewayServer(config, url.set_result)
@@ -207,7 +209,6 @@ async def whole_answers_disturbed(fleet: Fleet) -> None:
     await victim.end()
 
 
-@pytest.mark.timeout(180)
 async def test_answers_survive_their_replica(tmp_path: Path) -> None:
     async with fleet(tmp_path) as running:
         running.expected = list(await asyncio.gather(*(answer(running, n) for n in range(STREAMS))))
@@ -225,13 +226,13 @@ async def asked_until_back(fleet: Fleet) -> int:
     asked, away = [asyncio.create_task(answer(fleet, 0))], 0
     while not away or behind.absence.away:
         await asyncio.sleep(0.1)
-        asked.append(asyncio.create_task(answer(fleet, 3 * len(asked))))
-        away += behind.absence.away
+        if away < WAITING:
+            asked.append(asyncio.create_task(answer(fleet, 3 * len(asked))))
+            away += behind.absence.away
     await asyncio.gather(*asked)
     return away
 
 
-@pytest.mark.timeout(120)
 async def test_who_asks_while_the_only_replica_is_away_waits_for_it(tmp_path: Path) -> None:
     async with fleet(tmp_path, 1) as running:
         (replica,) = running.replicas

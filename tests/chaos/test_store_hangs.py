@@ -22,7 +22,7 @@ from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig
 from argosy.store import StoreConfig
 from argosy.store.migrations import _LOCK as MIGRATING
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(480)
 
 LEAVES_S = 30.0
 NOBODY = "http://127.0.0.1:1"

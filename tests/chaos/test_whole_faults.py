@@ -13,7 +13,7 @@ from benchmarks.chaos import Streams, settled
 from benchmarks.faults import FAULTS
 from benchmarks.whole import all_back, stream, whole
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.timeout(480), pytest.mark.asyncio(loop_scope="module")]
 
 REPLICAS = 2
 STREAMS = 32

@@ -15,8 +15,6 @@ from typer.testing import CliRunner
 
 from argosy.cli.app import app
 
-pytestmark = pytest.mark.timeout(300)
-
 README = (Path(__file__).parents[2] / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 PYTHON = [code for language, code in BLOCKS if language == "python"]

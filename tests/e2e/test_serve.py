@@ -24,8 +24,6 @@ from tests.pipes import fill
 
 from argosy.models import BUNDLED
 
-pytestmark = pytest.mark.timeout(300)
-
 KEY = re.compile(r"sk-argosy-[\w-]+")
 HELLO: ChatCompletionUserMessageParam = {"role": "user", "content": "Hello! How are you?"}
 

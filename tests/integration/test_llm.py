@@ -7,8 +7,6 @@ import pytest
 from argosy import LLM, ApiError, AsyncLLM, EngineConfig, RequestOutput, SamplingParams
 from argosy.models import BUNDLED
 
-pytestmark = pytest.mark.timeout(300)
-
 CONFIG = EngineConfig(
     model=str(BUNDLED), dtype="float32", threads=1, max_model_len=256, num_blocks=256, warmup=False
 )

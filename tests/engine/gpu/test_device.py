@@ -109,7 +109,6 @@ def same(answers: dict[str, Answer], expected: dict[str, Answer]) -> None:
 
 
 @pytest.mark.parametrize("options", FORMATS.values(), ids=FORMATS)
-@pytest.mark.timeout(300)
 def test_tokens_are_the_same_however_they_are_computed(
     model: Path, runtime: HostRuntime, options: dict[str, object]
 ) -> None:

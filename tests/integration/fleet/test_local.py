@@ -25,8 +25,6 @@ from argosy.fleet import FleetFailedError, LocalLauncher, ReplicaSpec, Superviso
 from argosy.models import BUNDLED
 from argosy.policy import Life
 
-pytestmark = pytest.mark.timeout(120)
-
 
 def spec(name: str, **engine: object) -> ReplicaSpec:
     settings = {"model": str(BUNDLED), "threads": 1, "num_blocks": 64, "warmup": False, **engine}
