@@ -362,8 +362,8 @@ def test_usage_is_summed_by_name_and_exported(url: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("terminal", ["1", ""])
-def test_amounts_are_shown_whole(url: str, monkeypatch: pytest.MonkeyPatch, terminal: str) -> None:
-    """Beside names that are longer than the terminal is wide; and in a pipe those are whole, too."""
+def test_all_is_shown_whole(url: str, monkeypatch: pytest.MonkeyPatch, terminal: str) -> None:
+    """Beside names that are longer than the terminal is wide, and in a pipe; ids are there to be copied."""
     monkeypatch.setenv("FORCE_COLOR", terminal)
     monkeypatch.setenv("COLUMNS", "80")
     name = "long" * 50
@@ -384,7 +384,10 @@ def test_amounts_are_shown_whole(url: str, monkeypatch: pytest.MonkeyPatch, term
     store.usage.add([row])
     store.close()
     for shown in (run("usage", "--by", "key,model"), run("tenants", "prices", "list")):
-        assert (name in shown) is not bool(terminal)
+        assert name in shown
+    listed = run("keys", "list")
+    assert {key["id"], f"{key['prefix']}-..."} <= set(listed.split())
+    assert ("┃" in listed) is not bool(terminal), "a table where there is room for one"
     usage = run("usage", "--by", "key,model")
     assert "1,234,567" in usage
     assert "$12,345.678901234" in usage
@@ -415,6 +418,20 @@ def test_as_a_user_runs_it(tmp_path: Path) -> None:
     assert again.returncode == 2
     assert again.stderr.count("\n") == 1
     assert (tmp_path / "argosy" / "argosy.db").stat().st_mode & 0o077 == 0
+
+
+def test_a_terminal_without_the_letters_is_shown_what_it_has(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'argosy.db'}"
+    run("keys", "create", "clé", "--store", url)
+    done = subprocess.run(
+        [sys.executable, "-m", "argosy.cli", "keys", "list", "--store", url],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "cl?" in done.stdout
 
 
 def test_a_store_is_copied(url: str, tmp_path: Path) -> None:

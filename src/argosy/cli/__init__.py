@@ -1,6 +1,7 @@
 """The `argosy` command."""
 
 import errno
+import io
 import signal
 import sys
 
@@ -16,6 +17,8 @@ def main() -> None:
     from argosy.process import keep_standard_streams
 
     keep_standard_streams()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # what the terminal has no letters for
     command = get_command(app)
     if heeds:
         signal.signal(signal.SIGINT, signal.default_int_handler)

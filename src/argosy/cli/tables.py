@@ -1,8 +1,7 @@
-"""How commands show records: a table for people, or JSON for programs."""
+"""How commands show records: a table for people, a list where it is too wide, or JSON for programs."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -17,7 +16,6 @@ AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")
 
 WIDE = 10_000
 """Most columns of a table that goes into a file or a pipe, where each record has a line."""
-_AMOUNT = re.compile(r"\$?[0-9,]+(\.[0-9]+)?")
 
 
 def show(
@@ -38,13 +36,21 @@ def show(
     from rich.table import Table
 
     rows = [["" if cell is None else _printable(str(cell)) for cell in row(one)] for one in records]
-    table = Table()
-    for column, cells in zip(columns, zip(*rows, strict=True), strict=True):
-        # Amounts are not cut for as long as texts can give way.
-        table.add_column(column, no_wrap=all(map(_AMOUNT.fullmatch, cells)))
-    for record_cells in rows:
-        table.add_row(*record_cells)
-    terminal(markup=False).print(table)
+    table = Table(*columns)
+    for cells in rows:
+        table.add_row(*cells)
+    console = terminal(markup=False)
+    if console.measure(table, options=console.options.update(width=WIDE)).maximum > console.width:
+        typer.echo("\n\n".join(_listed(columns, cells) for cells in rows))
+    else:
+        console.print(table)
+
+
+def _listed(columns: Sequence[str], cells: Sequence[str]) -> str:
+    """A record with a line for each column that says something: what is cut, as ids would be, helps nobody."""
+    wide = max(map(len, columns))
+    told = zip(columns, cells, strict=True)
+    return "\n".join(f"{column:{wide}}  {cell}" for column, cell in told if cell)
 
 
 def terminal(*, markup: bool = True) -> Console:
