@@ -182,6 +182,9 @@ def test_limits_and_prices_are_exact(url: str) -> None:
     price = told(*prices, "set", "big", "--input", "0.15", "--cached", "0.075", "--output", "0.6")
     assert (price["input"], price["cached_input"], price["output"]) == (150, 75, 600)
     assert "$0.075" in run(*prices, "list")
+    planned = ("set", "big", "--input", "1", "--output", "2", "--since")
+    assert "$2.00 from 2050-01-01 00:00 UTC on." in run(*prices, *planned, "2050-01-01")
+    assert told(*prices, *planned, "30d")["since"] > time.time()
 
 
 def test_the_default_project_is_there_when_it_is_meant_whatever_was_made_before(url: str) -> None:
@@ -201,7 +204,7 @@ def test_the_default_project_is_there_when_it_is_meant_whatever_was_made_before(
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        (("keys", "rotate", "nobody"), "there is no key 'nobody'"),
+        (("keys", "rotate", "nobody"), "there is no key 'nobody'; see `argosy keys list --all`"),
         (("keys", "create", "--expires", "soon"), "write a date like"),
         (("keys", "create", "--expires", "9999999d"), "within the years"),
         (("keys", "rotate", "app", "--overlap", "99999999999d"), "expires_at"),

@@ -153,7 +153,7 @@ def find_key(store: Store, wanted: str) -> Key:
     ]
     if not found:  # a key that was rotated has the name of the one in its place
         found = [item for item in living if wanted == item.name and item.replaced_by is None]
-    return _one(found, f"key {wanted[:20]!r}", "argosy keys list")
+    return _one(found, f"key {wanted[:20]!r}", "argosy keys list --all")
 
 
 def home_organisation(

@@ -143,7 +143,11 @@ def set_price(
     tier: Annotated[TierName | None, typer.Option(help="Only for tenants of this one.")] = None,
     since: Annotated[
         float | None,
-        typer.Option(parser=parse_future, metavar="WHEN", help="A date (UTC); by default now."),
+        typer.Option(
+            parser=parse_future,
+            metavar="WHEN",
+            help="A date (UTC), or so long from now, like 30d; by default now.",
+        ),
     ] = None,
     store: StoreUrl = None,
     json: AsJson = False,
@@ -161,8 +165,9 @@ def set_price(
             since=time.time() if since is None else since,
         )
         made = opened_store.terms.set_price(price, actor=actor())
-    sentence = f"{made.model}: input {show_price(made.input)}, output {show_price(made.output)}."
-    tell(made, sentence, json=json)
+    begins = "" if since is None else f" from {show_moment(made.since)} UTC on"
+    amounts = f"input {show_price(made.input)}, output {show_price(made.output)}"
+    tell(made, f"{made.model}: {amounts}{begins}.", json=json)
 
 
 def _owner(

@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 import msgspec
 from msgspec import Raw
 
-from argosy.gateway.answering import unavailable
+from argosy.gateway.answering import RETRY_AFTER_S, unavailable
 from argosy.gateway.ask import fields_of
 from argosy.gateway.caller import Caller
 from argosy.gateway.identity import check_role
@@ -106,7 +106,10 @@ class Passing:
             if replica is not None:
                 if await _passed(exchange, replica, b"", METRICS):
                     return
-                raise unavailable(pool, time.monotonic())
+                message = (
+                    f"The replica {name!r} gave no metrics. See its state in /metrics."
+                )
+                raise ApiError(503, "no_replica", message, retry_after_s=RETRY_AFTER_S)
         raise ApiError(
             404, "replica_not_found", f"There is no replica {name[:200]!r}. See /metrics."
         )

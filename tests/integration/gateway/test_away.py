@@ -139,9 +139,13 @@ async def test_what_one_does_not_tokenize_another_may(status: int) -> None:
 async def test_what_only_a_replica_can_tell_is_not_told_while_it_is_away() -> None:
     async with lost(BRIEF) as (running, _):
         first = await finds_out(running)
-        for path in ("/openapi.json", "/replicas/a/metrics"):
+        for path, of in (
+            ("/openapi.json", "Nothing serves"),
+            ("/replicas/a/metrics", "The replica 'a'"),
+        ):
             told = await running.client.get(path)
             assert (told.status_code, told.json()["error"]["code"]) == (503, "no_replica")
+            assert told.json()["error"]["message"].startswith(of)
         assert gone(await first)
 
 

@@ -228,7 +228,7 @@ async def test_a_replica_that_was_started_anew_is_believed_to_have_nothing(
         replica.upstream.close()
 
 
-async def test_the_log_says_once_why_a_replica_cannot_be_reached() -> None:
+async def test_the_log_says_once_why_a_replica_cannot_be_reached_and_when_it_can() -> None:
     async with rough_server(plain) as other:
         replica = Replica("r", "openai", "rough", Upstream(parse_endpoint(other.url)))
     prober = Prober(replica)
@@ -237,8 +237,11 @@ async def test_the_log_says_once_why_a_replica_cannot_be_reached() -> None:
         await prober.probe()
     (line,) = [line for line in logs if line["event"] == "replica_not_reached"]
     assert "refused" in line["reason"]
-    async with rough_server(plain, port=other.port):
-        await prober.probe()
+    with capture_logs() as logs:
+        async with rough_server(plain, port=other.port):
+            await prober.probe()
+            await prober.probe()
+    assert [line["event"] for line in logs].count("replica_reached_again") == 1
     replica.upstream.close()
     with capture_logs() as logs:
         await prober.probe()

@@ -82,7 +82,7 @@ class Prober:
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
                 well = (self._met or await self._meet()) and await self._look()
-            self._missed = False
+            self._reach()
             if well:
                 outcome = await self._try_out() if probing else Outcome.SUCCESS
                 self._welcome()
@@ -144,6 +144,11 @@ class Prober:
         if not self._missed:
             log.info("replica_not_reached", replica=self._replica.name, reason=reason)
         self._missed = True
+
+    def _reach(self) -> None:
+        if self._missed:
+            log.info("replica_reached_again", replica=self._replica.name)
+        self._missed = False
 
     def _welcome(self) -> None:
         """It is well: one that came while others served gets requests from now on. Ours say so themselves."""
