@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -86,7 +87,7 @@ async def test_who_is_told_to_leave_while_it_hangs_leaves_and_no_row_is_lost(
             await second.stop()
 
 
-async def test_the_log_says_when_accounts_are_as_they_were_and_when_no_longer(
+async def test_log_and_metrics_say_when_accounts_are_as_they_were_and_when_no_longer(
     own_postgres: PostgresServer, tmp_path: Path
 ) -> None:
     url = own_postgres.create("stale")
@@ -94,12 +95,21 @@ async def test_the_log_says_when_accounts_are_as_they_were_and_when_no_longer(
     def says(event: str) -> bool:
         return any(event in line for line in first.log)
 
+    async def store_up() -> str:
+        async with httpx2.AsyncClient(base_url=first.url, timeout=30) as client:
+            shown = (await client.get("/metrics")).text
+        (line,) = re.findall(r"^argosy_gateway_store_up (.*)$", shown, re.MULTILINE)
+        return str(line)
+
     async with rough_server() as replica:
         with tenants(url), gateway(replica.url, url, tmp_path) as first:
             await first.start()
+            assert await store_up() == "1.0"
             with hanging(own_postgres):
                 await until(lambda: says("accounts_not_fresh"))
+                assert await store_up() == "0.0"
             await until(lambda: says("accounts_fresh_again"))
+            assert await store_up() == "1.0"
             await first.stop()
 
 

@@ -49,6 +49,8 @@ class Books:
         self.store = store
         self.spool = spool
         self.directory = Directory()
+        self.fresh = True
+        """Whether that is what the store has, or had a moment ago."""
         self._config = config
         self._changed = asyncio.Event()
         self._ending = asyncio.Event()
@@ -94,14 +96,6 @@ class Books:
 
     async def keep_fresh(self, update: Callable[[Directory], Awaitable[None]]) -> None:
         """Tell `update` of all accounts each second, for as long as the gateway runs."""
-        failing = False
-
-        def stale(reason: str) -> None:
-            nonlocal failing
-            if not failing:
-                log.warning("accounts_not_fresh", reason=reason)
-            failing = True
-
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(FRESH_EACH_S):
@@ -110,16 +104,21 @@ class Books:
             freshening = asyncio.create_task(self._freshen(update))
             try:
                 if not (await asyncio.wait({freshening}, timeout=HANGS_AFTER_S))[0]:
-                    stale("the store does not answer")
+                    self._stale("the store does not answer")
                 await freshening
             except StoreError as error:
-                stale(str(error))
+                self._stale(str(error))
             else:
-                if failing:
+                if not self.fresh:
                     log.info("accounts_fresh_again")
-                failing = False
+                self.fresh = True
             finally:
                 freshening.cancel()
+
+    def _stale(self, reason: str) -> None:
+        if self.fresh:
+            log.warning("accounts_not_fresh", reason=reason)
+        self.fresh = False
 
     async def _freshen(self, update: Callable[[Directory], Awaitable[None]]) -> None:
         """Raises StoreError."""

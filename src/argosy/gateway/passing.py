@@ -106,9 +106,7 @@ class Passing:
             if replica is not None:
                 if await _passed(exchange, replica, b"", METRICS):
                     return
-                message = (
-                    f"The replica {name!r} gave no metrics. See its state in /metrics."
-                )
+                message = f"The replica {name!r} gave no metrics. See its state in /metrics."
                 raise ApiError(503, "no_replica", message, retry_after_s=RETRY_AFTER_S)
         raise ApiError(
             404, "replica_not_found", f"There is no replica {name[:200]!r}. See /metrics."

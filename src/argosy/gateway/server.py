@@ -235,6 +235,7 @@ class GatewayServer:
             replicas=read_replicas(self._models.pools),
             backlog=0 if keeping is None else keeping.books.spool.waiting,
             in_memory=0 if keeping is None else keeping.books.spool.in_memory,
+            store_up=None if keeping is None else keeping.books.fresh,
             shared_limits=None if keeping is None else keeping.limits.read(),
         )
 

@@ -258,6 +258,12 @@ class GatewayMetrics(Collector):
             },
             *("model", "replica", "state"),
         )
+        if reading.store_up is not None:
+            yield gauge(
+                "argosy_gateway_store_up",
+                "1 while accounts are as the store has them; 0: as they were when it was last read.",
+                {(): reading.store_up},
+            )
         if reading.shared_limits is not None:
             yield from _shared_limits(reading.shared_limits)
         yield gauge(

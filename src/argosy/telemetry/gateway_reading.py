@@ -48,5 +48,7 @@ class GatewayReading:
     """Rows of the ledger that the store does not have yet."""
     in_memory: int = 0
     """Rows of the ledger that would not survive the gateway, since the disk was full."""
+    store_up: bool | None = None
+    """Whether accounts are as the store has them; None where there is none."""
     shared_limits: SharedLimitsReading | None = None
     """None where the gateway shares none."""

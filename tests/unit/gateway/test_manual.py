@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 
 from argosy.gateway.config import load_config
 from argosy.telemetry import GatewayMetrics, GatewayReading, SharedLimitsReading
@@ -15,7 +18,7 @@ from argosy.telemetry import GatewayMetrics, GatewayReading, SharedLimitsReading
 ROOT = Path(__file__).parents[3]
 ARGOSY = ROOT / "src/argosy"
 MANUAL = (ROOT / "docs" / "gateway.md").read_text()
-EXAMPLE, *_OF_PROXIES = re.findall(r"^```yaml\n(.*?)^```$", MANUAL, re.MULTILINE | re.DOTALL)
+EXAMPLE, *_OTHERS = re.findall(r"^```yaml\n(.*?)^```$", MANUAL, re.MULTILINE | re.DOTALL)
 NAME = re.compile(r"`([a-z_]+)`")
 
 
@@ -63,11 +66,29 @@ def test_what_is_no_example_is_the_default(tmp_path: Path) -> None:
 
 
 def test_every_metric_is_told() -> None:
-    reading = GatewayReading(shared_limits=SharedLimitsReading(up=True, allowed=0, refused=0))
+    shared = SharedLimitsReading(up=True, allowed=0, refused=0)
+    reading = GatewayReading(store_up=True, shared_limits=shared)
     shown = GatewayMetrics().exposition(reading).decode()
     there = set(re.findall(r"^# TYPE (\S+)", shown, re.MULTILINE))
-    told = {name for name in NAME.findall(MANUAL) if name.startswith(("argosy_g", "argosy_s"))}
-    assert told == there
+    assert set(re.findall(r"\bargosy_[gs]\w+", MANUAL)) == there
+
+
+def test_every_event_that_is_told_is_logged() -> None:
+    (_, rows) = MANUAL.split("## When something is wrong\n")
+    told = {name for name in NAME.findall(rows.partition("\n## ")[0]) if "_" in name}
+    logged = set(re.findall(r'log\.\w+\(\s*"(\w+)"', source("gateway", "store")))
+    assert told - logged == {"first_token_s", "between_tokens_s"}
+
+
+def test_the_rules_of_prometheus_are_rules(tmp_path: Path) -> None:
+    (rules,) = (block for block in _OTHERS if "alert:" in block)
+    path = tmp_path / "rules.yml"
+    path.write_text(rules)
+    if (promtool := shutil.which("promtool")) is None:
+        pytest.skip("promtool is not here")
+    checked = [promtool, "check", "rules", str(path)]
+    done = subprocess.run(checked, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def source(*rooms: str) -> str:

@@ -18,6 +18,7 @@ READING = GatewayReading(
     replicas=[ReplicaReading("m", "http://a", "open", 1)],
     backlog=7,
     in_memory=5,
+    store_up=True,
     shared_limits=SharedLimitsReading(up=True, allowed=3, refused=2),
 )
 
@@ -66,10 +67,12 @@ def test_what_is_counted_is_shown() -> None:
     assert now["fast_path_streams"] == 2
     assert now["ledger_backlog_rows"] == 7
     assert now["ledger_memory_rows"] == 5
+    assert now["store_up"] == 1
 
 
-def test_limits_that_are_shared_are_shown_where_there_are_any() -> None:
-    assert not [name for name in shown(GatewayMetrics(), GatewayReading()) if "shared" in name]
+def test_what_is_shared_is_shown_where_there_is_any() -> None:
+    alone = shown(GatewayMetrics(), GatewayReading())
+    assert not [name for name in alone if "shared" in name or "store" in name]
     told = {name: value for name, value in shown(GatewayMetrics()).items() if "shared" in name}
     assert told == {
         "argosy_shared_limits_up": 1,
