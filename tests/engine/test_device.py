@@ -10,16 +10,26 @@ import psutil
 import pytest
 import torch
 
+from argosy.engine.config import EngineConfig
 from argosy.engine.execution import cgroup
 from argosy.engine.execution import isa as isa_module
+from argosy.engine.execution.build import build
 from argosy.engine.execution.device import Device, cpu_device
 from argosy.engine.execution.isa import TORCH, VARIABLE, available_isas
 from argosy.engine.execution.native import Kernels, load_kernels
+from argosy.models import BUNDLED
 from argosy.native import NativeUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+
+def test_who_waits_for_an_engine_is_told_for_what() -> None:
+    heard: list[str] = []
+    config = EngineConfig(model=str(BUNDLED), threads=1, warmup=False, num_blocks=64)
+    build(config, lambda what, _done: heard.append(what))
+    assert list(dict.fromkeys(heard)) == ["preparing the kernels", "loading weights"]
 
 
 @pytest.fixture

@@ -49,6 +49,7 @@ def build(config: EngineConfig, progress: Callable[[str, float], None]) -> Built
     path = locate(config.model, config.revision)
     state = fingerprint(path)
     spec = _within(read_spec(path), config)
+    progress("preparing the kernels", 0.0)  # which are compiled at the first start
     device = choose_device(config)
     dtype = device.default_dtype if config.dtype == "auto" else DTYPES[config.dtype]
     held = " ".join([_name(dtype), *([config.quantize] if config.quantize else [])])
