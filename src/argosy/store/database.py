@@ -86,6 +86,8 @@ _ADVICE = (
     ("statement pooling", "Have PgBouncer pool otherwise: pool_mode = transaction."),
     ("unsupported startup parameter", "Leave it out of the URL: PgBouncer does not pass it on."),
     ("authentication failed", "Check the user and the password in the URL."),
+    ("no password supplied", "Give its password, in the URL or as PGPASSWORD."),
+    ("no pg_hba.conf entry", "Let this user in: see its pg_hba.conf."),
     (_UNFINISHED, "It is being restored, or was so half way: wait, or look what pg_restore said."),
     ("does not exist", "Check the user and the database in the URL."),
     ("QueuePool", "Too many threads use it at a time: try again."),

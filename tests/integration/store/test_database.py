@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import resource
 import shutil
+import socket
+import struct
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psycopg
@@ -67,6 +71,39 @@ def test_a_server_that_is_not_there(scheme: str, tmp_path: Path) -> None:
         store.directory()
     assert "hidden" not in str(refused.value)
     store.close()
+
+
+HBA = b"SFATAL\0C28000\0Mno pg_hba.conf entry for host\0\0"
+
+
+@pytest.mark.parametrize(
+    ("answer", "advice"),
+    [
+        (b"R" + struct.pack("!II", 8, 3), "Give its password, in the URL or as PGPASSWORD."),
+        (b"E" + struct.pack("!I", 4 + len(HBA)) + HBA, "Let this user in: see its pg_hba.conf."),
+    ],
+)
+def test_a_server_that_lets_nobody_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: bytes, advice: str
+) -> None:
+    monkeypatch.delenv("PGPASSWORD", raising=False)
+    with socket.socket(socket.AF_UNIX) as listening, ThreadPoolExecutor() as threads:
+        listening.bind(str(tmp_path / ".s.PGSQL.5432"))
+        listening.listen()
+
+        def answering() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(1024)
+                connection.sendall(answer)
+                connection.recv(1024)  # until it has left
+
+        answered = threads.submit(answering)
+        store = open_store(f"postgresql://user@/db?host={tmp_path}")
+        with pytest.raises(StoreError, match=re.escape(advice)):
+            store.directory()
+        store.close()
+        answered.result()
 
 
 def test_a_file_that_cannot_be_opened(tmp_path: Path) -> None:
