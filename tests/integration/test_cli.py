@@ -1,6 +1,7 @@
 """The command line without a server: what it says when something is missing, and `argosy models`."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -36,6 +37,29 @@ def test_who_reads_on_a_full_disk_is_told_so_in_one_sentence(command: str) -> No
         )
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert "No space left on device" in done.stderr
+
+
+LOGS = """import structlog, argosy.telemetry as telemetry
+telemetry.configure_logs("console")
+structlog.get_logger("argosy").warning("wrong")
+"""
+
+
+@pytest.mark.parametrize(
+    "command", [("-m", "argosy.cli", "explain", "x", "--url", "x"), ("-c", LOGS)]
+)
+@pytest.mark.parametrize("plain", ["", "1"])
+def test_a_terminal_gets_no_colours_where_none_are_wanted(
+    command: tuple[str, ...], plain: str
+) -> None:
+    ours, theirs = os.openpty()
+    with os.fdopen(ours, "rb", 0) as terminal:
+        environment = {**os.environ, "NO_COLOR": plain}
+        subprocess.run([sys.executable, *command], stderr=theirs, env=environment, check=False)
+        os.close(theirs)
+        said = terminal.read(4096)
+    assert said.strip()
+    assert (b"\x1b[" in said) is not bool(plain)
 
 
 def test_importing_argosy_and_its_command_stays_cheap() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import typer
 
 from argosy.cli import (
@@ -24,7 +26,10 @@ app = typer.Typer(
     help="Serve large language models: one command on a laptop, a fleet when you need one.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "color": False if os.environ.get("NO_COLOR") else None,
+    },
 )
 app.command("serve")(serve.serve)
 app.command("replica")(replica.replica)

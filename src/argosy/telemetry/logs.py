@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import re
 import sys
 import time
@@ -164,7 +165,8 @@ def configure_logs(log_format: LogFormat, level: str = "info", replica: str = ""
     else:
         # Plain tracebacks: the pretty ones print local variables, and those hold what users wrote.
         render: Processor = structlog.dev.ConsoleRenderer(
-            colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
+            colors=sys.stderr.isatty() and not os.environ.get("NO_COLOR"),
+            exception_formatter=structlog.dev.plain_traceback,
         )
         ours, theirs = [*shared, _printable, render, _encoded], [_printable, render]
     structlog.configure(
