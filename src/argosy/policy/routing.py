@@ -169,7 +169,7 @@ class LatencyAware:
     ) -> Candidate:
         """See `Chooser`. Who is not known yet gets one request, then counts as the slowest."""
         del key, draw
-        slowest = max(one.load.latency.value(now) for one in candidates) or 1.0
+        slowest = max(one.load.latency.value(now) for one in candidates)
 
         def expected(one: Candidate) -> tuple[float, int]:
             busy = one.load.in_flight

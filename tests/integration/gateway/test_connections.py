@@ -325,7 +325,7 @@ async def test_there_is_room_for_small_bodies_whoever_sends_large_ones(
 
 async def test_continue_is_sent_when_the_body_is_wanted() -> None:
     async with talking() as (reader, writer):
-        asked = post("/echo", b"hello", "expect: 100-continue", "connection: close")
+        asked = post("/echo", b"hello", "Expect: 100-Continue", "connection: close")
         writer.write(asked[:-5])
         assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
         writer.write(b"hello")

@@ -58,12 +58,15 @@ def test_a_warm_replica_wins_until_its_queue_costs_more_than_computing_elsewhere
         assert LeastCost().choose(candidates, "", 0.0, 0.0).load.name == expected
 
 
-def test_a_faster_machine_a_fuller_cache_and_a_missing_report_count_in_seconds() -> None:
-    assert cost(load("x", prefill_rate=500.0), 1000, 10, 0.0).prefill_s == 2.0
-    assert cost(load("x", kv_used=0.5), 1000, 10, 0.0).memory_s == pytest.approx(0.15)
+def test_a_cost_is_the_sum_of_its_seconds() -> None:
+    known = load("x", prefill_rate=500.0, decode_s=0.02, kv_used=0.5)
+    known.queued_tokens, known.sent_tokens, known.reported_at = 100, 150, 100.0
+    told = cost(known, 1000, 10, 102.1)
+    terms = (told.queue_s, told.prefill_s, told.decode_s, told.memory_s, told.stale_s)
+    assert terms == pytest.approx((0.5, 2.0, 0.2, 0.15, 0.25))
+    assert told.total_s == pytest.approx(3.1)
+    assert cost(known, 1000, 10, 101.9).stale_s == 0.0
     assert cost(load("x", kv_used=1.0), 1000, 10, 0.0).memory_s > 100
-    assert cost(load("x"), 1000, 10, 10.0).stale_s > 0
-    assert cost(load("x", sent_tokens=4000), 1000, 10, 0.0).queue_s == 2.0
 
 
 LOADS = st.builds(
@@ -248,6 +251,11 @@ def test_who_was_never_tried_is_tried_once_and_who_was_slow_is_tried_again() -> 
     assert choose(rule, [slow, known, new]) is new
     new.in_flight = 1
     assert choose(rule, [slow, known, new]) is known
+    slow.in_flight, known.in_flight = 2, 18
+    assert choose(rule, [slow, known, new]) is known
+    known.in_flight = 20
+    assert choose(rule, [slow, known, new]) is new
+    slow.in_flight = known.in_flight = 0
     for second in range(60):
         known.latency.add(0.2, float(second))
     assert choose(rule, [slow, known, new], now=60.0) is slow
