@@ -229,6 +229,7 @@ async def test_a_request_that_replicas_died_of_costs_fewer_when_it_is_sent_again
         while (await ask(running))[0] == 502:
             assert tries() == 6
         assert (await ask(running))[0] == 200
+    assert len(watching.entered[-1].pool.suspects) == 0
 
 
 @pytest.mark.parametrize("page", ["<h1>Back in a minute</h1>", ""])

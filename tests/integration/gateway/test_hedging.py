@@ -274,6 +274,27 @@ async def test_a_server_of_another_kind_may_be_first_after_all(kind: Kind) -> No
     assert hedges(running) == {"false": 1}
 
 
+async def test_what_the_first_told_after_all_is_not_told_again_when_it_dies() -> None:
+    watching, hedged, over = Watching(), asyncio.Event(), asyncio.Event()
+
+    async def first(asked: Asked) -> None:
+        await hedged.wait()
+        asked.stream()
+        asked.say(" once", None)
+        asked.writer.close()
+
+    async def second(_: Asked) -> None:
+        hedged.set()
+        await over.wait()
+
+    async with others(watching, first, second) as (running, _):
+        answer = await running.client.post(PATHS[1], json=body(PATHS[1], stream=True))
+        over.set()
+    once, error = map(json.loads, events(answer.content))
+    assert once["choices"][0]["text"] == " once"
+    assert error["error"]["code"] == "upstream_failed"
+
+
 async def test_a_replica_that_dies_while_another_is_asked_fails_and_the_other_answers() -> None:
     watching, hedged = Watching(), asyncio.Event()
 
@@ -314,6 +335,7 @@ async def test_a_hedge_that_is_refused_leaves_the_first_as_it_was() -> None:
     (journey,) = watching.left
     assert attempts(running, journey) == [(False, "success"), (True, "backpressure")]
     assert hedges(running) == {"false": 1}
+    assert journey.losses == 0
 
 
 async def test_when_both_fail_the_request_is_tried_again() -> None:
@@ -336,6 +358,7 @@ async def test_when_both_fail_the_request_is_tried_again() -> None:
     (journey,) = watching.left
     ends = [(False, "failure"), (True, "failure"), (False, "success")]
     assert attempts(running, journey) == ends
+    assert journey.losses == 2
 
 
 async def test_many_that_are_stuck_at_once_get_no_more_hedges_than_the_budget_has() -> None:
