@@ -73,10 +73,6 @@ class Texts:
         chain = _Chain(keys, names, density)
         if not chain.keys:
             return
-        known = self._by_key.get(chain.keys[-1])
-        if known is not None and known.names == names:
-            self._chains.move_to_end(known)
-            return
         self._chains[chain] = None
         self._weight += chain.weight
         for key in chain.keys:

@@ -100,6 +100,9 @@ def test_what_is_on_its_way_is_believed_until_it_is_answered() -> None:
     assert len(index.find(keys)) == 3
     index.clear()
     assert len(index.find(keys)) == 1
+    index.sent(keys)
+    index.resize(2)
+    assert len(index.find(keys)) == 2
 
 
 def test_text_that_continues_what_is_held_is_believed_on_top_of_it() -> None:
@@ -159,11 +162,12 @@ def test_texts_take_bounded_memory_and_the_oldest_go_first() -> None:
 
 
 def test_a_growing_conversation_is_kept_once() -> None:
-    texts = Texts(most_weight=800)
+    texts = Texts(most_weight=816)
     index = ExactIndex(texts, BLOCK_SIZE)
-    for turns in range(1, 101):
-        index.answered(answered(texts_of(list(range(turns))), []))
-    assert len(texts) == 100
+    for numbers in ([200, 201], *map(list, map(range, range(1, 101)))):
+        for _ in range(2):
+            index.answered(answered(texts_of(numbers), []))
+    assert len(texts) == 102
 
 
 def test_a_prompt_of_which_the_beginning_is_named_is_known_so_far() -> None:
@@ -171,6 +175,15 @@ def test_a_prompt_of_which_the_beginning_is_named_is_known_so_far() -> None:
     index.stored(names_of(prompt))
     index.answered(answered(prompt, [])._replace(names=names_of(prompt)[: 2 * PER_TEXT + 1]))
     assert len(index.find(keys_of(prompt))) == 2
+
+
+def test_of_token_blocks_larger_than_a_text_block_those_count_that_end_in_it() -> None:
+    prompt, size = texts_of([1, 2, 3, 4]), 2 * PER_TEXT * BLOCK_SIZE
+    index = ExactIndex(Texts(), size)
+    index.read(read(prompt))
+    index.stored(block_names("", ids_of(prompt), size))
+    asked = ([1], [1, 9], [1, 2], [1, 2, 9], [1, 2, 3, 4])
+    assert [len(index.find(keys_of(texts_of(one)))) for one in asked] == [0, 0, 2, 2, 4]
 
 
 def test_a_prompt_shorter_than_a_block_is_not_known() -> None:
