@@ -540,6 +540,42 @@ async def test_who_is_being_answered_is_not_idle() -> None:
         await reader.readuntil(b"second")
 
 
+BEGUN = b"GET /echo HTTP/1.1\r\nx: "
+
+
+@pytest.mark.parametrize("begun", [b"", BEGUN, post("/echo", b"hi") + BEGUN])
+async def test_a_head_that_comes_drop_by_drop_has_no_longer_than_others(
+    begun: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor has who says nothing, or goes on with one after an answer."""
+    monkeypatch.setattr(listen, "HEADER_TIMEOUT_S", 0.2)
+    async with talking() as (reader, writer):
+        reading = asyncio.create_task(reader.read())
+        async with asyncio.timeout(10):
+            while not reading.done():
+                writer.write(begun)
+                begun = b"x" if begun else b""
+                await asyncio.wait([reading], timeout=0.02)
+        with contextlib.suppress(ConnectionResetError):
+            await reading
+
+
+async def test_a_head_may_come_slowly_while_the_request_before_it_is_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(listen, "HEADER_TIMEOUT_S", 0.1)
+
+    async def take_long(request: Request) -> PlainTextResponse:
+        await asyncio.sleep(0.3)
+        return PlainTextResponse(request.url.path)
+
+    async with talking(Starlette(routes=[Route("/{any}", take_long)])) as (reader, writer):
+        writer.write(b"GET /1 HTTP/1.1\r\nhost: x\r\n\r\nGET /2 HTTP/1.1\r\n")
+        await reader.readuntil(b"/1")
+        writer.write(b"host: x\r\n\r\n")
+        await reader.readuntil(b"/2")
+
+
 async def test_a_request_that_is_there_when_its_connection_has_been_idle_is_answered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
