@@ -203,11 +203,9 @@ class BoundedHash:
         most = math.ceil(self._bound * busy / len(candidates))
         place = _place(key) if key else int(draw * 2**64)
         start = bisect_left(self._ring, (place, ""))
-        for step in range(len(self._ring)):
-            one = named.get(self._ring[(start + step) % len(self._ring)][1])
-            if one is not None and one.load.in_flight + 1 <= most:
-                return one
-        return min(candidates, key=_in_flight)
+        around = (self._ring[(start + step) % len(self._ring)] for step in range(len(self._ring)))
+        there = (named[name] for _, name in around if name in named)
+        return next(one for one in there if one.load.in_flight < most)
 
     def _build(self, names: frozenset[str]) -> None:
         """Who is full or away for a moment keeps its places: a thousand hashes for each request would be too many."""
