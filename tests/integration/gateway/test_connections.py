@@ -323,6 +323,31 @@ async def test_there_is_room_for_small_bodies_whoever_sends_large_ones(
         assert (await reader.read()).endswith(b"50000")
 
 
+async def test_of_a_request_whose_connection_was_lost_nothing_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Though it waited for its turn: what is kept of bodies is counted."""
+    kept, may = 0, asyncio.Event()
+
+    def keep(self: connections.Connection, count: int) -> bool:
+        nonlocal kept
+        kept += count
+        return keeps(self, count)
+
+    async def fails(_scope: Scope, _receive: Receive, send: Send) -> None:
+        await may.wait()
+        await send({"type": "http.response.start", "status": 200})
+        raise ValueError("a fault of ours")
+
+    keeps = connections.Connection.keep
+    monkeypatch.setattr(connections.Connection, "keep", keep)
+    async with talking(fails) as (_, writer):
+        writer.write(COUNT + post("/echo", b"hello"))
+        await until(lambda: kept == len(b"hello"))
+        may.set()
+        await until(lambda: kept == 0)
+
+
 async def test_continue_is_sent_when_the_body_is_wanted() -> None:
     async with talking() as (reader, writer):
         asked = post("/echo", b"hello", "Expect: 100-Continue", "connection: close")
@@ -484,6 +509,18 @@ async def test_a_fault_of_ours_is_500_and_the_connection_lives() -> None:
     assert answer.endswith(b"bye")
 
 
+@pytest.mark.parametrize("fails", [False, True])
+async def test_an_application_that_answers_nothing_is_answered_for(fails: bool) -> None:
+    async def nothing(_scope: Scope, _receive: Receive, _send: Send) -> None:
+        if fails:
+            raise ValueError("a fault of ours")
+
+    async with talking(nothing) as (reader, writer):
+        for _ in range(2):
+            writer.write(COUNT)
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 500 ")
+
+
 @pytest.mark.parametrize("wait_s", [60.0, 3600.0])
 async def test_only_who_need_not_wait_for_long_is_to_send_it_again(wait_s: float) -> None:
     """SDKs wait in the middle of a call for as long as they are told: hours, until a budget's next day."""
@@ -516,6 +553,12 @@ async def test_a_client_that_leaves_in_the_middle_of_its_body_ends_the_request()
         await writer.drain()
         writer.close()
         await ended.wait()
+
+
+async def test_a_connection_that_nobody_uses_is_closed() -> None:
+    async with talking(idle_s=0.1) as (reader, writer):
+        writer.write(post("/echo", b"hello"))
+        assert (await reader.read()).endswith(b"hello")
 
 
 async def test_who_is_being_answered_is_not_idle() -> None:

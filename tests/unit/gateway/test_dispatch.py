@@ -178,6 +178,26 @@ async def refused(queue: Dispatcher, journey: Journey) -> str:
     return error.message
 
 
+async def test_all_who_wait_are_told_as_soon_as_that_makes_no_sense_any_more() -> None:
+    world, now = World(), 0.0
+    queue = Dispatcher(world.pool, QueueConfig(), lambda: now)
+    for _ in range(6):
+        await queue.place(request(Caller()))
+    waiting = [asyncio.create_task(queue.place(request(Caller(tier=tier)))) for tier in range(3)]
+    for replica in world.pool.replicas.values():
+        replica.absence.there()
+        replica.absence.lost(now)
+    await asyncio.sleep(0)
+    now = 29.0
+    queue.pump()
+    assert len(queue) == 3
+    now = 31.0
+    queue.pump()
+    for told in await asyncio.gather(*waiting, return_exceptions=True):
+        assert isinstance(told, ApiError)
+        assert (told.status, told.code, told.retry_after_s) == (503, "no_replica", 10.0)
+
+
 async def test_no_more_bytes_wait_than_may() -> None:
     world = World()
     world.queue = queue = Dispatcher(world.pool, QueueConfig(bytes=5000), lambda: 0.0)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from argosy.web.wire import HELD_BYTES, UNREAD_BYTES, RequestWire
 
 SCOPE = {"method": "POST", "http_version": "1.1"}
@@ -98,3 +100,13 @@ async def test_a_large_body_that_came_at_once_does_not_hide_that_its_client_leav
     assert client.held
     wire.all_came()
     assert not client.held
+
+
+@pytest.mark.parametrize("value", [b"a\r\nx-other: b", b"a\nb", b"a\rb"])
+async def test_a_header_with_a_line_break_is_not_sent(value: bytes) -> None:
+    client = Client()
+    wire = RequestWire(client, SCOPE, keep_alive=True, expects_continue=False)
+    with pytest.raises(ValueError, match="line break"):
+        wire.answer(200, [(b"x-some", value), (b"content-length", b"0")], b"")
+    await asyncio.sleep(0)
+    assert not client.kernel.writes
