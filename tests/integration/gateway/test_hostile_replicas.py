@@ -12,6 +12,8 @@ from tests.integration.gateway.harness import Running, front
 
 from argosy.gateway.config import ReplicaConfig
 from argosy.gateway.dialects import Kind
+from argosy.gateway.replicas.probing import LONGEST_LOAD
+from argosy.gateway.upstream.asking import LARGEST_BYTES
 
 CHAT = "/v1/chat/completions"
 BODY = {"model": "big", "messages": [{"role": "user", "content": "Hi"}]}
@@ -206,6 +208,22 @@ async def test_loads_that_nobody_has_do_not_keep_others_from_being_asked(kind: K
     async with behind(lambda path: whole(told.get(path, b"{}")), kind) as running:
         await running.probe()
         assert (await running.client.post(CHAT, json=BODY)).is_success
+
+
+async def test_a_load_of_any_length_is_not_read_while_all_others_wait() -> None:
+    """Sixty megabytes of lines kept a gateway from everything else for twenty seconds, again and again."""
+    full = b"vllm:num_requests_running{} 9\nvllm:num_requests_waiting{} 9\n"
+    told = full.ljust(LONGEST_LOAD + 1, b"\n")
+    async with behind(lambda path: whole(told if path == "/metrics" else b"{}")) as running:
+        await running.probe()
+        assert running.replicas[0].load.running == 0
+        assert (await running.client.get("/ready")).is_success
+
+
+async def test_no_more_is_kept_of_what_a_server_says_than_it_can_have_to_say() -> None:
+    cards = b'{"data": [%b{"id": "big"}]}' % (b"{}," * (LARGEST_BYTES // 3))
+    async with behind(lambda path: whole(cards if path == "/v1/models" else b"{}")) as running:
+        assert not (await running.client.get("/ready")).is_success
 
 
 async def test_a_request_that_replicas_die_of_costs_four_though_they_had_connections() -> None:

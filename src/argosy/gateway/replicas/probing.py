@@ -26,6 +26,8 @@ TOKEN_S = 10.0
 """For the token that a replica has to give before it gets requests again."""
 WAITING_TOKENS = 512
 """A request that waits somewhere else counts as so many prompt tokens: others do not say how long theirs are."""
+LONGEST_LOAD = 1024 * 1024
+"""Bytes. While more is read, which is done each second, all others wait."""
 NOT_THERE = frozenset({401, 403, 404, 405, 501})
 """A server that answers this when asked for its load does not tell it that way."""
 
@@ -215,6 +217,8 @@ class Prober:
     def _take_in(self, source: LoadSource, body: bytes) -> bool:
         """What a server of another kind says; what it does not say stays as it was. Whether it could be read."""
         try:
+            if len(body) > LONGEST_LOAD:
+                raise ValueError(f"it is longer than {LONGEST_LOAD} bytes")  # noqa: TRY301
             told = source.read(body)
         except (ValueError, OverflowError, msgspec.DecodeError) as error:
             if source not in self._unread:

@@ -7,6 +7,9 @@ import time
 from argosy.gateway.upstream.attempt import Attempt
 from argosy.gateway.upstream.upstream import Upstream
 
+LARGEST_BYTES = 4 * 1024 * 1024
+"""Of an answer: lists of hosted APIs have a megabyte."""
+
 
 async def get(upstream: Upstream, path: bytes, *headers: tuple[bytes, bytes]) -> tuple[int, bytes]:
     """Status and body of what a server has there. Raises UpstreamError."""
@@ -15,7 +18,7 @@ async def get(upstream: Upstream, path: bytes, *headers: tuple[bytes, bytes]) ->
 
 async def answer_to(upstream: Upstream, request: bytes) -> tuple[int, bytes]:
     """Status and body of its answer. Raises UpstreamError."""
-    attempt = Attempt(time.monotonic)
+    attempt = Attempt(time.monotonic, LARGEST_BYTES)
     try:
         await attempt.send(upstream, request)
         return await attempt.head, await attempt.whole()

@@ -20,7 +20,8 @@ WHOLE_LIMIT_BYTES = 64 * 1024 * 1024
 class Attempt:
     """A `Sink` whose end can be awaited. Body pieces that come before `deliver` are kept for it."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], most: int = WHOLE_LIMIT_BYTES) -> None:
+        """`most`: bytes of its answer that are kept until somebody takes them."""
         loop = asyncio.get_running_loop()
         self.head: asyncio.Future[int] = loop.create_future()
         """The status. Raises UpstreamError when none will come."""
@@ -32,6 +33,7 @@ class Attempt:
         self.last = clock()
         """When something came last."""
         self._clock = clock
+        self._most = most
         self._connection: Connection | None = None
         self._early: list[bytes] = []
         self._kept = 0
@@ -165,8 +167,8 @@ class Attempt:
 
     def _keep(self, piece: bytes) -> None:
         self._kept += len(piece)
-        if self._kept > WHOLE_LIMIT_BYTES:
-            self.abandon(f"the replica's answer is larger than {WHOLE_LIMIT_BYTES} bytes")
+        if self._kept > self._most:
+            self.abandon(f"the replica's answer is larger than {self._most} bytes")
         else:
             self._early.append(piece)
             if self._piece is not None and not self._piece.done():
