@@ -556,6 +556,19 @@ async def test_no_client_says_what_only_parts_of_a_fleet_may_say(family: Family)
             assert asked.body.keys().isdisjoint(elsewhere)
 
 
+async def test_nor_within_what_is_for_an_engines_own_plugins() -> None:
+    """What transfers KV blocks in vLLM reads it as a map, unchecked."""
+    double = Vllm()
+    extra = {"ngram_size": 30, "whitelist": [1, 2], "kv_transfer_params": "10.0.0.1"}
+    async with running(double), gateway(behind(double)) as (_, client):
+        for given in (extra, None):
+            await client.post(CHAT, json=BODIES[CHAT] | {"vllm_xargs": given})
+        answer = await client.post(CHAT, json=BODIES[CHAT] | {"vllm_xargs": [extra]})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "vllm_xargs")
+    told = [asked.body["vllm_xargs"] for asked in double.asked]
+    assert told == [{"ngram_size": 30, "whitelist": [1, 2]}, {}]
+
+
 async def test_requests_that_call_themselves_alike_are_not_alike_to_their_engine() -> None:
     double = Vllm()
     async with running(double), gateway(behind(double)) as (_, client):

@@ -260,6 +260,10 @@ def _fields(
         # Servers in Go take "Model" for "model", and whichever comes last.
         if name not in left_out and name.lower() != "model"
     }
+    if "vllm_xargs" in fields:  # vLLM takes `kv_transfer_params` from there, too
+        extra = _said(ask, "vllm_xargs", dict[str, Raw] | None) or {}
+        told = {name: value for name, value in extra.items() if name not in OPERATORS}
+        fields["vllm_xargs"] = Raw(_encode(told))
     if ask.drew_seed:
         del fields["seed"]  # it is for our own replicas; others are slower with one
     fields["model"] = Raw(_encode(model))
