@@ -274,6 +274,20 @@ async def test_who_leaves_or_is_out_of_time_before_the_first_token_has_used_the_
     assert await refusal(limits, request(prompt=30, most=1)) is None, "nobody pays for that"
 
 
+async def test_who_leaves_before_a_whole_answer_has_used_what_was_made_of_it(clock: Clock) -> None:
+    """Nobody pays for it, but a replica made it: who left all answers just before their ends had no limit."""
+    dollars = limit("nano_dollars", 10**6)
+    limits = in_force(clock, limit("output_tokens", 30), dollars, prices=(PRICE,))
+    journey = request(most=20)
+    await limits.enter(journey)
+    assert deliver(limits, journey, 19) is None
+    journey.delivered.forget()
+    leave(limits, journey, "cancelled")
+    refused = await refusal(limits, request(most=20))
+    assert refused is not None
+    assert "19 output tokens are used" in refused.message
+
+
 async def test_places_come_back_when_requests_end(clock: Clock) -> None:
     limits = in_force(clock, limit("concurrency", 2))
     running = [request(), request()]

@@ -73,6 +73,8 @@ class Held(msgspec.Struct, eq=False):
     """It is enough for so many tokens of the prompt,"""
     output: int
     """and for so many of the answer."""
+    made: int = 0
+    """Tokens of the answer so far, whether its client gets them or leaves before it is whole."""
     went_on: bool = False
     """While nobody could say how much is used."""
     refusal: Refusal | None = None
@@ -86,6 +88,7 @@ class Held(msgspec.Struct, eq=False):
     def counted(self, times: Sequence[float]) -> str | None:  # noqa: ARG002 - limits go by the wall clock
         """Hold more when what was delivered passes what is held."""
         told = self.journey.delivered
+        self.made = told.output_tokens
         if told.output_tokens <= self.output and told.prompt_tokens <= self.prompt:
             return None
         return self._extend()
@@ -101,12 +104,12 @@ class Held(msgspec.Struct, eq=False):
         if not told.output_tokens and (journey.status in UNANSWERED or not journey.replica):
             self.reservation.settle(Use(requests=int(journey.was_wrong)), now)
             return
-        prompt = told.prompt_tokens
-        cost = self.rates.cost(prompt, told.cached_tokens, told.output_tokens)
+        prompt, output = told.prompt_tokens, told.output_tokens
+        cost = self.rates.cost(prompt, told.cached_tokens, output)
         if not prompt and journey.status in {"cancelled", "stopped"}:
             # It was being read, or soon would have been: to leave early, or allow little time, makes none of it free.
-            prompt = self.prompt
-        self.reservation.settle(ended(prompt, told.output_tokens, cost), now)
+            prompt, output = self.prompt, self.made
+        self.reservation.settle(ended(prompt, output, cost), now)
         if journey.status == "completed":
             length = told.output_tokens // journey.ask.choices
             self.estimates.learn(self.party.asker, length, DEFAULT_OUTPUT)
