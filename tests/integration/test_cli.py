@@ -171,6 +171,33 @@ def test_who_is_no_gateway_explains_nothing(answer: bytes) -> None:
     assert (result.exit_code, "is no gateway" in result.output) == (2, True)
 
 
+@pytest.mark.parametrize("refused", [False, True])
+def test_no_model_or_server_commands_the_terminal(refused: bool) -> None:
+    said = "\x1b]0;mine\x07\x9b2J\r\tWell, \U0001f469\u200d\U0001f680\n"
+    answer = json.dumps({"choices": [{"delta": {"content": said}}]})
+    error = json.dumps({"error": {"message": said}})
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            self.send_response(400 if refused else 200)
+            self.end_headers()
+            told = error if refused else f"data: {answer}\n\ndata: [DONE]\n\n"
+            self.wfile.write(told.encode())
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = Thread(target=server.handle_request)
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        result = runner.invoke(app, ["chat", "Hi", "--url", url, "--model", "m"], color=True)
+        thread.join()
+    assert "]0;mine" in result.output
+    shown = result.output.replace("\x1b[31m", "").replace("\x1b[0m", "")  # our own red
+    assert not {"\x1b", "\x07", "\x9b", "\r"} & set(shown)
+    if not refused:
+        assert result.stdout == "]0;mine2J\tWell, \U0001f469\u200d\U0001f680\n\n"
+
+
 def test_models_inspects_the_bundled_model() -> None:
     table = runner.invoke(app, ["models"])
     assert table.exit_code == 0

@@ -243,6 +243,14 @@ def test_the_terminal_shows_steps_candidates_and_what_stages_added() -> None:
         assert part in text
 
 
+def test_no_replica_commands_the_terminal() -> None:
+    said = "\x1b]0;mine\x07"
+    failed = Try("a", 1.2, ended=1.3, outcome="failure", reason=said)
+    text = shown(Trace(ended=2.0, tries=[failed], finished={0: said}), 160)
+    assert "\x1b" not in text
+    assert text.count("\ufffd]0;mine\ufffd") == 2
+
+
 def test_the_terminal_shows_what_limits_and_prices_come_to() -> None:
     trace = Trace(
         ended=2.0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     import httpx2
 
 HELP = "/quit leaves, /clear forgets the conversation, Ctrl-C interrupts an answer."
+_COMMANDS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Control characters but for tabs and line ends: models say them if they are made to, and terminals obey."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +132,7 @@ def _answer(client: httpx2.Client, asking: Asking, messages: list[dict[str, str]
     try:
         for piece in _pieces(client, asking.body(messages)):
             text.append(piece)
-            sys.stdout.write(piece)
+            sys.stdout.write(_COMMANDS.sub("", piece))
             sys.stdout.flush()
     except KeyboardInterrupt:
         sys.stdout.write(" [interrupted]")

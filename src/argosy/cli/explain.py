@@ -14,7 +14,7 @@ import typer
 from argosy.cli.failure import BROKEN, fail
 from argosy.cli.money import show_dollars, show_price
 from argosy.cli.server import connect, reason, why_not
-from argosy.cli.tables import terminal
+from argosy.cli.tables import printable, terminal
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -104,7 +104,7 @@ def _headline(told: dict[str, Any]) -> str:
     colours = {"completed": "green", "replayed": "green", "running": "blue", "stopped": "yellow"}
     colour = colours.get(told["status"], "red")
     why = f" ({escape(told['error'])})" if told["error"] else ""
-    finish = ", ".join(sorted(set(told["finish_reasons"].values())))
+    finish = printable(", ".join(sorted(set(told["finish_reasons"].values()))))
     led = f", by {escape(told['route'])}" if told["route"] else ""
     asked = "" if told["asked"] == told["model"] else f" (for {escape(told['asked'])}{led})"
     lines = [
@@ -171,7 +171,7 @@ def _all_times(told: dict[str, Any]) -> Iterator[float | None]:
 
 
 def _outcome(attempt: dict[str, Any]) -> str:
-    why = attempt["reason"] or ""
+    why = printable(attempt["reason"] or "")
     if len(why) > LONGEST_REASON:
         why = f"{why[:LONGEST_REASON]}…"
     return f"{attempt['outcome']} ({why})" if why else f"{attempt['outcome']}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from argosy.cli.failure import fail
+from argosy.cli.tables import printable
 
 if TYPE_CHECKING:
     import httpx2
@@ -55,6 +56,7 @@ def reason(body: bytes) -> str:
     import msgspec
 
     try:
-        return str(msgspec.json.decode(body)["error"]["message"])
+        said = str(msgspec.json.decode(body)["error"]["message"])
     except (msgspec.DecodeError, LookupError, TypeError):
-        return f"the server answered: {body[:200].decode(errors='replace')}"
+        said = f"the server answered: {body[:200].decode(errors='replace')}"
+    return printable(said)

@@ -35,7 +35,7 @@ def show(
         return
     from rich.table import Table
 
-    rows = [["" if cell is None else _printable(str(cell)) for cell in row(one)] for one in records]
+    rows = [["" if cell is None else printable(str(cell)) for cell in row(one)] for one in records]
     table = Table(*columns)
     for cells in rows:
         table.add_row(*cells)
@@ -61,7 +61,7 @@ def terminal(*, markup: bool = True) -> Console:
     return Console(width=width, markup=markup, emoji=False)
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """Without what would command the terminal: some texts are users' own."""
     return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
 
