@@ -110,6 +110,13 @@ async def test_drain_endpoint(
     assert (await running).status_code == 200
 
 
+async def test_no_web_page_drains_a_replica(served: Served) -> None:
+    page = {"origin": "https://elsewhere.example", "content-type": "text/plain"}
+    refused = await served.client.post("/drain", headers=page)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "origin_not_allowed")
+    assert (await served.client.get("/ready")).status_code == 200
+
+
 async def test_drain_endpoint_with_a_deadline(
     served: Served, engine: FakeEngine, tokenizer: Tokenizer
 ) -> None:

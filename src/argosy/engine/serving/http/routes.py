@@ -15,6 +15,7 @@ from argosy.engine.serving.http.answering import Answering
 from argosy.engine.serving.http.kv_events import KvEvents
 from argosy.engine.serving.http.replica import Replica, Service
 from argosy.protocol import (
+    ApiError,
     DetokenizeRequest,
     DrainRequest,
     ModelCard,
@@ -204,6 +205,8 @@ class App:
         return shown
 
     async def _drain(self, exchange: Exchange) -> None:
+        if b"origin" in exchange.headers:  # browsers let any page send this to their own machine
+            raise ApiError(403, "origin_not_allowed", "Web pages may not drain a replica.")
         raw = await exchange.body()
         body = parse(DrainRequest, raw) if raw.strip() else DrainRequest()
         self._replica.drain(body.deadline_s)
