@@ -27,6 +27,7 @@ Status = Literal["completed", "cancelled", "failed", "stopped", "refused"]
 """How a request ended: as it should; the client left; it could not be answered; a limit or its deadline ended it; it
 was not to be answered, as it is or now."""
 REFUSED_BY_REPLICA = "refused_by_replica"
+TOO_LARGE = "request_too_large"
 WRONG = frozenset({400, 413, 422})
 """Statuses by which a replica says so of a request; others may be of how it is asked by the fleet."""
 UNANSWERED = frozenset[Status]({"failed", "refused"})
@@ -129,9 +130,10 @@ class Journey(msgspec.Struct, eq=False):
 
     @property
     def was_wrong(self) -> bool:
-        """Whether a replica that looked at it found fault with it."""
+        """Whether replicas that looked at it found fault with it, or were asked for too much."""
         error = self.error
-        return error is not None and error.code == REFUSED_BY_REPLICA and error.status in WRONG
+        found = {REFUSED_BY_REPLICA, TOO_LARGE}
+        return error is not None and error.code in found and error.status in WRONG
 
     @property
     def ending(self) -> Status:

@@ -26,6 +26,7 @@ from tests.waiting import until
 
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.gateway import ReplicaConfig
+from argosy.gateway.answering import answer as answers
 from argosy.protocol import event
 from argosy.store import UsageRow
 
@@ -316,6 +317,22 @@ async def test_who_leaves_pays_for_what_came_and_of_an_answer_to_be_sent_whole_n
         row = await here.agree()
         assert row.status == "cancelled"
         assert (counts(row) == NOTHING) is not stream
+
+
+async def test_an_answer_to_be_sent_whole_ends_where_it_is_too_large_to_be_kept(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Choices with all their log-probabilities took as much of the gateway's memory as there was."""
+    monkeypatch.setattr(answers, "MOST_GATHERED_BYTES", 100)
+    engine = FakeEngine(tokenizer, always(Script([*range(100, 110)], pause_after=4)))
+    async with (
+        serve(engine) as served,
+        kept(tmp_path, ReplicaConfig(url=served.url, model=MODEL)) as here,
+    ):
+        answer = json.loads(await here.ask())
+        row = await here.agree()
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert 0 < answer["usage"]["completion_tokens"] == row.output_tokens <= 4
 
 
 async def test_an_answer_that_broke_before_its_first_token_is_not_billed(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from tests.integration.gateway.books import books
 from tests.integration.gateway.test_gateway import BODY, STREAM, events, gateway, whole
 from tests.integration.rough_server import Answer, Asked, Rough, rough_server
 
+from argosy.gateway.upstream import attempt as attempts
 from argosy.protocol import event
 
 ANSWER = {"id": "x", "choices": [{"index": 0, "text": "something", "finish_reason": "stop"}]}
@@ -78,6 +79,40 @@ async def test_nobody_is_asked_to_go_on_with_what_nobody_can() -> None:
         name = answer.headers["x-argosy-request"]
         explained = (await client.get(f"/admin/requests/{name}")).json()
         assert [tried["outcome"] for tried in explained["attempts"]] == ["backpressure"]
+
+
+async def test_who_asks_for_more_than_can_be_kept_takes_no_server_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Log-probabilities of a long prompt, say: three such requests took out servers that had answered."""
+    monkeypatch.setattr(attempts, "WHOLE_LIMIT_BYTES", 1 << 16)
+    large = answering(200, TEXT.ljust(1 << 17))
+
+    async def some(asked: Asked) -> None:
+        await (large if asked.body["prompt"] == "All" else answering(200, TEXT))(asked)
+
+    async with rough_server(some) as one, rough_server(some) as two, gateway(one, two) as client:
+        for _ in range(4):
+            answer = await client.post("/v1/completions", json=BODY | {"prompt": "All"})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (
+                413,
+                "request_too_large",
+            )
+        assert len(one.asked) + len(two.asked) == 8  # another may have less to say
+        for _ in range(2):
+            assert (await client.post("/v1/completions", json=BODY)).status_code == 200
+        assert len(one.asked) == len(two.asked) == 5
+
+
+async def test_a_server_that_always_answers_with_too_much_costs_no_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attempts, "WHOLE_LIMIT_BYTES", 1 << 16)
+    large = answering(200, TEXT.ljust(1 << 17))
+    async with rough_server(large) as bad, rough_server() as good, gateway(bad, good) as client:
+        for _ in range(4):
+            assert (await client.post("/v1/completions", json=BODY)).status_code == 200
+        assert bad.asked
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ class Told:
     """An `Out` that keeps what the client gets."""
 
     data: bytes = b""
+    full: bool = False
 
     async def begin(self) -> None: ...
 

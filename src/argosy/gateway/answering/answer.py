@@ -16,6 +16,8 @@ from argosy.protocol import ApiError, CachedTokens, EventParser, Usage, comment
 from argosy.web import Exchange
 
 KEEP_ALIVE = comment(b"keep-alive")
+MOST_GATHERED_BYTES = 64 * 1024 * 1024
+"""Of an answer's events, which take several times as much memory until all are there."""
 _DONE = b"[DONE]"
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
@@ -39,6 +41,10 @@ class Out(Protocol):
 
     def push(self, data: bytes) -> None:
         """Whole events."""
+
+    @property
+    def full(self) -> bool:
+        """Whether the answer is to end here, as it has more than can be kept."""
 
     def keep_alive(self) -> None:
         """Show the client that somebody is there, if that can be shown."""
@@ -66,6 +72,11 @@ class Streamed:
         """See `Out`."""
         self._told = True
         self._exchange.push(data)
+
+    @property
+    def full(self) -> bool:
+        """See `Out`: the client has it."""
+        return False
 
     def keep_alive(self) -> None:
         """See `Out`."""
@@ -131,12 +142,14 @@ class Gathered:
         self._identity: dict[str, Any] = {}
         self._prompt_ids: list[int] | None = None
         """A chat's, which has one prompt."""
+        self._size = 0
 
     async def begin(self) -> None:
         """See `Out`."""
 
     def push(self, data: bytes) -> None:
         """See `Out`. Raises ValueError when they are no chunks of an answer."""
+        self._size += len(data)
         for told in self._events.feed(data):
             if told == _DONE:
                 continue
@@ -145,12 +158,18 @@ class Gathered:
             except UNREADABLE as error:
                 raise ValueError(f"an event of it cannot be read ({error})") from error
 
+    @property
+    def full(self) -> bool:
+        """See `Out`."""
+        return self._size > MOST_GATHERED_BYTES
+
     def keep_alive(self) -> None:
         """See `Out`: an answer that is sent whole has not begun."""
 
     def retract(self) -> bool:
         """See `Out`."""
         self._choices.clear()
+        self._size = 0
         return True
 
     async def end(self) -> None:

@@ -27,9 +27,9 @@ from argosy.gateway.dialects import (
     status_within,
     whole_request,
 )
-from argosy.gateway.journey import REFUSED_BY_REPLICA, Journey
+from argosy.gateway.journey import REFUSED_BY_REPLICA, TOO_LARGE, Journey
 from argosy.gateway.replicas import Picked, Replica
-from argosy.gateway.upstream import Attempt, UpstreamError
+from argosy.gateway.upstream import Attempt, TooLargeError, UpstreamError
 from argosy.policy import Outcome, backoff_s, classify
 from argosy.protocol import ApiError
 from argosy.web import Deadlines
@@ -290,6 +290,8 @@ class Relay:
         free = begun or failure.outcome is Outcome.BACKPRESSURE
         if isinstance(failure, UpstreamError):
             journey.losses += turn.attempt.sent
+            if isinstance(failure, TooLargeError) and journey.losses > 1:
+                raise _too_large(failure)
             self._owes = not (free or turn.trusted) and turn.attempt.sent
             free = True
         elif failure.outcome is Outcome.FAILURE:
@@ -332,6 +334,11 @@ def _has_begun(journey: Journey) -> bool:
 def _cut_off() -> ApiError:
     message = "The replica failed in the middle of the answer, and it cannot be carried on."
     return ApiError(502, "upstream_failed", message)
+
+
+def _too_large(failure: TooLargeError) -> ApiError:
+    message = f"The answer cannot be sent: {failure}. Ask for less of it, or have it streamed."
+    return ApiError(413, TOO_LARGE, message)
 
 
 def _suspected(journey: Journey, wait_s: float) -> ApiError:

@@ -253,7 +253,7 @@ class ClientStream:
                 self._count_prompt()
                 self._begin()
             self._told = told
-            reason = self._count((attempt.last,))
+            reason = self._count((attempt.last,)) or ("length" if self._out.full else None)
             if reason is not None:
                 self._stop(reason)
                 return

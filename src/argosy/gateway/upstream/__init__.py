@@ -1,7 +1,7 @@
 """Connections to the servers behind the gateway, and what is asked on them."""
 
 from argosy.gateway.upstream.asking import answer_to, get
-from argosy.gateway.upstream.attempt import Attempt
+from argosy.gateway.upstream.attempt import Attempt, TooLargeError
 from argosy.gateway.upstream.connection import UpstreamError
 from argosy.gateway.upstream.names import addresses_of
 from argosy.gateway.upstream.tls import UpstreamTls, client_context
@@ -9,6 +9,7 @@ from argosy.gateway.upstream.upstream import Upstream
 
 __all__ = [
     "Attempt",
+    "TooLargeError",
     "Upstream",
     "UpstreamError",
     "UpstreamTls",

@@ -17,11 +17,18 @@ WHOLE_LIMIT_BYTES = 64 * 1024 * 1024
 """Most bytes of an answer that are kept until somebody takes them."""
 
 
+class TooLargeError(UpstreamError):
+    """The replica gives more than can be kept, which may be what it was asked for."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, outcome=None)
+
+
 class Attempt:
     """A `Sink` whose end can be awaited. Body pieces that come before `deliver` are kept for it."""
 
-    def __init__(self, clock: Callable[[], float], most: int = WHOLE_LIMIT_BYTES) -> None:
-        """`most`: bytes of its answer that are kept until somebody takes them."""
+    def __init__(self, clock: Callable[[], float], most: int | None = None) -> None:
+        """`most`: bytes of its answer that are kept until somebody takes them; None: as of any."""
         loop = asyncio.get_running_loop()
         self.head: asyncio.Future[int] = loop.create_future()
         """The status. Raises UpstreamError when none will come."""
@@ -33,7 +40,7 @@ class Attempt:
         self.last = clock()
         """When something came last."""
         self._clock = clock
-        self._most = most
+        self._most = most or WHOLE_LIMIT_BYTES
         self._connection: Connection | None = None
         self._early: list[bytes] = []
         self._kept = 0
@@ -114,9 +121,7 @@ class Attempt:
 
     def abandon(self, reason: str) -> None:
         """Close the connection; whoever waits gets an UpstreamError with this reason."""
-        if self._connection is not None:
-            self._connection.abort()
-        self.on_failure(UpstreamError(reason))
+        self._abandon(UpstreamError(reason))
 
     def leave(self) -> None:
         """Its answer is whole although the replica would go on: close the connection, and end well."""
@@ -160,6 +165,11 @@ class Attempt:
                 future.set_exception(error)
                 future.exception()  # it may be that nobody asks
 
+    def _abandon(self, error: UpstreamError) -> None:
+        if self._connection is not None:
+            self._connection.abort()
+        self.on_failure(error)
+
     def _let_go(self) -> None:
         """Of whoever took the body: it is over, and they may have this attempt."""
         if self._take is not None:
@@ -168,7 +178,7 @@ class Attempt:
     def _keep(self, piece: bytes) -> None:
         self._kept += len(piece)
         if self._kept > self._most:
-            self.abandon(f"the replica's answer is larger than {self._most} bytes")
+            self._abandon(TooLargeError(f"the replica's answer is larger than {self._most} bytes"))
         else:
             self._early.append(piece)
             if self._piece is not None and not self._piece.done():
