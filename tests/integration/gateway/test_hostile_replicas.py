@@ -10,6 +10,8 @@ import httpx2
 import pytest
 from tests.integration.gateway.harness import Running, front
 
+from argosy.gateway.answering.relay import MOST_OBJECTS
+from argosy.gateway.ask import MOST_CHOICES
 from argosy.gateway.config import ReplicaConfig
 from argosy.gateway.dialects import Kind
 from argosy.gateway.replicas.probing import LONGEST_LOAD
@@ -78,6 +80,25 @@ async def test_a_whole_answer_that_is_nested_too_deeply_passes_as_it_came() -> N
     async with behind(lambda path: whole(answer if path == CHAT else b"{}")) as running:
         got = await running.client.post(CHAT, json=BODY)
     assert (got.status_code, got.content) == (200, answer)
+
+
+@pytest.mark.parametrize(
+    ("status", "answer"),
+    [
+        (b"200 OK", b'{"choices": [%b{}]}' % (b"{}," * MOST_CHOICES)),
+        (b"200 OK", b'{"x": [%b{}]}' % (b"{}," * MOST_OBJECTS)),
+        (b"404 Not Found", b'{"error": [%b{}]}' % (b"{}," * MOST_OBJECTS)),
+    ],
+    ids=["choices", "objects", "error"],
+)
+async def test_what_takes_longer_to_read_than_any_answer_is_none(
+    status: bytes, answer: bytes
+) -> None:
+    """Sixty megabytes of choices that say nothing kept a gateway from everybody for half a minute."""
+    told = whole(answer).replace(b"200 OK", status)
+    async with behind(lambda path: told if path == CHAT else whole(b"{}")) as running:
+        got = await running.client.post(CHAT, json=BODY)
+    assert (got.status_code, got.json()["error"]["code"]) == (502, "upstream_failed")
 
 
 async def test_an_explanation_is_small_whatever_a_replica_said() -> None:

@@ -36,6 +36,8 @@ from argosy.web import Deadlines
 
 CREATED = 201
 """What some frameworks answer every POST with."""
+MOST_OBJECTS = 1 << 21
+"""And lists, in a whole answer: more take long to read, and log-probabilities of what is kept are fewer."""
 OTHER_MODEL = 409
 """What a replica of ours answers that has another model than the one that began the answer."""
 
@@ -199,6 +201,8 @@ class Relay:
             content = await attempt.whole()
         finally:
             deadlines.remove(attempt)
+        if content.count(b"{") + content.count(b"[") > MOST_OBJECTS:
+            raise RefusedError(502, f"what came has more than {MOST_OBJECTS} objects and lists")
         came, status = status, status_meant(status, content, dialect.misread)
         outcome = classify(status)
         if outcome is not Outcome.SUCCESS or _has_begun(journey):

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from argosy.gateway.ask import BYTES_PER_TOKEN, Ask
+from argosy.gateway.ask import BYTES_PER_TOKEN, MOST_CHOICES, Ask
 from argosy.gateway.dialects.dialect import Dialect
 from argosy.gateway.dialects.events import (
     DONE,
@@ -162,7 +162,7 @@ def is_object(content: bytes) -> bool:
 def status_within(content: bytes, broken_off: frozenset[str]) -> int:
     """The status that a whole answer with 200 means: a server may fail or refuse after its head.
 
-    500 where it was `broken_off`, as a finish reason says.
+    500 where it was `broken_off`, as a finish reason says, or has more choices than anybody may ask for.
     """
     try:
         told = msgspec.json.decode(content, type=_Endings)
@@ -170,6 +170,8 @@ def status_within(content: bytes, broken_off: frozenset[str]) -> int:
         return 200
     if not told.choices and told.error is not None:
         return status_of({"error": told.error}) or 500
+    if len(told.choices or ()) > MOST_CHOICES:
+        return 500
     ends = {choice.finish_reason for choice in told.choices or ()}
     return 200 if ends.isdisjoint(broken_off) else 500
 
