@@ -13,7 +13,7 @@ from tests.integration.gateway.harness import Running, front
 from argosy.gateway.answering.relay import MOST_OBJECTS
 from argosy.gateway.ask import MOST_CHOICES
 from argosy.gateway.config import ReplicaConfig
-from argosy.gateway.dialects import Kind
+from argosy.gateway.dialects import Kind, events
 from argosy.gateway.replicas.probing import LONGEST_LOAD
 from argosy.gateway.upstream.asking import LARGEST_BYTES
 
@@ -99,6 +99,22 @@ async def test_what_takes_longer_to_read_than_any_answer_is_none(
     async with behind(lambda path: told if path == CHAT else whole(b"{}")) as running:
         got = await running.client.post(CHAT, json=BODY)
     assert (got.status_code, got.json()["error"]["code"]) == (502, "upstream_failed")
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("openai", b'{"choices": [%b{}]}' % (b"{}," * MOST_CHOICES)),
+        ("openai", b'{"choices": [], "x": [%b{}]}' % (b"{}," * events.MOST_OBJECTS)),
+        ("vllm", b'{"choices": [], "x": [%b{}]}' % (b"{}," * events.MOST_OBJECTS)),
+    ],
+    ids=["choices", "objects", "carriable"],
+)
+async def test_nor_is_an_event_of_a_stream(kind: Kind, told: bytes) -> None:
+    answers = streamed(told)
+    async with behind(lambda path: answers if path == CHAT else whole(b"{}"), kind) as running:
+        got = await running.client.post(CHAT, json=STREAM)
+    assert b"upstream_failed" in got.content
 
 
 async def test_an_explanation_is_small_whatever_a_replica_said() -> None:

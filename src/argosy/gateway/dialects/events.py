@@ -10,6 +10,8 @@ import msgspec
 from argosy.protocol import Unended
 
 LONGEST_EVENT_BYTES = 16 * 1024 * 1024
+MOST_OBJECTS = 1 << 19
+"""And lists, in what comes at once: log-probabilities of what an event may hold are fewer."""
 END = b"\n\n"
 DONE = b"[DONE]"
 UNREADABLE = (
@@ -40,7 +42,10 @@ _NO_MODEL_SAID = re.compile(r"\bmodels?\b.*\b(not found|not exist)\b", re.IGNORE
 
 
 def cut(rest: Unended, body: bytes) -> bytes:
-    """The events that are whole with `body`; `rest` keeps what is not. Raises ValueError when an event does not end."""
+    """The events that are whole with `body`; `rest` keeps what is not.
+
+    Raises ValueError when an event does not end, or would take long to read.
+    """
     stream = rest.join(body)
     if b"\r" in stream:
         stream = stream.replace(b"\r\n", b"\n")
@@ -49,6 +54,8 @@ def cut(rest: Unended, body: bytes) -> bytes:
         rest.keep(begun)
     if len(rest) > LONGEST_EVENT_BYTES:
         raise ValueError(f"an event is longer than {LONGEST_EVENT_BYTES} bytes")
+    if len(whole) > MOST_OBJECTS and whole.count(b"{") + whole.count(b"[") > MOST_OBJECTS:
+        raise ValueError(f"an event has more than {MOST_OBJECTS} objects and lists")
     return whole + mark
 
 

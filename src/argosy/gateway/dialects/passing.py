@@ -330,6 +330,9 @@ class PassReader(StreamReader):
             error = msgspec.json.decode(data)
             self.failure, self.status = error_of(error), status_of(error)
             return False
+        if len(chunk.choices or ()) > MOST_CHOICES:
+            self.failure = "an event of its stream has more choices than anybody may ask for"
+            return False
         if any(choice.finish_reason in self._broken_off for choice in chunk.choices or ()):
             self.failure = "it broke the answer off"
             return False
