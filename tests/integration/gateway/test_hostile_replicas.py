@@ -117,6 +117,17 @@ async def test_nor_is_an_event_of_a_stream(kind: Kind, told: bytes) -> None:
     assert b"upstream_failed" in got.content
 
 
+async def test_nor_of_one_of_ours_that_is_to_be_sent_whole() -> None:
+    told = b'data: {"id":"x","created":1,"model":"m","choices":[],"x":[%b{}]}\n\n: argosy prompt 1 0\n\n'
+    answers = whole(told % (b"{}," * events.MOST_OBJECTS), b"text/event-stream")
+    async with behind(lambda path: answers if path == CHAT else whole(b"{}"), "argosy") as running:
+        running.replicas[0].says("ready", 0.0)
+        got = await running.client.post(CHAT, json=BODY)
+        trace = running.traces.find(got.headers["x-argosy-request"])
+    assert trace is not None
+    assert "objects" in trace.tries[0].reason
+
+
 async def test_an_explanation_is_small_whatever_a_replica_said() -> None:
     long = b"x" * 100_000
     choices = b",".join(

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from argosy.gateway.dialects import UNREADABLE, Delivered
+from argosy.gateway.dialects import UNREADABLE, Delivered, check_objects
 from argosy.gateway.journey import CHAT, Journey
 from argosy.protocol import ApiError, CachedTokens, EventParser, Usage, comment
 from argosy.web import Exchange
@@ -150,6 +150,7 @@ class Gathered:
     def push(self, data: bytes) -> None:
         """See `Out`. Raises ValueError when they are no chunks of an answer."""
         self._size += len(data)
+        check_objects(data)
         for told in self._events.feed(data):
             if told == _DONE:
                 continue

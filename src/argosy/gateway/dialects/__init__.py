@@ -12,7 +12,7 @@ from argosy.gateway.dialects.dialect import (
     LoadSource,
     Reading,
 )
-from argosy.gateway.dialects.events import UNREADABLE, message_of, status_meant
+from argosy.gateway.dialects.events import UNREADABLE, check_objects, message_of, status_meant
 from argosy.gateway.dialects.finding import Found, find
 from argosy.gateway.dialects.journal import Delivered
 from argosy.gateway.dialects.kv_sources import KvAddress, KvSource
@@ -47,6 +47,7 @@ __all__ = [
     "Reading",
     "StreamReader",
     "Usage",
+    "check_objects",
     "dialect_of",
     "endings_of",
     "find",

@@ -54,9 +54,14 @@ def cut(rest: Unended, body: bytes) -> bytes:
         rest.keep(begun)
     if len(rest) > LONGEST_EVENT_BYTES:
         raise ValueError(f"an event is longer than {LONGEST_EVENT_BYTES} bytes")
-    if len(whole) > MOST_OBJECTS and whole.count(b"{") + whole.count(b"[") > MOST_OBJECTS:
-        raise ValueError(f"an event has more than {MOST_OBJECTS} objects and lists")
+    check_objects(whole)
     return whole + mark
+
+
+def check_objects(events: bytes) -> None:
+    """Raise ValueError where they would take long to read."""
+    if len(events) > MOST_OBJECTS and events.count(b"{") + events.count(b"[") > MOST_OBJECTS:
+        raise ValueError(f"an event has more than {MOST_OBJECTS} objects and lists")
 
 
 def data_of(event: bytes) -> bytes | None:
