@@ -96,7 +96,9 @@ async def test_of_replicas(tmp_path: Path, tls: bool) -> None:
     assert await still(lambda: left(upstream.Connection)) <= before
 
 
-@pytest.mark.parametrize("how", ["whole", "stream", "left", "refused", "administered"])
+@pytest.mark.parametrize(
+    "how", ["whole", "stream", "left", "refused", "failed", "broken", "administered"]
+)
 async def test_of_requests(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was asked may be megabytes, and so may be what was answered."""
     waiting, tended, tend = asyncio.Event(), asyncio.Event(), ClientStream.tend
@@ -110,6 +112,11 @@ async def test_of_requests(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def script(asked: Asked) -> None:
         if how == "refused":
             asked.json(400, {"error": {"message": "no"}})
+        elif how == "failed":
+            asked.json(500, {"error": {"message": "no"}})
+        elif how == "broken":
+            asked.writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nshort")
+            asked.writer.close()
         elif how == "whole":
             asked.json(200, {"choices": [{"index": 0, "text": "a", "finish_reason": "stop"}]})
         else:
@@ -135,7 +142,9 @@ async def test_of_requests(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
                     assert await anext(pieces)
                     await tended.wait()
             else:
-                status = 400 if how == "refused" else 200
+                status = {"refused": 400, "failed": 502, "broken": 502}.get(how, 200)
                 assert (await client.post(CHAT, json=body)).status_code == status
+                if status == 502:
+                    break  # it is left alone for a while
         waiting.set()
         await until(lambda: sum(map(left, kinds)) <= before)

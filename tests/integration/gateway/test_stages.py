@@ -262,7 +262,7 @@ async def test_a_refusal_leaves_the_stages_before_it() -> None:
     assert not second.left
     (journey,) = first.left
     assert journey.status == "refused"
-    assert journey.error is second.refuses
+    assert journey.trace.error == "rate_limit_exceeded"
 
 
 async def test_how_requests_end(tokenizer: Tokenizer) -> None:

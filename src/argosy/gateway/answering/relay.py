@@ -108,7 +108,8 @@ class Relay:
         except (UpstreamError, RefusedError) as error:
             if stream.stopped is not None:
                 return True
-            failure, outcome = error, error.outcome
+            # Its frames have what was answered, and this one would have it: only the collector would find both.
+            failure, outcome = error.with_traceback(None), error.outcome
             stream.let_go()
             won = journey.delivered.output_tokens - before
             if won > 0:

@@ -142,6 +142,7 @@ class Serving:
             elif journey.status != "completed" and not delivered.output_tokens:
                 delivered.prompt_tokens = delivered.cached_tokens = 0  # nor is a prompt alone
             leave(visits, journey)
+            journey.error = None  # which has this frame, and so all that was answered
 
     def _journey(self, exchange: Exchange, ask: Ask, api: Api, caller: Caller) -> Journey:
         """Raises ApiError when nothing here serves the model, to this caller, or ever could."""
