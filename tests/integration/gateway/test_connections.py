@@ -556,7 +556,7 @@ async def test_a_client_that_leaves_in_the_middle_of_its_body_ends_the_request()
 
 
 async def test_a_connection_that_nobody_uses_is_closed() -> None:
-    async with talking(idle_s=0.1) as (reader, writer):
+    async with talking(idle_s=0.5) as (reader, writer):
         writer.write(post("/echo", b"hello"))
         assert (await reader.read()).endswith(b"hello")
 
