@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable
+from pathlib import Path
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -19,3 +21,9 @@ async def still(count: Callable[[], int]) -> int:
         before = now
         await asyncio.sleep(0.2)
     return now
+
+
+def listens_at(path: Path) -> bool:
+    """Whether somebody listens at a Unix socket, which is there a moment before they do."""
+    with socket.socket(socket.AF_UNIX) as client:
+        return client.connect_ex(str(path)) == 0

@@ -21,6 +21,7 @@ from openai.types.chat import ChatCompletionUserMessageParam
 from tests.e2e.server import ARGOSY, Server, argosy, serving
 from tests.integration.gateway.certificates import Authority
 from tests.pipes import fill
+from tests.waiting import listens_at
 
 from argosy.models import BUNDLED
 
@@ -272,7 +273,7 @@ def test_a_log_that_nobody_reads_stops_neither_gateway_nor_replica(tmp_path: Pat
     with subprocess.Popen([ARGOSY, "serve", *options], stderr=writing) as process:
         os.close(writing)
         try:
-            while not Path(socket).exists():
+            while not listens_at(Path(socket)):
                 assert process.poll() is None
             with httpx2.Client(
                 transport=httpx2.HTTPTransport(uds=socket), base_url="http://localhost", timeout=60

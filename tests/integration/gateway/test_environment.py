@@ -26,7 +26,7 @@ from tests.integration.gateway.certificates import Authority
 from tests.integration.rough_server import Asked, plain, rough_server
 from tests.integration.serving import MODEL, serve
 from tests.pipes import fill
-from tests.waiting import until
+from tests.waiting import listens_at, until
 
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.gateway import GatewayConfig, GatewayServer, ModelConfig, ReplicaConfig
@@ -78,12 +78,6 @@ def healthy(folder: Path, process: subprocess.Popen[str]) -> bool:
             return b" 200 " in asked(folder, "/health")
         time.sleep(0.05)
     return False
-
-
-def listens(folder: Path) -> bool:
-    """Whether somebody listens at its socket."""
-    with socket.socket(socket.AF_UNIX) as client:
-        return client.connect_ex(str(folder / "gateway.sock")) == 0
 
 
 @pytest.mark.parametrize("log_format", ["console", "json"])
@@ -140,7 +134,7 @@ def test_who_comes_while_another_drains_keeps_the_socket(tmp_path: Path) -> None
         )
         client.sendall(b"{")  # it is not all there: the gateway waits for it
         first.send_signal(signal.SIGTERM)
-        while (tmp_path / "gateway.sock").exists() and listens(tmp_path):
+        while listens_at(tmp_path / "gateway.sock"):
             time.sleep(0.05)
         with running(*GATEWAY, config) as second:
             assert healthy(tmp_path, second)
@@ -173,7 +167,7 @@ def test_what_is_on_its_way_when_a_gateway_leaves_is_answered(tmp_path: Path) ->
         client.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert client.recv(4096).startswith(b"HTTP/1.1 200 ")
         process.send_signal(signal.SIGTERM)
-        while (tmp_path / "gateway.sock").exists() and listens(tmp_path):
+        while listens_at(tmp_path / "gateway.sock"):
             time.sleep(0.05)
         client.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
         answer = client.makefile("rb").read()  # to the connection's end
