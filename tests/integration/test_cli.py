@@ -194,6 +194,7 @@ def test_no_model_or_server_commands_the_terminal(refused: bool) -> None:
     assert "]0;mine" in result.output
     shown = result.output.replace("\x1b[31m", "").replace("\x1b[0m", "")  # our own red
     assert not {"\x1b", "\x07", "\x9b", "\r"} & set(shown)
+    assert "]0;mine2J\tWell, \U0001f469\u200d\U0001f680\n" in shown
     if not refused:
         assert result.stdout == "]0;mine2J\tWell, \U0001f469\u200d\U0001f680\n\n"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,13 +11,12 @@ import typer
 
 from argosy.cli.failure import BROKEN, fail
 from argosy.cli.server import connect, reason, why_not
+from argosy.cli.tables import harmless
 
 if TYPE_CHECKING:
     import httpx2
 
 HELP = "/quit leaves, /clear forgets the conversation, Ctrl-C interrupts an answer."
-_COMMANDS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""Control characters but for tabs and line ends: models say them if they are made to, and terminals obey."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +130,7 @@ def _answer(client: httpx2.Client, asking: Asking, messages: list[dict[str, str]
     try:
         for piece in _pieces(client, asking.body(messages)):
             text.append(piece)
-            sys.stdout.write(_COMMANDS.sub("", piece))
+            sys.stdout.write(harmless(piece))
             sys.stdout.flush()
     except KeyboardInterrupt:
         sys.stdout.write(" [interrupted]")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from argosy.cli.failure import fail
-from argosy.cli.tables import printable
+from argosy.cli.tables import harmless
 
 if TYPE_CHECKING:
     import httpx2
@@ -59,4 +59,4 @@ def reason(body: bytes) -> str:
         said = str(msgspec.json.decode(body)["error"]["message"])
     except (msgspec.DecodeError, LookupError, TypeError):
         said = f"the server answered: {body[:200].decode(errors='replace')}"
-    return printable(said)
+    return harmless(said)

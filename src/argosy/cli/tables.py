@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -16,6 +17,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")
 
 WIDE = 10_000
 """Most columns of a table that goes into a file or a pipe, where each record has a line."""
+_COMMANDS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Control characters but for tabs and line ends."""
 
 
 def show(
@@ -61,8 +64,13 @@ def terminal(*, markup: bool = True) -> Console:
     return Console(width=width, markup=markup, emoji=False)
 
 
+def harmless(text: str) -> str:
+    """Without what would command the terminal: models and servers say it if they are made to. Lines stay lines."""
+    return _COMMANDS.sub("", text)
+
+
 def printable(text: str) -> str:
-    """Without what would command the terminal: some texts are users' own."""
+    """The same in one line, as a cell of a table is: some are users' own."""
     return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
 
 
