@@ -85,7 +85,7 @@ def test_the_rules_of_prometheus_are_rules(tmp_path: Path) -> None:
     path = tmp_path / "rules.yml"
     path.write_text(rules)
     if (promtool := shutil.which("promtool")) is None:
-        pytest.skip("promtool is not here")
+        pytest.skip("promtool is not installed (Debian package prometheus)")
     checked = [promtool, "check", "rules", str(path)]
     done = subprocess.run(checked, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
