@@ -114,9 +114,8 @@ class World:
         attention = self.attention(path, threads)
         outputs = [torch.full_like(q, torch.nan) for q, _, _ in self.qkv]
         before = [(i, 0, s) for i, s, _ in steps[0] if s]
-        if (
-            before
-        ):  # their keys and values are kept whatever they see, and to see little costs little
+        if before:
+            # Their keys and values are kept whatever they see, and to see little costs little.
             self.step(attention, before, replace(self.spec, window=1))
         for chunks in steps:
             pieces = self.step(attention, chunks, self.spec)

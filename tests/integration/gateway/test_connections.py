@@ -606,10 +606,10 @@ async def test_a_head_that_comes_drop_by_drop_has_no_longer_than_others(
 async def test_a_head_may_come_slowly_while_the_request_before_it_is_answered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(listen, "HEADER_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(listen, "HEADER_TIMEOUT_S", 0.5)
 
     async def take_long(request: Request) -> PlainTextResponse:
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.7)
         return PlainTextResponse(request.url.path)
 
     async with talking(Starlette(routes=[Route("/{any}", take_long)])) as (reader, writer):
