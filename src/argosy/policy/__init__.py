@@ -1,7 +1,19 @@
 """Decisions, pure: no clock, no input or output, no torch."""
 
-from argosy.policy.absence import Absence
-from argosy.policy.affinity import (
+from argosy.policy.backpressure import Backpressure
+from argosy.policy.breaker import Breaker, BreakerLimits, Outcome, classify, usable
+from argosy.policy.concurrency_lease import SlotLease
+from argosy.policy.concurrency_slots import part
+from argosy.policy.engine_block_names import MOST_TOLD, EngineBlocks, Hash, block_names
+from argosy.policy.event_prefix_index import MOST_HELD, ExactIndex, Texts
+from argosy.policy.fair_queue import PROMOTED_EACH, QUANTUM, DispatchQueue, Held, Waiting, due_at
+from argosy.policy.hedging import Hedging
+from argosy.policy.leased_quota import Ask, Grant, Shared
+from argosy.policy.load_shedding import admits, fits, saturation
+from argosy.policy.outage_tracker import Absence
+from argosy.policy.output_length import OutputEstimates
+from argosy.policy.poison_requests import Suspects
+from argosy.policy.prefix_cache_index import (
     BLOCK_BYTES,
     BLOCK_TOKENS,
     Answered,
@@ -11,17 +23,9 @@ from argosy.policy.affinity import (
     Read,
     chain,
 )
-from argosy.policy.backpressure import Backpressure
-from argosy.policy.breaker import Breaker, BreakerLimits, Outcome, classify, usable
-from argosy.policy.discovery import Addresses
-from argosy.policy.estimates import OutputEstimates
-from argosy.policy.fairness import INPUT_PRICE, OUTPUT_PRICE, Account, TenantShares, service
-from argosy.policy.headroom import lowest_tier, nothing_kept
-from argosy.policy.hedging import Hedging
-from argosy.policy.kv_blocks import MOST_TOLD, EngineBlocks, Hash, block_names
-from argosy.policy.kv_index import MOST_HELD, ExactIndex, Texts
-from argosy.policy.leases import Lease
-from argosy.policy.limits import (
+from argosy.policy.prices import NO_CHARGE, Priced, PriceList, Rates
+from argosy.policy.quota_meters import Concurrency, Counter, Period, Window, period
+from argosy.policy.reservation import (
     Hold,
     Meter,
     Refusal,
@@ -33,10 +37,8 @@ from argosy.policy.limits import (
     running,
     worst,
 )
-from argosy.policy.measured import Line, Mean, PeakEwma, Rate
-from argosy.policy.order import PROMOTED_EACH, QUANTUM, DispatchQueue, Held, Waiting, due_at
-from argosy.policy.prices import NO_CHARGE, Priced, PriceList, Rates
-from argosy.policy.retries import RetryBudget, backoff_s
+from argosy.policy.resolved_addresses import Addresses
+from argosy.policy.retry_budget import RetryBudget, backoff_s
 from argosy.policy.routing import (
     CHOOSERS,
     SEES_ALL,
@@ -51,13 +53,17 @@ from argosy.policy.routing import (
     Rule,
     cost,
 )
-from argosy.policy.seats import part
-from argosy.policy.sharing import Ask, Grant, Shared
-from argosy.policy.shedding import admits, fits, saturation
-from argosy.policy.slot_lease import SlotLease
+from argosy.policy.smoothing import Line, Mean, PeakEwma, Rate
 from argosy.policy.supervision import Action, Custody, CustodyLimits, Life
-from argosy.policy.suspects import Suspects
-from argosy.policy.windows import Concurrency, Counter, Period, Window, period
+from argosy.policy.tier_reservation import lowest_tier, nothing_kept
+from argosy.policy.virtual_token_counters import (
+    INPUT_PRICE,
+    OUTPUT_PRICE,
+    Account,
+    TenantShares,
+    service,
+)
+from argosy.policy.window_lease import Lease
 
 __all__ = [
     "BLOCK_BYTES",

@@ -6,7 +6,7 @@ budget they would double the load of a pool that is slow because it is full.
 
 from __future__ import annotations
 
-from argosy.policy.retries import RetryBudget
+from argosy.policy.retry_budget import RetryBudget
 
 SHARE = 0.05
 """Second attempts may be this part of the requests of the last while,"""

@@ -21,7 +21,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from argosy.policy.measured import PeakEwma
+from argosy.policy.smoothing import PeakEwma
 
 BARRIER_S = 0.15
 """Cost of a half full KV cache: it grows without bound towards a full one."""

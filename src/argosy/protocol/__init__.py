@@ -2,8 +2,8 @@
 
 from argosy.protocol.endpoint import Endpoint, parse_endpoint
 from argosy.protocol.errors import ApiError, invalid
-from argosy.protocol.kv import NAME_BYTES, KvEvent, KvReading, pack_names, unpack_names
-from argosy.protocol.openai import (
+from argosy.protocol.kv_events import NAME_BYTES, KvEvent, KvReading, pack_names, unpack_names
+from argosy.protocol.openai_requests import (
     ChatCompletionRequest,
     CompletionRequest,
     ContentPart,
@@ -15,8 +15,7 @@ from argosy.protocol.openai import (
     StreamOptions,
     TokenizeRequest,
 )
-from argosy.protocol.parsing import parse, parse_query
-from argosy.protocol.replies import (
+from argosy.protocol.openai_responses import (
     MOST_COUNTED,
     CachedTokens,
     ChatChoice,
@@ -42,6 +41,7 @@ from argosy.protocol.replies import (
     Usage,
     Version,
 )
+from argosy.protocol.parsing import parse, parse_query
 from argosy.protocol.sampling import SamplingParams
 from argosy.protocol.sse import CONTENT_TYPE as SSE_CONTENT_TYPE
 from argosy.protocol.sse import DONE as SSE_DONE

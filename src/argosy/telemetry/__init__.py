@@ -1,17 +1,17 @@
 """The instruments: metrics and logs."""
 
-from argosy.telemetry.counting import CONTENT_TYPE
+from argosy.telemetry.coalesced_scrape import Scrape
 from argosy.telemetry.engine_stats import EngineStats
-from argosy.telemetry.gateway_metrics import GatewayMetrics
-from argosy.telemetry.gateway_reading import (
+from argosy.telemetry.gateway_gauges import (
     GatewayReading,
     ReplicaReading,
     ReplicaState,
     SharedLimitsReading,
 )
+from argosy.telemetry.gateway_metrics import GatewayMetrics
+from argosy.telemetry.instruments import CONTENT_TYPE
 from argosy.telemetry.logs import LogFormat, configure_logs, name_request
-from argosy.telemetry.metrics import Metrics, SequenceTimes
-from argosy.telemetry.scrape import Scrape
+from argosy.telemetry.replica_metrics import Metrics, SequenceTimes
 
 __all__ = [
     "CONTENT_TYPE",

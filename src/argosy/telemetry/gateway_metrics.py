@@ -14,7 +14,12 @@ from prometheus_client import generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from argosy.telemetry.counting import (
+from argosy.telemetry.gateway_gauges import (
+    REPLICA_STATES,
+    GatewayReading,
+    SharedLimitsReading,
+)
+from argosy.telemetry.instruments import (
     ITL_BUCKETS,
     PHASE_BUCKETS,
     TTFT_BUCKETS,
@@ -22,11 +27,6 @@ from argosy.telemetry.counting import (
     Histogram,
     Sum,
     gauge,
-)
-from argosy.telemetry.gateway_reading import (
-    REPLICA_STATES,
-    GatewayReading,
-    SharedLimitsReading,
 )
 
 MOST_TENANTS = 1000

@@ -42,8 +42,8 @@ LONG_S = 1e9
 def _quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("argosy.gateway.replicas.discovery.EACH_S", 0.01)
     monkeypatch.setattr("argosy.gateway.replicas.probing.OTHERS_EACH_S", 0.05)
-    monkeypatch.setattr("argosy.policy.discovery.ABSENT_S", 0.05)
-    monkeypatch.setattr("argosy.policy.discovery.EMPTY_S", LONG_S)
+    monkeypatch.setattr("argosy.policy.resolved_addresses.ABSENT_S", 0.05)
+    monkeypatch.setattr("argosy.policy.resolved_addresses.EMPTY_S", LONG_S)
 
 
 @dataclass
@@ -112,7 +112,7 @@ async def test_what_each_has_cached_is_followed_where_it_is() -> None:
 async def test_requests_wait_for_one_that_takes_the_place_of_the_last(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("argosy.policy.discovery.EMPTY_S", 0.05)
+    monkeypatch.setattr("argosy.policy.resolved_addresses.EMPTY_S", 0.05)
     names = Names({address(0)})
     patient = Timeouts(recovery_s=1000.0)
     async with (
@@ -199,7 +199,7 @@ async def test_no_request_is_lost_however_often_they_come_and_go(
             asked.say(f" {number}", "stop" if number == 4 else None)
         asked.end(tokens=5)
 
-    monkeypatch.setattr("argosy.policy.discovery.ABSENT_S", 0.0)
+    monkeypatch.setattr("argosy.policy.resolved_addresses.ABSENT_S", 0.0)
     some = [{0}, {1}, {2}, {0, 1}, {1, 2}, {0, 1, 2}]
     draw, names = random.Random(7), Names({address(0)})
     async with pods(3) as servers, gateway(names.look_up, entry(servers[0].port)) as behind:
@@ -230,7 +230,7 @@ async def test_no_request_is_lost_however_often_they_come_and_go(
 async def test_addresses_that_are_lacking_now_and_then_stay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("argosy.policy.discovery.ABSENT_S", 5.0)
+    monkeypatch.setattr("argosy.policy.resolved_addresses.ABSENT_S", 5.0)
     names = Names({address(0), address(1)})
     async with pods(2) as servers, gateway(names.look_up, entry(servers[0].port)) as behind:
         there = behind.server.replicas
@@ -269,7 +269,7 @@ async def test_a_resolver_that_does_not_say_changes_nothing(
 async def test_a_name_that_long_has_no_address_has_none_until_it_has(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("argosy.policy.discovery.EMPTY_S", 0.05)
+    monkeypatch.setattr("argosy.policy.resolved_addresses.EMPTY_S", 0.05)
     names = Names()
     async with pods(1) as servers, gateway(names.look_up, entry(servers[0].port)) as behind:
         assert await behind.ask() == 503

@@ -17,7 +17,7 @@ from tests.waiting import until
 from argosy.gateway import ReplicaConfig, Timeouts
 from argosy.gateway.dialects import Kind
 from argosy.gateway.journey import Stage
-from argosy.policy import RetryBudget, suspects
+from argosy.policy import RetryBudget
 
 PATH = "/v1/completions"
 
@@ -205,7 +205,7 @@ async def test_a_request_that_gets_on_survives_any_number_of_deaths_and_costs_no
 async def test_a_request_that_replicas_died_of_costs_fewer_when_it_is_sent_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(suspects, "WAIT_S", 0.3)
+    monkeypatch.setattr(poison_requests, "WAIT_S", 0.3)
     well = asyncio.Event()
 
     async def dies(asked: Asked) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from argosy.policy import Absence
-from argosy.policy.absence import AGAIN_S, LOADING_S
+from argosy.policy.outage_tracker import AGAIN_S, LOADING_S
 
 PATIENCE_S = 20.0
 NEWS = st.lists(st.tuples(st.sampled_from(["there", "lost", "coming"]), st.floats(0.1, 400.0)))

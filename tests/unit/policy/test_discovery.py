@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from argosy.policy import Addresses
-from argosy.policy.discovery import ABSENT_S, EMPTY_S
+from argosy.policy.resolved_addresses import ABSENT_S, EMPTY_S
 
 ANSWERS = st.lists(
     st.tuples(st.floats(0, EMPTY_S), st.frozensets(st.sampled_from("abc"))), max_size=20

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argosy.policy import Suspects
-from argosy.policy.suspects import MOST, REMEMBERED_S, WAIT_S
+from argosy.policy.poison_requests import MOST, REMEMBERED_S, WAIT_S
 
 
 def test_one_that_was_given_up_waits_then_may_be_tried_and_is_forgotten() -> None:

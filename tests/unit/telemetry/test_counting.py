@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from argosy.telemetry.counting import TTFT_BUCKETS, Counter, Histogram
+from argosy.telemetry.instruments import TTFT_BUCKETS, Counter, Histogram
 
 LABELS = st.tuples(st.sampled_from(["a", "b"]), st.sampled_from(["c", 'd"\n']))
 BUCKETS = st.sampled_from([TTFT_BUCKETS, (1, 2, 50, 1_000_000, 5_000_000), (0.5,)])

@@ -82,7 +82,7 @@ class Limits:
     """The stage that lets in what the caller's limits have room for, and ends what they have no more room for.
 
     In one gateway a limit is passed by at most the last piece of each stream that it ends. For several gateways,
-    see `argosy.policy.leases`: besides, by what streams get while Redis is asked for more.
+    see `argosy.policy.window_lease`: besides, by what streams get while Redis is asked for more.
     """
 
     def __init__(self, state: SharedState, clock: Clock = steady) -> None:

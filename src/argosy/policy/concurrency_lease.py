@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from argosy.policy.sharing import LARGEST, Ask, Grant, Shared
-from argosy.policy.windows import Concurrency
+from argosy.policy.leased_quota import LARGEST, Ask, Grant, Shared
+from argosy.policy.quota_meters import Concurrency
 
 
 class SlotLease(Shared):

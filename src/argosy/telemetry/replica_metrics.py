@@ -13,7 +13,8 @@ from prometheus_client import generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from argosy.telemetry.counting import (
+from argosy.telemetry.engine_stats import EngineStats
+from argosy.telemetry.instruments import (
     ITL_BUCKETS,
     PHASE_BUCKETS,
     TTFT_BUCKETS,
@@ -22,8 +23,7 @@ from argosy.telemetry.counting import (
     Labels,
     gauge,
 )
-from argosy.telemetry.engine_stats import EngineStats
-from argosy.telemetry.vllm_names import VllmNames
+from argosy.telemetry.vllm_metrics import VllmNames
 
 LENGTH_BUCKETS = (*(step * 10**decade for decade in range(5) for step in (1, 2, 5)), 100_000)
 STEP_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)

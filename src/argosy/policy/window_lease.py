@@ -19,8 +19,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from argosy.policy.sharing import LARGEST, Ask, Grant, Shared
-from argosy.policy.windows import SHORT_S, SLOTS, Period, Window, period
+from argosy.policy.leased_quota import LARGEST, Ask, Grant, Shared
+from argosy.policy.quota_meters import SHORT_S, SLOTS, Period, Window, period
 
 LEASE_S = 2.0
 """Most that a grant is good for; of a window, a tenth of it at most."""

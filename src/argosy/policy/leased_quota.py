@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Literal
 
-from argosy.policy.windows import Concurrency, Counter, Period, Window
+from argosy.policy.quota_meters import Concurrency, Counter, Period, Window
 
 DRY_S = 0.05
 """How long nothing is asked for after the authority had too little."""

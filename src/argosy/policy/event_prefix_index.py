@@ -12,8 +12,8 @@ from array import array
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Sequence
 
-from argosy.policy.affinity import Answered, PrefixIndex, Read
-from argosy.policy.kv_blocks import block_names
+from argosy.policy.engine_block_names import block_names
+from argosy.policy.prefix_cache_index import Answered, PrefixIndex, Read
 
 MOST_WEIGHT = 1 << 20
 """Of all texts of a pool: the prompts of some 8 million tokens, in 30 MB."""

@@ -10,7 +10,7 @@ from operator import attrgetter
 import msgspec
 
 from argosy.policy.prices import Rates
-from argosy.policy.windows import Counter
+from argosy.policy.quota_meters import Counter
 
 PARTS = 8
 """Of what a request was given in parts, the last few can be given back; it never holds much ahead."""
