@@ -17,8 +17,8 @@ from torch.nn import functional as F
 
 from argosy.engine.execution.attention_cpu import cpu_attention
 from argosy.engine.execution.batch import AttentionSpec, Batch, CacheShape
+from argosy.engine.execution.model_architecture import RopeSpec
 from argosy.engine.execution.rope import rope_rows, rope_table
-from argosy.engine.execution.spec import RopeSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -21,11 +21,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from argosy.engine.config import COMPUTE_ENVIRONMENT, EngineConfig
+from argosy.engine.engine_config import COMPUTE_ENVIRONMENT, EngineConfig
 from benchmarks.checkpoints import SHAPES, make
 
 if TYPE_CHECKING:
-    from argosy.engine.serving.core.loop import EngineCore
+    from argosy.engine.serving.engine_core.core import EngineCore
 
 IDLE_S = 0.0005
 CHUNKS = ((256, 0.5), (512, 0.5), (1024, 0.25), (1024, 0.5), (1024, 1.0))
@@ -74,7 +74,7 @@ def core_of(model: Path, **settings: object) -> EngineCore:
     """An engine of its own, in this process."""
     import msgspec
 
-    from argosy.engine.serving.core.loop import EngineCore
+    from argosy.engine.serving.engine_core.core import EngineCore
 
     given = {"model": str(model), "num_blocks": 4096, "dtype": "bfloat16"} | settings
     config = msgspec.convert(given, EngineConfig)
@@ -83,7 +83,7 @@ def core_of(model: Path, **settings: object) -> EngineCore:
 
 def serve(core: EngineCore, work: list[Request]) -> Trace:
     """Serve requests as they come due, by the real clock; `work` is in the order of arrival."""
-    from argosy.engine.serving.wire import EngineRequest
+    from argosy.engine.serving.core_messages import EngineRequest
     from argosy.protocol import SamplingParams
 
     begin, due = time.perf_counter(), 0

@@ -28,10 +28,10 @@ import numpy as np
 import psutil
 
 from argosy.bench.client import Client
-from argosy.bench.reply import Reply
-from argosy.bench.stub import Delays
+from argosy.bench.response import Reply
+from argosy.bench.stub_server import Delays
 from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig
-from argosy.gateway.identity import AuthConfig
+from argosy.gateway.auth import AuthConfig
 from argosy.protocol import parse_endpoint
 from argosy.store import StoreConfig, open_store
 from benchmarks.processes import heed_sigterm
@@ -236,7 +236,7 @@ def upstream(folder: Path, *, real: bool) -> Iterator[ReplicaConfig]:
     """The stand-in, or a replica of ours."""
     log = folder / "upstream.log"
     if not real:
-        stub = "from argosy.bench.stub import main; main()"
+        stub = "from argosy.bench.stub_server import main; main()"
         pace = msgspec.json.encode(PACE).decode()
         with running([sys.executable, "-c", stub, pace], log) as process:
             url = said(process, log, "http://")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from argosy.engine.execution.linear_cpu import NativeLinear, PackedLinear
-from argosy.engine.execution.native import load_kernels
+from argosy.engine.execution.native_kernels import load_kernels
 
 if TYPE_CHECKING:
     from collections.abc import Callable

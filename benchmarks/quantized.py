@@ -10,7 +10,7 @@ import torch
 
 from argosy.engine.execution.linear_cpu import NativeLinear, PackedLinear
 from argosy.engine.execution.linear_int_cpu import NativeIntLinear
-from argosy.engine.execution.native import load_kernels
+from argosy.engine.execution.native_kernels import load_kernels
 from benchmarks.linear import over_shapes
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from argosy.engine.execution.native import load_kernels
-from argosy.engine.execution.rows_cpu import NativeRows, RowOps, TorchRows
+from argosy.engine.execution.elementwise_cpu import NativeRows, RowOps, TorchRows
+from argosy.engine.execution.native_kernels import load_kernels
 
 if TYPE_CHECKING:
     from collections.abc import Callable

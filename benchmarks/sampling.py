@@ -2,7 +2,7 @@
 
     GOMP_SPINCOUNT=10000 python -m benchmarks.sampling [--rows 64 --vocabularies 151936]
 
-The variable makes threads wait for each other as the engine's do (argosy.engine.config).
+The variable makes threads wait for each other as the engine's do (argosy.engine.engine_config).
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from argosy.engine.execution.draws import DrawOps, TorchDraws
-from argosy.engine.execution.draws_cpu import NativeDraws
-from argosy.engine.execution.native import load_kernels
+from argosy.engine.execution.native_kernels import load_kernels
 from argosy.engine.execution.sampler import Sampler
+from argosy.engine.execution.sampling_ops import DrawOps, TorchDraws
+from argosy.engine.execution.sampling_ops_cpu import NativeDraws
 from argosy.engine.scheduling import Admission
 from argosy.protocol import SamplingParams
 

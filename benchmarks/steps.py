@@ -21,8 +21,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from argosy.engine.config import COMPUTE_ENVIRONMENT, EngineConfig
-from argosy.engine.serving.wire import EngineRequest
+from argosy.engine.engine_config import COMPUTE_ENVIRONMENT, EngineConfig
+from argosy.engine.serving.core_messages import EngineRequest
 from argosy.models import BUNDLED
 from argosy.protocol import SamplingParams
 from benchmarks.checkpoints import SHAPES, make
@@ -36,7 +36,7 @@ def steps(
     config: EngineConfig, sequences: int, temperature: float, profile: cProfile.Profile | None
 ) -> Iterator[dict[str, float]]:
     """Decode `sequences` at once; the microseconds of each step by phase."""
-    from argosy.engine.serving.core.loop import EngineCore
+    from argosy.engine.serving.engine_core.core import EngineCore
 
     core = EngineCore(config, time.perf_counter, lambda _what, _done: None)
     params = SamplingParams(max_tokens=STEPS + 20, temperature=temperature, seed=1, ignore_eos=True)

@@ -18,9 +18,9 @@ import statistics
 import time
 from dataclasses import dataclass, field, replace
 
-from argosy.engine.config import COMPUTE_ENVIRONMENT, EngineConfig
+from argosy.engine.engine_config import COMPUTE_ENVIRONMENT, EngineConfig
 from argosy.engine.scheduling import Scheduler
-from argosy.engine.serving.wire import EngineRequest
+from argosy.engine.serving.core_messages import EngineRequest
 from argosy.models import BUNDLED
 from argosy.protocol import SamplingParams
 
@@ -60,7 +60,7 @@ def p95(values: list[float]) -> float:
 
 def run(ridge_tokens: int | None, standard: int, options: argparse.Namespace) -> Run:
     """Serve for so long; `ridge_tokens` as the scheduler has it, None: the device's."""
-    from argosy.engine.serving.core.loop import EngineCore
+    from argosy.engine.serving.engine_core.core import EngineCore
 
     config = EngineConfig(
         model=str(BUNDLED), threads=1, max_seqs=32, num_blocks=4096, prefix_cache=False

@@ -19,7 +19,7 @@ import psutil
 from benchmarks.faults import served_sockets
 
 URL = re.compile(rb"http://127\.0\.0\.1:\d+")
-REPLICA = "argosy.fleet.child"
+REPLICA = "argosy.fleet.replica_process"
 MODEL = "argosy-mini"
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from argosy.engine.serving.core.delta_stream import DeltaStream
-from argosy.engine.serving.wire import Delta
+from argosy.engine.serving.core_messages import Delta
+from argosy.engine.serving.engine_core.delta_stream import DeltaStream
 
 
 async def next_delta(stream: DeltaStream) -> Delta | None:

@@ -7,7 +7,7 @@ import sys
 import time
 from typing import Any
 
-from argosy.engine.config import COMPUTE_ENVIRONMENT, EngineConfig
+from argosy.engine.engine_config import COMPUTE_ENVIRONMENT, EngineConfig
 from benchmarks.peers.worker import KV_GIB, MAX_SEQS, Request, Settings, Stamps, main
 
 for name, value in COMPUTE_ENVIRONMENT.items():
@@ -18,7 +18,7 @@ class Argosy:
     """Requests go straight into the loop, as in the offline use of the peers."""
 
     def __init__(self, settings: Settings) -> None:
-        from argosy.engine.serving.core.loop import EngineCore
+        from argosy.engine.serving.engine_core.core import EngineCore
 
         quantized: dict[str, Any] = (
             {} if settings.weights == "bf16" else {"quantize": settings.weights}
@@ -39,7 +39,7 @@ class Argosy:
 
     def run(self, requests: list[Request]) -> Stamps:
         """Add all, then step until nothing is left."""
-        from argosy.engine.serving.wire import EngineRequest
+        from argosy.engine.serving.core_messages import EngineRequest
         from argosy.protocol import SamplingParams
 
         begin = time.perf_counter()

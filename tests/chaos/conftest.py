@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from tests.chaos.scripted import CORE
 
-from argosy.engine.config import EngineConfig
-from argosy.engine.serving.core.client import EngineClient
-from argosy.engine.serving.core.watch import RestartPolicy
+from argosy.engine.engine_config import EngineConfig
+from argosy.engine.serving.engine_core.engine_client import EngineClient
+from argosy.engine.serving.engine_core.heartbeat_monitor import RestartPolicy
 
 ROOT = Path(__file__).parents[2]
 QUICK = RestartPolicy(backoff_s=0.01)

@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from argosy.engine.config import EngineConfig
-from argosy.engine.serving.wire import (
+from argosy.engine.engine_config import EngineConfig
+from argosy.engine.serving.core_messages import (
     Delta,
     EngineRequest,
     FinishReason,

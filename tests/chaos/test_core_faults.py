@@ -20,10 +20,10 @@ from tests.chaos.scripted import (
 from tests.deltas import all_deltas, next_delta
 from tests.waiting import until
 
-from argosy.engine.serving.core.client import EngineClient, EngineFailedError
-from argosy.engine.serving.core.delta_stream import CRASHES, DeltaStream
-from argosy.engine.serving.core.watch import RestartPolicy
-from argosy.engine.serving.wire import Delta, EngineRequest
+from argosy.engine.serving.core_messages import Delta, EngineRequest
+from argosy.engine.serving.engine_core.delta_stream import CRASHES, DeltaStream
+from argosy.engine.serving.engine_core.engine_client import EngineClient, EngineFailedError
+from argosy.engine.serving.engine_core.heartbeat_monitor import RestartPolicy
 from argosy.protocol import ApiError, SamplingParams
 
 LENGTH = 40

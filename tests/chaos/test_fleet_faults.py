@@ -21,7 +21,7 @@ from tests.gateways import GatewayProcess, Tenants, gateways, tenants
 from tests.services import PostgresServer, Program, RedisServer, running_postgres, running_redis
 
 from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig, Timeouts
-from argosy.gateway.stages import LimitsConfig
+from argosy.gateway.filters import LimitsConfig
 from argosy.store import StoreConfig
 
 pytestmark = pytest.mark.timeout(480)

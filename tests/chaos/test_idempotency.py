@@ -16,7 +16,7 @@ from tests.integration.rough_server import Asked, rough_server
 from tests.services import RedisServer, running_redis
 
 from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig
-from argosy.gateway.stages.limits import LimitsConfig
+from argosy.gateway.filters.limit_filter import LimitsConfig
 from argosy.store import StoreConfig
 
 GATEWAYS = 2

@@ -18,8 +18,8 @@ from tests.integration.rough_server import Asked, Rough, rough_server
 from tests.services import PostgresServer, RedisServer, running_postgres, running_redis
 
 from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig
-from argosy.gateway.identity import AuthConfig
-from argosy.gateway.stages.limits import LimitsConfig
+from argosy.gateway.auth import AuthConfig
+from argosy.gateway.filters.limit_filter import LimitsConfig
 from argosy.protocol import EventParser
 from argosy.store import StoreConfig, UsageRow
 

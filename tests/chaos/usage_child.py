@@ -15,7 +15,7 @@ import structlog
 
 from argosy.policy import Rates
 from argosy.store import Slot, Spool, SpoolFullError, UsageRow
-from argosy.store import spool as spool_module
+from argosy.store import usage_log as spool_module
 
 RATES = Rates(3, 1, 5)
 

@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 ARGOSY = str(Path(sys.executable).with_name("argosy"))
-CORE = "argosy.engine.serving.core.process"
-REPLICA = "argosy.fleet.child"
+CORE = "argosy.engine.serving.engine_core.core_process"
+REPLICA = "argosy.fleet.replica_process"
 URL = re.compile(r"https?://(127\.0\.0\.1|0\.0\.0\.0):\d+")
 
 

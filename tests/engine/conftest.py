@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from argosy.engine.execution.isa import EMULATED, TORCH, VARIABLE, available_isas
-from argosy.engine.execution.native import load_kernels
+from argosy.engine.execution.native_kernels import load_kernels
 from argosy.native import NativeUnavailable
 
 PATHS = [*(isa.name for isa in (*available_isas(), EMULATED)), TORCH]

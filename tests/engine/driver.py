@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from argosy.engine.config import EngineConfig
-from argosy.engine.serving.core.loop import EngineCore
-from argosy.engine.serving.wire import Delta, EngineRequest, TokenLogprob
+from argosy.engine.engine_config import EngineConfig
+from argosy.engine.serving.core_messages import Delta, EngineRequest, TokenLogprob
+from argosy.engine.serving.engine_core.core import EngineCore
 
 if TYPE_CHECKING:
     from pathlib import Path

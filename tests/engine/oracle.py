@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from argosy.engine.execution.model import Decoder
+    from argosy.engine.execution.decoder import Decoder
 
 BLOCK_SIZE = 16
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from argosy.engine.execution.attention_cpu import cpu_attention
 from argosy.engine.execution.batch import CacheShape
-from argosy.engine.execution.native import Kernels, load_kernels
+from argosy.engine.execution.native_kernels import Kernels, load_kernels
 from argosy.engine.execution.rope import rotated
 from argosy.native import NativeUnavailable
 from tests.engine.worlds import (

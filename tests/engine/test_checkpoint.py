@@ -13,17 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from argosy.engine.execution.architecture_config import read_spec
 from argosy.engine.execution.checkpoint import digest, locate, tensor_files
 from argosy.engine.execution.device import cpu_device
-from argosy.engine.execution.families import FAMILIES, parts_of
-from argosy.engine.execution.spec import RopeSpec
-from argosy.engine.execution.spec_config import read_spec
-from argosy.engine.execution.weights import load_decoder
+from argosy.engine.execution.model_architecture import RopeSpec
+from argosy.engine.execution.model_families import FAMILIES, parts_of
+from argosy.engine.execution.weight_loader import load_decoder
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from argosy.engine.execution.model import Decoder
+    from argosy.engine.execution.decoder import Decoder
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -309,7 +309,7 @@ def test_every_family_reads_sane_configurations(
 def test_configurations_are_read_without_torch() -> None:
     code = (
         "import sys\n"
-        "import argosy.engine.execution.spec_config, argosy.engine.execution.checkpoint\n"
+        "import argosy.engine.execution.architecture_config, argosy.engine.execution.checkpoint\n"
         "assert not {'torch', 'safetensors', 'huggingface_hub'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -11,8 +11,8 @@ import pytest
 
 from argosy.engine.execution.executor import Flight
 from argosy.engine.scheduling import Plan, StepResult
-from argosy.engine.serving.core.loop import MAX_FAILED_STEPS, EngineCore
-from argosy.engine.serving.wire import EngineRequest
+from argosy.engine.serving.core_messages import EngineRequest
+from argosy.engine.serving.engine_core.core import MAX_FAILED_STEPS, EngineCore
 from argosy.models import BUNDLED
 from argosy.protocol import SamplingParams, unpack_names
 from tests.engine.driver import Answer, core_of, run

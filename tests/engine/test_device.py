@@ -10,13 +10,13 @@ import psutil
 import pytest
 import torch
 
-from argosy.engine.config import EngineConfig
+from argosy.engine.engine_config import EngineConfig
 from argosy.engine.execution import cgroup
 from argosy.engine.execution import isa as isa_module
-from argosy.engine.execution.build import build
 from argosy.engine.execution.device import Device, cpu_device
+from argosy.engine.execution.executor_loader import build
 from argosy.engine.execution.isa import TORCH, VARIABLE, available_isas
-from argosy.engine.execution.native import Kernels, load_kernels
+from argosy.engine.execution.native_kernels import Kernels, load_kernels
 from argosy.models import BUNDLED
 from argosy.native import NativeUnavailable
 

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from argosy.engine.execution.draws import LOG2E, DrawOps, Draws, TorchDraws, weigh
-from argosy.engine.execution.draws_cpu import NativeDraws, cpu_draws
-from argosy.engine.execution.native import load_kernels
+from argosy.engine.execution.native_kernels import load_kernels
+from argosy.engine.execution.sampling_ops import LOG2E, DrawOps, Draws, TorchDraws, weigh
+from argosy.engine.execution.sampling_ops_cpu import NativeDraws, cpu_draws
 from argosy.native import NativeUnavailable
 
 if TYPE_CHECKING:

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from argosy.engine.serving.wire import EngineRequest
+from argosy.engine.serving.core_messages import EngineRequest
 from argosy.models import BUNDLED
 from argosy.protocol import SamplingParams
 from tests.engine.driver import Answer, core_of, run
 
 if TYPE_CHECKING:
-    from argosy.engine.serving.core.loop import EngineCore
+    from argosy.engine.serving.engine_core.core import EngineCore
 
 DEFAULT = "default"
 """The path that the engine takes by itself: the full set of cases runs on it."""

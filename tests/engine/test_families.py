@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from argosy.engine.execution.architecture_config import read_spec
 from argosy.engine.execution.device import cpu_device
-from argosy.engine.execution.spec import describe
-from argosy.engine.execution.spec_config import read_spec
-from argosy.engine.execution.weights import load_decoder
+from argosy.engine.execution.model_architecture import describe
+from argosy.engine.execution.weight_loader import load_decoder
 from tests.engine.oracle import Runner
 from tests.engine.reference import VOCAB, Reference, make_reference
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from argosy.engine.execution.model import Decoder
-    from argosy.engine.execution.spec import ModelSpec
+    from argosy.engine.execution.decoder import Decoder
+    from argosy.engine.execution.model_architecture import ModelSpec
 
 LENGTHS = (1, 2, 5, 16, 17, 33, 70)
 

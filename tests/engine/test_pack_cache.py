@@ -20,7 +20,7 @@ from structlog.testing import capture_logs
 from argosy.engine.execution.checkpoint import fingerprint
 from argosy.engine.execution.device import cpu_device
 from argosy.engine.execution.pack_cache import PackCache, open_packs, pack_folder
-from argosy.engine.serving.wire import EngineRequest
+from argosy.engine.serving.core_messages import EngineRequest
 from argosy.models import BUNDLED
 from argosy.protocol import SamplingParams
 from tests.engine.driver import core_of, run

@@ -11,13 +11,13 @@ from benchmarks import quality
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from argosy.engine.config import EngineConfig, IntFormat
-from argosy.engine.execution.build import build
+from argosy.engine.engine_config import EngineConfig, IntFormat
+from argosy.engine.execution.architecture_config import read_spec
 from argosy.engine.execution.device import cpu_device
+from argosy.engine.execution.executor_loader import build
 from argosy.engine.execution.layers import Projection
-from argosy.engine.execution.quantize import Quantized, quantize_rows, quantize_weight
-from argosy.engine.execution.spec_config import read_spec
-from argosy.engine.execution.weights import load_decoder
+from argosy.engine.execution.quantization import Quantized, quantize_rows, quantize_weight
+from argosy.engine.execution.weight_loader import load_decoder
 from argosy.models import BUNDLED
 from tests.engine.oracle import Runner
 from tests.engine.reference import VOCAB, make_reference

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, get_args
 import pytest
 import torch
 
-from argosy.engine.execution.native import load_kernels
-from argosy.engine.execution.rows_cpu import NativeRows, RowOps, TorchRows, cpu_rows
-from argosy.engine.execution.spec import Activation, NormKind
+from argosy.engine.execution.elementwise_cpu import NativeRows, RowOps, TorchRows, cpu_rows
+from argosy.engine.execution.model_architecture import Activation, NormKind
+from argosy.engine.execution.native_kernels import load_kernels
 from argosy.native import NativeUnavailable
 
 if TYPE_CHECKING:

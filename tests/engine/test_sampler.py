@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from argosy.engine.execution.randomness import uniform
+from argosy.engine.execution.random_numbers import uniform
 from argosy.engine.execution.sampler import Sampler
 from argosy.engine.scheduling import Admission
 from argosy.protocol import SamplingParams

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy.engine.execution.packing import ALIGNMENT, pack, unpack
-from argosy.engine.execution.tables import Inputs, Packed, SequenceTable
+from argosy.engine.execution.array_packing import ALIGNMENT, pack, unpack
+from argosy.engine.execution.persistent_batch import Inputs, Packed, SequenceTable
 from argosy.engine.scheduling import Admission, Plan
 from argosy.protocol import SamplingParams
 

@@ -10,8 +10,8 @@ import torch
 
 from argosy.engine.execution.attention_cpu import cpu_attention
 from argosy.engine.execution.batch import AttentionSpec, Batch, CacheShape
+from argosy.engine.execution.model_architecture import RopeSpec
 from argosy.engine.execution.rope import rope_rows, rope_table, rotated
-from argosy.engine.execution.spec import RopeSpec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

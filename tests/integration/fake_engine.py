@@ -7,11 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from argosy.engine.serving.core.client import EngineFailedError
-from argosy.engine.serving.core.delta_stream import DeltaStream
-from argosy.engine.serving.core.kv_ledger import KvLedger
-from argosy.engine.serving.text.tokenizer import Tokenizer
-from argosy.engine.serving.wire import (
+from argosy.engine.serving.core_messages import (
     Delta,
     EngineRequest,
     FinishReason,
@@ -19,6 +15,10 @@ from argosy.engine.serving.wire import (
     Stats,
     TokenLogprob,
 )
+from argosy.engine.serving.engine_core.delta_stream import DeltaStream
+from argosy.engine.serving.engine_core.engine_client import EngineFailedError
+from argosy.engine.serving.engine_core.kv_cache_view import KvLedger
+from argosy.engine.serving.text.tokenizer import Tokenizer
 
 State = Literal["starting", "ready", "restarting", "failed", "stopped"]
 

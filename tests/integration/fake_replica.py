@@ -15,10 +15,10 @@ import uvloop
 from tests.integration.fake_engine import FakeEngine, Script, says
 from tests.integration.serving import text_tools
 
-from argosy.engine.config import EngineConfig
-from argosy.engine.serving.http.options import ServerConfig
-from argosy.engine.serving.http.server import ReplicaServer
-from argosy.engine.serving.wire import EngineRequest
+from argosy.engine.engine_config import EngineConfig
+from argosy.engine.serving.api_server.replica_server import ReplicaServer
+from argosy.engine.serving.api_server.replica_server_config import ServerConfig
+from argosy.engine.serving.core_messages import EngineRequest
 from argosy.models import BUNDLED
 from argosy.telemetry import configure_logs
 

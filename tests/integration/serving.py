@@ -14,12 +14,12 @@ from typing import Any
 import httpx2
 import msgspec
 
-from argosy.engine.config import EngineConfig
-from argosy.engine.serving.core.client import EngineClient
-from argosy.engine.serving.http.options import ServerConfig
-from argosy.engine.serving.http.replica import Engine, Replica
-from argosy.engine.serving.http.server import ReplicaServer, TextTools
-from argosy.engine.serving.text.template import ChatTemplate
+from argosy.engine.engine_config import EngineConfig
+from argosy.engine.serving.api_server.replica_server import ReplicaServer, TextTools
+from argosy.engine.serving.api_server.replica_server_config import ServerConfig
+from argosy.engine.serving.api_server.replica_state import Engine, Replica
+from argosy.engine.serving.engine_core.engine_client import EngineClient
+from argosy.engine.serving.text.chat_template import ChatTemplate
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.models import BUNDLED
 from argosy.protocol import EventParser

@@ -27,9 +27,8 @@ from tests.waiting import still
 
 from argosy.gateway.admin import build_admin
 from argosy.gateway.admin.app import OPERATIONS
-from argosy.gateway.identity import AuthConfig, Identity
-from argosy.store import Directory, Role, Store, UsageFilter, UsageLog, UsageRow, open_store
-from argosy.web import (
+from argosy.gateway.auth import AuthConfig, Identity
+from argosy.http_server import (
     Exchange,
     Listener,
     Receive,
@@ -40,6 +39,7 @@ from argosy.web import (
     bind_unix,
     url_of,
 )
+from argosy.store import Directory, Role, Store, UsageFilter, UsageLog, UsageRow, open_store
 
 Cards = Callable[[str], dict[str, Any] | None]
 Keys = dict[Role, dict[str, str]]

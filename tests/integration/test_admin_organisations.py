@@ -20,7 +20,7 @@ from tests.integration.organisations import (
 )
 
 from argosy.gateway.admin.app import OPERATIONS
-from argosy.gateway.admin.operation import Operation
+from argosy.gateway.admin.endpoints import Operation
 from argosy.store import Role, RoleScope
 
 ROLES: tuple[Role, ...] = ("caller", "viewer", "operator", "admin")

@@ -17,7 +17,7 @@ from tests.integration.rough_server import Asked, Rough, plain, rough_server
 from tests.integration.serving import MODEL, Served
 
 from argosy.bench import Arrivals, BenchError, Lengths, Load, Objectives, Row, Wishes
-from argosy.bench.stub import Delays, Stub
+from argosy.bench.stub_server import Delays, Stub
 
 # --- the real replica --------------------------------------------------------------------------
 

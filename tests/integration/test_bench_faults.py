@@ -13,7 +13,7 @@ from tests.integration.rough_server import Answer, Asked, plain, rough_server
 
 from argosy.bench import Load, run
 from argosy.bench.client import Client
-from argosy.bench.reply import Reply
+from argosy.bench.response import Reply
 from argosy.protocol import event, parse_endpoint
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from argosy.cli.display import Display
-from argosy.cli.doorkeeping import Auth, Doorkeeping, Opening
+from argosy.cli.auth_bootstrap import Auth, Doorkeeping, Opening
+from argosy.cli.startup_display import Display
 from argosy.store import open_store
 
 LOCAL, ANYWHERE = "127.0.0.1", "0.0.0.0"  # noqa: S104 - nothing listens

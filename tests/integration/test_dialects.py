@@ -50,7 +50,7 @@ from argosy.gateway import (
     Timeouts,
     load_config,
 )
-from argosy.gateway.dialects import Carry
+from argosy.gateway.backends import Carry
 from argosy.policy import BLOCK_TOKENS
 
 Family = type[Double]

@@ -16,8 +16,8 @@ from tests.integration.test_metrics import value
 
 from argosy.cli.explain import show, steps
 from argosy.gateway import ReplicaConfig
-from argosy.gateway.caller import Caller
-from argosy.gateway.explain import (
+from argosy.gateway.principal import Caller
+from argosy.gateway.request_trace import (
     ExplainConfig,
     KeyLine,
     LedgerLine,

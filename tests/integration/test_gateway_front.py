@@ -14,7 +14,7 @@ from tests.integration.serving import MODEL, serve
 
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.gateway import QueueConfig, ReplicaConfig
-from argosy.gateway.journey import Journey, Visit
+from argosy.gateway.request_context import Journey, Visit
 
 BODY = {"model": "big", "prompt": "Say something", "max_tokens": 3}
 

@@ -18,7 +18,7 @@ from tests.integration.serving import MODEL as BEHIND
 from tests.integration.serving import Served
 
 from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig
-from argosy.gateway.identity import AuthConfig
+from argosy.gateway.auth import AuthConfig
 from argosy.store import StoreConfig
 
 HELLO: list[openai.types.chat.ChatCompletionMessageParam] = [{"role": "user", "content": "Hello"}]

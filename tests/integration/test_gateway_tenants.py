@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from argosy.cli.app import app
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.gateway import GatewayConfig, GatewayServer, ModelConfig, ReplicaConfig
-from argosy.gateway.explain import ExplainConfig
+from argosy.gateway.request_trace import ExplainConfig
 from argosy.store import Price, Project, Store, StoreConfig, UsageRow, open_store
 
 TOKENS = list(range(100, 130))

@@ -14,9 +14,9 @@ from tests.integration.conftest import REPLY
 from tests.integration.fake_engine import FakeEngine, Script, always, says
 from tests.integration.serving import CONFIG, MODEL, Served, chat, completion, events, serve
 
-from argosy.engine.serving.http.generation import Generation
+from argosy.engine.serving.api_server.generation import Generation
+from argosy.engine.serving.core_messages import EngineRequest
 from argosy.engine.serving.text.tokenizer import Tokenizer
-from argosy.engine.serving.wire import EngineRequest
 from argosy.protocol import ApiError
 
 

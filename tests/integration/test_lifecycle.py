@@ -15,10 +15,10 @@ from tests.integration.conftest import REPLY
 from tests.integration.fake_engine import FakeEngine
 from tests.integration.serving import CONFIG, MODEL, chat, serve, text_tools
 
-from argosy.engine.config import EngineConfig
-from argosy.engine.serving.core.client import EngineFailedError
-from argosy.engine.serving.http.options import ServerConfig
-from argosy.engine.serving.http.server import ReplicaServer
+from argosy.engine.engine_config import EngineConfig
+from argosy.engine.serving.api_server.replica_server import ReplicaServer
+from argosy.engine.serving.api_server.replica_server_config import ServerConfig
+from argosy.engine.serving.engine_core.engine_client import EngineFailedError
 from argosy.models import BUNDLED
 
 

@@ -15,10 +15,10 @@ from tests.chaos.scripted import CORE, Command, expected, prompt
 from tests.deltas import all_deltas, next_delta
 from tests.waiting import until
 
-from argosy.engine.config import EngineConfig
-from argosy.engine.serving.core.client import EngineClient, EngineFailedError
-from argosy.engine.serving.core.start import EarlyCore
-from argosy.engine.serving.wire import Delta, EngineRequest
+from argosy.engine.engine_config import EngineConfig
+from argosy.engine.serving.core_messages import Delta, EngineRequest
+from argosy.engine.serving.engine_core.core_start import EarlyCore
+from argosy.engine.serving.engine_core.engine_client import EngineClient, EngineFailedError
 from argosy.protocol import ApiError, SamplingParams
 
 ROOT = Path(__file__).parents[2]
@@ -192,8 +192,8 @@ async def test_an_early_import_that_fails_is_told_once_there_is_a_parent_to_tell
 
 PARENT = """
 import asyncio, sys
-from argosy.engine.config import EngineConfig
-from argosy.engine.serving.core.client import EngineClient
+from argosy.engine.engine_config import EngineConfig
+from argosy.engine.serving.engine_core.engine_client import EngineClient
 
 async def main():
     client = EngineClient(EngineConfig(model=sys.argv[1]), core=sys.argv[2])

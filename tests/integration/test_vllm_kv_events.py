@@ -22,8 +22,8 @@ from tests.integration.vllm_server import PEER, PYTHON, VllmServer, started
 from tests.waiting import until
 
 from argosy.gateway import ReplicaConfig
-from argosy.gateway.dialects import KvAddress
-from argosy.gateway.replicas.pool import Picked
+from argosy.gateway.backends import KvAddress
+from argosy.gateway.pool.pool import Picked
 from argosy.policy import BLOCK_BYTES, ExactIndex, PrefixIndex, block_names
 
 pytestmark = [

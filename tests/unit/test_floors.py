@@ -16,7 +16,7 @@ ROOMS = (
     "argosy.protocol",
     "argosy.store",
     "argosy.telemetry",
-    "argosy.web",
+    "argosy.http_server",
     "argosy.bench",
     "argosy.engine",
     "argosy.engine.scheduling",

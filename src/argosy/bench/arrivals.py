@@ -7,7 +7,7 @@ import math
 import msgspec
 import numpy as np
 
-from argosy.bench.problem import BenchError
+from argosy.bench.errors import BenchError
 
 
 class Arrivals(msgspec.Struct, frozen=True, kw_only=True):

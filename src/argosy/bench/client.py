@@ -15,7 +15,7 @@ from typing import cast
 
 import httptools
 
-from argosy.bench.reply import Reply
+from argosy.bench.response import Reply
 from argosy.protocol import Endpoint
 
 Clock = Callable[[], float]

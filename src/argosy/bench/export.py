@@ -13,7 +13,7 @@ from prometheus_client.metrics_core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
-from argosy.bench.measure import METRICS, Metric, Row, Summary, values
+from argosy.bench.metrics import METRICS, Metric, Row, Summary, values
 from argosy.bench.result import Result
 
 _FIELDS = (

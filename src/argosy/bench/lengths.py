@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from argosy.bench.problem import BenchError
+from argosy.bench.errors import BenchError
 
 LONGEST = 10_000_000
 FORMS = "128, uniform:32-512, normal:256,64 or lognormal:200,0.8"

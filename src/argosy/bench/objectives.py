@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from argosy.bench.measure import Metric, Objectives
-from argosy.bench.problem import BenchError
+from argosy.bench.errors import BenchError
+from argosy.bench.metrics import Metric, Objectives
 
 _NAMES: dict[str, Metric] = {
     "ttft": "ttft",

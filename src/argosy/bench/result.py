@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from argosy.bench.measure import Objectives, Row, Summary
-from argosy.bench.problem import BenchError
+from argosy.bench.errors import BenchError
+from argosy.bench.metrics import Objectives, Row, Summary
 from argosy.bench.target import Target, Wishes
 from argosy.bench.workload import Load, Workload
 

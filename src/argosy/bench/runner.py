@@ -12,15 +12,15 @@ import msgspec
 
 from argosy.bench.arrivals import Arrivals
 from argosy.bench.client import Client
-from argosy.bench.drive import Driver
-from argosy.bench.measure import Objectives, Row, summarize
+from argosy.bench.driver import Driver
+from argosy.bench.errors import BenchError
+from argosy.bench.metrics import Objectives, Row, summarize
 from argosy.bench.plan import Plan
-from argosy.bench.problem import BenchError
+from argosy.bench.rate_search import rate_search
+from argosy.bench.request_body_builder import Writer
 from argosy.bench.result import Point, Result, Settings, describe_machine, now
-from argosy.bench.search import rate_search
 from argosy.bench.target import meet
 from argosy.bench.workload import Load, make_plan
-from argosy.bench.writer import Writer
 from argosy.process import raise_file_limit
 from argosy.protocol import parse_endpoint
 

@@ -8,8 +8,8 @@ from typing import Any, Literal
 import msgspec
 
 from argosy.bench.client import Client
-from argosy.bench.problem import BenchError
-from argosy.bench.reply import UNREADABLE, Plain, Reply
+from argosy.bench.errors import BenchError
+from argosy.bench.response import UNREADABLE, Plain, Reply
 from argosy.bench.words import WORDS
 
 Api = Literal["completions", "chat"]

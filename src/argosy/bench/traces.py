@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from argosy.bench.problem import BenchError
+from argosy.bench.errors import BenchError
 
 MOONCAKE_BLOCK_TOKENS = 512
 

@@ -9,10 +9,10 @@ import msgspec
 import numpy as np
 
 from argosy.bench.arrivals import Arrivals, arrival_times
+from argosy.bench.errors import BenchError
 from argosy.bench.lengths import Lengths
 from argosy.bench.plan import Phase, Plan, PlannedRequest, Prompt, Span, Spans, mix
-from argosy.bench.problem import BenchError
-from argosy.bench.prompts import FilePrompt, read_prompts
+from argosy.bench.prompt_files import FilePrompt, read_prompts
 from argosy.bench.traces import MOONCAKE_BLOCK_TOKENS, Traced, read_trace
 
 CLOSED_LOOP_BOUND = 20_000

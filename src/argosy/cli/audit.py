@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from argosy.cli.accounts import OfOrganisation, StoreUrl, id_of_organisation, opened
+from argosy.cli.account_lookup import OfOrganisation, StoreUrl, id_of_organisation, opened
 from argosy.cli.failure import BROKEN, fail
-from argosy.cli.moments import show_moment
-from argosy.cli.tables import AsJson, show, show_json
+from argosy.cli.output import AsJson, show, show_json
+from argosy.cli.timestamps import show_moment
 
 if TYPE_CHECKING:
     from argosy.store import AuditEntry, Verdict

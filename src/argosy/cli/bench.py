@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
+from argosy.cli import bench_arguments as parse
 from argosy.cli import bench_options as options
-from argosy.cli import bench_parse as parse
 from argosy.cli.bench_progress import Progress
 from argosy.cli.failure import BROKEN, fail
 

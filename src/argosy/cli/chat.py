@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from argosy.cli.failure import BROKEN, fail
-from argosy.cli.server import connect, reason, why_not
-from argosy.cli.tables import harmless
+from argosy.cli.output import harmless
+from argosy.cli.server_client import connect, reason, why_not
 
 if TYPE_CHECKING:
     import httpx2

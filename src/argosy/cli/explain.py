@@ -13,8 +13,8 @@ import typer
 
 from argosy.cli.failure import BROKEN, fail
 from argosy.cli.money import show_dollars, show_price
-from argosy.cli.server import connect, reason, why_not
-from argosy.cli.tables import printable, terminal
+from argosy.cli.output import printable, terminal
+from argosy.cli.server_client import connect, reason, why_not
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -9,7 +9,7 @@ import msgspec
 import typer
 
 from argosy.cli.failure import fail
-from argosy.cli.tls import TlsCert, TlsClientCa, TlsKey, tls_of
+from argosy.cli.tls_options import TlsCert, TlsClientCa, TlsKey, tls_of
 from argosy.process import reason_of
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from argosy.cli.accounts import (
+from argosy.cli.account_lookup import (
     Flags,
     Networks,
     ProjectName,
@@ -23,8 +23,8 @@ from argosy.cli.accounts import (
     opened_or_made,
     show_scope,
 )
-from argosy.cli.moments import parse_duration, parse_future, show_moment
-from argosy.cli.tables import AsJson, show, show_json, tell
+from argosy.cli.output import AsJson, show, show_json, tell
+from argosy.cli.timestamps import parse_duration, parse_future, show_moment
 
 app = typer.Typer(help="API keys: make, list, rotate, revoke.", no_args_is_help=True)
 

@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from argosy.cli.accounts import StoreUrl, actor, find_organisation, opened, opened_or_made
-from argosy.cli.moments import show_moment
-from argosy.cli.tables import AsJson, show, tell
+from argosy.cli.account_lookup import StoreUrl, actor, find_organisation, opened, opened_or_made
+from argosy.cli.output import AsJson, show, tell
+from argosy.cli.timestamps import show_moment
 
 app = typer.Typer(help="Organisations, which own projects and users.", no_args_is_help=True)
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import msgspec
 
-from argosy.cli import options
+from argosy.cli import serve_options
 from argosy.cli.failure import BROKEN, USAGE, fail
-from argosy.cli.settings import with_settings
+from argosy.cli.serve_settings import with_settings
 from argosy.engine import EarlyCore, EngineConfig, ServerConfig
 from argosy.process import reason_of
 
 
 @with_settings
 def replica(
-    server: ServerConfig, engine: EngineConfig, *, log_level: options.LogLevel = "info"
+    server: ServerConfig, engine: EngineConfig, *, log_level: serve_options.LogLevel = "info"
 ) -> None:
     """Serve a model as one replica of a fleet, for a gateway to route to."""
     server = msgspec.structs.replace(server, log_format="json", log_level=log_level)

@@ -6,10 +6,10 @@ import os
 
 import msgspec
 
-from argosy.cli import options
-from argosy.cli.accounts import StoreUrl
+from argosy.cli import serve_options
+from argosy.cli.account_lookup import StoreUrl
 from argosy.cli.failure import BROKEN, USAGE, fail
-from argosy.cli.settings import with_settings
+from argosy.cli.serve_settings import with_settings
 from argosy.engine import EngineConfig, ServerConfig
 from argosy.process import reason_of
 
@@ -19,17 +19,17 @@ def serve(
     server: ServerConfig,
     engine: EngineConfig,
     *,
-    replicas: options.Replicas = 1,
-    gpus: options.Gpus = "own",
+    replicas: serve_options.Replicas = 1,
+    gpus: serve_options.Gpus = "own",
     store: StoreUrl = None,
-    auth: options.Auth = "auto",
-    allowed_origins: options.AllowedOrigins = None,
-    log_level: options.LogLevel = "warning",
+    auth: serve_options.Auth = "auto",
+    allowed_origins: serve_options.AllowedOrigins = None,
+    log_level: serve_options.LogLevel = "warning",
 ) -> None:
     """Serve a model with the OpenAI API on this machine (the bundled model by default)."""
-    from argosy.cli.display import Display
-    from argosy.cli.doorkeeping import Doorkeeping
-    from argosy.cli.whole import Whole
+    from argosy.cli.auth_bootstrap import Doorkeeping
+    from argosy.cli.local_fleet import Whole
+    from argosy.cli.startup_display import Display
     from argosy.fleet import FleetFailedError, places, usable_gpus
 
     server = msgspec.structs.replace(server, log_level=log_level)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from argosy.cli.accounts import StoreUrl, opened, opened_or_made
+from argosy.cli.account_lookup import StoreUrl, opened, opened_or_made
 
 app = typer.Typer(help="The store: copy it, for a backup or a move.", no_args_is_help=True)
 

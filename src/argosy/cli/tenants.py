@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from argosy.cli import limits, organisations, users
-from argosy.cli.accounts import (
+from argosy.cli import limits_and_prices, organisations, users
+from argosy.cli.account_lookup import (
     DEFAULT,
     Flags,
     Networks,
@@ -24,16 +24,16 @@ from argosy.cli.accounts import (
     opened,
     opened_or_made,
 )
-from argosy.cli.moments import show_moment
-from argosy.cli.tables import AsJson, show, tell
+from argosy.cli.output import AsJson, show, tell
+from argosy.cli.timestamps import show_moment
 
 app = typer.Typer(
     help="Tenants: organisations, projects, users, limits, prices.", no_args_is_help=True
 )
 app.add_typer(organisations.app, name="organisations")
 app.add_typer(users.app, name="users")
-app.add_typer(limits.limits, name="limits")
-app.add_typer(limits.prices, name="prices")
+app.add_typer(limits_and_prices.limits, name="limits")
+app.add_typer(limits_and_prices.prices, name="prices")
 
 Project = Annotated[str, typer.Argument(metavar="PROJECT", help="Id or name.")]
 Weight = Annotated[float | None, typer.Option(help="Its share, beside others of its tier.")]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from argosy.cli.accounts import (
+from argosy.cli.account_lookup import (
     OfOrganisation,
     ProjectName,
     StoreUrl,
@@ -21,9 +21,9 @@ from argosy.cli.accounts import (
     opened,
 )
 from argosy.cli.failure import fail
-from argosy.cli.moments import parse_past
 from argosy.cli.money import show_dollars
-from argosy.cli.tables import AsJson, show
+from argosy.cli.output import AsJson, show
+from argosy.cli.timestamps import parse_past
 
 if TYPE_CHECKING:
     from argosy.store import Group, ReportRow

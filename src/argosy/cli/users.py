@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from argosy.cli.accounts import (
+from argosy.cli.account_lookup import (
     DEFAULT,
     OrganisationName,
     ProjectName,
@@ -21,8 +21,8 @@ from argosy.cli.accounts import (
     opened,
     show_scope,
 )
-from argosy.cli.moments import show_moment
-from argosy.cli.tables import AsJson, show, tell
+from argosy.cli.output import AsJson, show, tell
+from argosy.cli.timestamps import show_moment
 
 app = typer.Typer(help="Users, who sign in with tokens.", no_args_is_help=True)
 

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from argosy.engine.async_llm import AsyncLLM
-    from argosy.engine.config import KV_SHARE_OF_FREE, PACK_CACHE_BYTES, EngineConfig
+    from argosy.engine.engine_config import KV_SHARE_OF_FREE, PACK_CACHE_BYTES, EngineConfig
+    from argosy.engine.execution.architecture_config import read_spec
     from argosy.engine.execution.checkpoint import locate
-    from argosy.engine.execution.spec import Description, ModelSpec, describe
-    from argosy.engine.execution.spec_config import read_spec
+    from argosy.engine.execution.model_architecture import Description, ModelSpec, describe
     from argosy.engine.llm import LLM
     from argosy.engine.outputs import CompletionOutput, RequestOutput
-    from argosy.engine.serving.core.client import EngineFailedError
-    from argosy.engine.serving.core.start import EarlyCore
-    from argosy.engine.serving.http.options import ServerConfig
-    from argosy.engine.serving.http.server import serve_replica
+    from argosy.engine.serving.api_server.replica_server import serve_replica
+    from argosy.engine.serving.api_server.replica_server_config import ServerConfig
+    from argosy.engine.serving.engine_core.core_start import EarlyCore
+    from argosy.engine.serving.engine_core.engine_client import EngineFailedError
 
 __all__ = [
     "KV_SHARE_OF_FREE",
@@ -38,22 +38,22 @@ __all__ = [
 ]
 
 _HOMES = {
-    "KV_SHARE_OF_FREE": "config",
+    "KV_SHARE_OF_FREE": "engine_config",
     "LLM": "llm",
-    "PACK_CACHE_BYTES": "config",
+    "PACK_CACHE_BYTES": "engine_config",
     "AsyncLLM": "async_llm",
     "CompletionOutput": "outputs",
-    "Description": "execution.spec",
-    "EarlyCore": "serving.core.start",
-    "EngineConfig": "config",
-    "EngineFailedError": "serving.core.client",
-    "ModelSpec": "execution.spec",
+    "Description": "execution.model_architecture",
+    "EarlyCore": "serving.engine_core.core_start",
+    "EngineConfig": "engine_config",
+    "EngineFailedError": "serving.engine_core.engine_client",
+    "ModelSpec": "execution.model_architecture",
     "RequestOutput": "outputs",
-    "ServerConfig": "serving.http.options",
-    "describe": "execution.spec",
+    "ServerConfig": "serving.api_server.replica_server_config",
+    "describe": "execution.model_architecture",
     "locate": "execution.checkpoint",
-    "read_spec": "execution.spec_config",
-    "serve_replica": "serving.http.server",
+    "read_spec": "execution.architecture_config",
+    "serve_replica": "serving.api_server.replica_server",
 }
 
 

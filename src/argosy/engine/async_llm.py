@@ -8,11 +8,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
-from argosy.engine.config import DType, EngineConfig, WeightFormat
-from argosy.engine.desk import Conversation, Desk, TextOrTokens, engine_config, log_quietly
+from argosy.engine.engine_config import DType, EngineConfig, WeightFormat
+from argosy.engine.offline_request_processor import (
+    Conversation,
+    Desk,
+    TextOrTokens,
+    engine_config,
+    log_quietly,
+)
 from argosy.engine.outputs import Collector, RequestOutput
-from argosy.engine.serving.core.client import EngineClient
-from argosy.engine.serving.core.delta_stream import DeltaStream
+from argosy.engine.serving.engine_core.delta_stream import DeltaStream
+from argosy.engine.serving.engine_core.engine_client import EngineClient
 from argosy.protocol import SamplingParams
 
 T = TypeVar("T")

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from argosy.engine.config import COMPUTE_ENVIRONMENT, DType, EngineConfig, WeightFormat
-from argosy.engine.desk import (
+from argosy.engine.engine_config import COMPUTE_ENVIRONMENT, DType, EngineConfig, WeightFormat
+from argosy.engine.offline_request_processor import (
     Conversation,
     Desk,
     TextOrTokens,
@@ -20,7 +20,7 @@ from argosy.engine.desk import (
     prompts_of,
 )
 from argosy.engine.outputs import Collector, RequestOutput
-from argosy.engine.progress import Bar, NoBar, RichBar
+from argosy.engine.progress_bar import Bar, NoBar, RichBar
 from argosy.protocol import ApiError, SamplingParams
 
 ProgressBar = Literal["auto", "off"]
@@ -66,7 +66,7 @@ class LLM:
         log_quietly()
         for name, value in COMPUTE_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        from argosy.engine.serving.core.loop import EngineCore  # brings torch
+        from argosy.engine.serving.engine_core.core import EngineCore  # brings torch
 
         self._progress = progress
         self._core = EngineCore(config, time.monotonic, lambda _what, _done: None)

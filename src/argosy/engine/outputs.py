@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from argosy.engine.serving.door.validate import Job
+from argosy.engine.serving.core_messages import Delta, EngineRequest, TokenLogprob
+from argosy.engine.serving.preprocessing.request_processor import Job
 from argosy.engine.serving.text.choice import Choice
 from argosy.engine.serving.text.choice import Prompt as PromptState
 from argosy.engine.serving.text.tokenizer import Tokenizer
-from argosy.engine.serving.wire import Delta, EngineRequest, TokenLogprob
 from argosy.protocol import ApiError, FinishReason
 
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import Protocol
 
-from argosy.fleet.wire import ReplicaSpec
+from argosy.fleet.launch_messages import ReplicaSpec
 from argosy.policy import Life
 
 

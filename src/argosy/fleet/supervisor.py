@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import structlog
 
+from argosy.fleet.launch_messages import ReplicaSpec
 from argosy.fleet.launcher import Launcher
-from argosy.fleet.wire import ReplicaSpec
 from argosy.policy import Action, Custody, CustodyLimits, Life
 
 LOOK_EACH_S = 0.5

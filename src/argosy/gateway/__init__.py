@@ -1,5 +1,6 @@
 """The front door: it authenticates, admits, routes, streams and meters."""
 
+from argosy.gateway.auth import AuthConfig, check_exposure, is_loopback
 from argosy.gateway.config import (
     GatewayConfig,
     ModelConfig,
@@ -8,8 +9,7 @@ from argosy.gateway.config import (
     Timeouts,
     load_config,
 )
-from argosy.gateway.identity import AuthConfig, check_exposure, is_loopback
-from argosy.gateway.routes import RouteConfig
+from argosy.gateway.model_routes import RouteConfig
 from argosy.gateway.server import GatewayServer, serve_gateway
 from argosy.gateway.upstream import UpstreamTls
 

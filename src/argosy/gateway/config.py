@@ -10,17 +10,17 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from argosy.gateway.dialects import Carry, Kind, KvAddress
-from argosy.gateway.explain import ExplainConfig
-from argosy.gateway.identity import AuthConfig
-from argosy.gateway.replicas import Discover
-from argosy.gateway.routes import RouteConfig, check_route, route_name
+from argosy.gateway.auth import AuthConfig
+from argosy.gateway.backends import Carry, Kind, KvAddress
+from argosy.gateway.filters import LimitsConfig
+from argosy.gateway.model_routes import RouteConfig, check_route, route_name
+from argosy.gateway.pool import Discover
+from argosy.gateway.request_trace import ExplainConfig
 from argosy.gateway.settings_file import decode
-from argosy.gateway.stages import LimitsConfig
 from argosy.gateway.upstream import UpstreamTls
+from argosy.http_server import TlsConfig
 from argosy.policy import Rule
 from argosy.store import IdempotencyConfig, StoreConfig
-from argosy.web import TlsConfig
 
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _HEADER_VALUE = re.compile(r"[\x20-\x7e]*")

@@ -14,25 +14,25 @@ from typing import Any, TypeVar
 import structlog
 import uvloop
 
+from argosy.gateway.accounting import Books, Keeping
 from argosy.gateway.admin import build_admin
-from argosy.gateway.answering import FastPath, Serving, load_fast_path
-from argosy.gateway.books import Books, Keeping
+from argosy.gateway.app import Front
+from argosy.gateway.auth import Identity, check_exposure
 from argosy.gateway.config import GatewayConfig
-from argosy.gateway.explain import Traces
-from argosy.gateway.front import Front
-from argosy.gateway.identity import Identity, check_exposure
-from argosy.gateway.journey import Stage
-from argosy.gateway.models import Served, read_models
-from argosy.gateway.operating import Operating, read_replicas
-from argosy.gateway.origins import Origins
-from argosy.gateway.reloading import Reloading, Reread
-from argosy.gateway.replicas import Care, LookUp, Replica, look_after, look_up
-from argosy.gateway.stages import Idempotency, Ledger, Limits, Recorder, kept_answers, shared_state
+from argosy.gateway.config_reloader import Reloading, Reread
+from argosy.gateway.cors import Origins
+from argosy.gateway.filters import Idempotency, Ledger, Limits, Recorder, kept_answers, shared_state
+from argosy.gateway.model_registry import Served, read_models
+from argosy.gateway.operations import Operating, read_replicas
+from argosy.gateway.pool import Care, LookUp, Replica, look_after, look_up
+from argosy.gateway.proxy import FastPath, Serving, load_fast_path
+from argosy.gateway.request_context import Stage
+from argosy.gateway.request_trace import Traces
+from argosy.http_server import Certificates, Listener, calm_collector, listening_socket, url_of
 from argosy.native import NativeUnavailable
 from argosy.process import heeding, raise_file_limit
 from argosy.store import Directory, StoreConfig
 from argosy.telemetry import GatewayMetrics, GatewayReading, configure_logs
-from argosy.web import Certificates, Listener, calm_collector, listening_socket, url_of
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 

@@ -1,13 +1,16 @@
 """Durable state (SQLite or PostgreSQL) and fast state that gateways share (memory or Redis)."""
 
 from argosy.store.accounts import Accounts
-from argosy.store.answers import Answer, Answers, Claim, IdempotencyConfig
+from argosy.store.api_keys import digest
 from argosy.store.audit import Audit, AuditEntry, Verdict
-from argosy.store.changes import Part
 from argosy.store.clock import Clock, SteadyClock, steady
-from argosy.store.counters import Wants
 from argosy.store.errors import ConflictError, NotFoundError, StoreAwayError, StoreError
-from argosy.store.keys import digest
+from argosy.store.idempotency_store import Answer, Answers, Claim, IdempotencyConfig
+from argosy.store.ledger import Group, ReportRow, UsageFilter, UsageLog, UsageSum, read_groups
+from argosy.store.limits_and_prices import Terms
+from argosy.store.quota_backend import MemoryState, SharedState, open_answers, open_shared
+from argosy.store.quota_meters import Wants
+from argosy.store.record_tables import Part
 from argosy.store.records import (
     Amount,
     Directory,
@@ -33,10 +36,6 @@ from argosy.store.records import (
     Weight,
     Window,
 )
-from argosy.store.rules import working
-from argosy.store.shared import MemoryState, SharedState, open_answers, open_shared
-from argosy.store.slots import Slot
-from argosy.store.spool import Spool, SpoolError, SpoolFullError
 from argosy.store.store import (
     Store,
     StoreConfig,
@@ -45,8 +44,9 @@ from argosy.store.store import (
     open_store,
     usage_folder,
 )
-from argosy.store.terms import Terms
-from argosy.store.usage import Group, ReportRow, UsageFilter, UsageLog, UsageSum, read_groups
+from argosy.store.usage_log import Spool, SpoolError, SpoolFullError
+from argosy.store.usage_slots import Slot
+from argosy.store.validation import working
 
 __all__ = [
     "Accounts",

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from msgspec import UNSET, UnsetType
 
-from argosy.store.changes import ALL, Part, Records
-from argosy.store.keys import create_key, new_id, rotate_key
+from argosy.store.api_keys import create_key, new_id, rotate_key
+from argosy.store.record_tables import ALL, Part, Records
 from argosy.store.records import (
     Key,
     Organisation,

@@ -16,13 +16,13 @@ from argosy.folders import state_folder
 from argosy.store import schema
 from argosy.store.accounts import Accounts
 from argosy.store.audit import Audit
-from argosy.store.copying import copy_all
 from argosy.store.database import Database, parse_url
 from argosy.store.errors import StoreError
-from argosy.store.reading import read_directory
+from argosy.store.ledger import UsageLog
+from argosy.store.limits_and_prices import Terms
 from argosy.store.records import Directory
-from argosy.store.terms import Terms
-from argosy.store.usage import UsageLog
+from argosy.store.snapshot_reader import read_directory
+from argosy.store.store_copy import copy_all
 
 EXPIRED_STAY_S = 30 * 86_400
 """How long an expired key stays in the directory."""

@@ -19,8 +19,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from argosy.engine.execution.draws import EXP2, FRACTION, NOTHING
-from argosy.engine.execution.gpu import attention, attention_kernels, linear, rows, sampling
+from argosy.engine.execution.gpu import attention, attention_kernels, elementwise, linear, sampling
+from argosy.engine.execution.sampling_ops import EXP2, FRACTION, NOTHING
 
 HOPPER = GPUTarget("cuda", 90, 32)
 BFLOAT16, FLOAT32, FLOAT8 = "*bf16", "*fp32", "*fp8e4nv"
@@ -206,10 +206,10 @@ def all_rows() -> None:
             "ADD": many == 1,
         }
         types = {"rows": "i32", "eps": "fp32"}
-        report(f"norm {size}", rows._norm, constants, types, num_warps=warps)
+        report(f"norm {size}", elementwise._norm, constants, types, num_warps=warps)
     for activation in ("silu", "gelu_tanh"):
-        constants = {"ACTIVATION": activation, "TILE": rows.GATE_TILE}
-        report(f"gate {activation}", rows._gate, constants, num_warps=4)
+        constants = {"ACTIVATION": activation, "TILE": elementwise.GATE_TILE}
+        report(f"gate {activation}", elementwise._gate, constants, num_warps=4)
     constants = {"TILE": sampling.VOCAB_TILE}
     report("draw: survey", sampling._survey, constants, {}, **sampling.OPTIONS)
     constants |= {"WIDTH": 64, "FACTORS": EXP2, "FRACTION": FRACTION, "NOTHING": NOTHING}

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from argosy.engine.execution import build
-from argosy.engine.execution.gpu import memory_plan
-from argosy.engine.execution.gpu.cuda import cuda_device
+from argosy.engine.execution import executor_loader
+from argosy.engine.execution.gpu import memory_profile
+from argosy.engine.execution.gpu.cuda_runtime import cuda_device
 from argosy.engine.execution.gpu.device import GpuDevice
-from argosy.engine.serving.wire import EngineRequest
+from argosy.engine.serving.core_messages import EngineRequest
 from argosy.models import BUNDLED
 from argosy.protocol import SamplingParams
 from tests.engine.driver import Answer, core_of, run
@@ -22,7 +22,7 @@ from tests.engine.reference import make_reference
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from argosy.engine.serving.core.loop import EngineCore
+    from argosy.engine.serving.engine_core.core import EngineCore
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="the fake GPU is for where there is none")
 
@@ -51,7 +51,7 @@ def a_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def a_runtime(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> HostRuntime:
     """What `build` takes for a GPU, with an empty cache of memory plans."""
     runtime = HostRuntime()
-    monkeypatch.setattr(build, "choose_device", lambda _config: GpuDevice(runtime))
+    monkeypatch.setattr(executor_loader, "choose_device", lambda _config: GpuDevice(runtime))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return runtime
 
@@ -174,8 +174,8 @@ def test_plans_that_no_disk_takes_are_measured_again(
 ) -> None:
     (tmp_path / "argosy").write_text("in the way")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    memory_plan.write("key", 5)
-    assert memory_plan.read("key") is None
+    memory_profile.write("key", 5)
+    assert memory_profile.read("key") is None
 
 
 def test_what_a_device_cannot_do_is_refused_with_the_remedy(

@@ -20,5 +20,5 @@ def test_a_missing_triton_is_named_with_the_remedy() -> None:
 
 
 def test_the_cpu_engine_loads_without_triton() -> None:
-    done = run("import argosy.engine.execution.build, argosy.engine.execution.executor")
+    done = run("import argosy.engine.execution.executor_loader, argosy.engine.execution.executor")
     assert done.returncode == 0, done.stderr

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, get_args
 import pytest
 import torch
 
-from argosy.engine.execution.gpu.rows import TritonRows
-from argosy.engine.execution.rows_cpu import TorchRows
-from argosy.engine.execution.spec import Activation, NormKind
+from argosy.engine.execution.elementwise_cpu import TorchRows
+from argosy.engine.execution.gpu.elementwise import TritonRows
+from argosy.engine.execution.model_architecture import Activation, NormKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable

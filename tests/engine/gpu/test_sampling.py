@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from argosy.engine.execution.draws import LOG2E, Draws, TorchDraws
 from argosy.engine.execution.gpu.sampling import VOCAB_TILE, TritonDraws
+from argosy.engine.execution.sampling_ops import LOG2E, Draws, TorchDraws
 from tests.engine.gpu.device import DEVICE
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy plays the GPU here

@@ -96,7 +96,7 @@ def launched() -> list[int]:
     """The pids of our replicas that live."""
     children = psutil.Process().children()
     told = [(one.pid, one.as_dict(["cmdline"])["cmdline"] or ()) for one in children]
-    return [pid for pid, command in told if "argosy.fleet.child" in command]
+    return [pid for pid, command in told if "argosy.fleet.replica_process" in command]
 
 
 async def test_a_replica_is_launched_once_and_leaves_nothing(folder: Path) -> None:
@@ -128,7 +128,7 @@ async def test_the_end_of_one_that_talks_nonsense_is_seen(
             *(sys.executable, "-c", program), stdin=pipe, stdout=pipe
         )
 
-    monkeypatch.setattr("argosy.fleet.local._spawn", spawn)
+    monkeypatch.setattr("argosy.fleet.local_launcher._spawn", spawn)
     launcher = launcher_in(folder)
     await launcher.start(spec("a"))
     await until(launcher, "a", lambda life: life.ended_at is not None)

@@ -12,7 +12,7 @@ from tests.integration.gateway.harness import Running, front
 from tests.integration.test_metrics import samples
 
 from argosy.gateway import ReplicaConfig
-from argosy.gateway.stages.ledger import Ledger
+from argosy.gateway.filters.usage_recorder import Ledger
 from argosy.store import Directory, Price, Spool, UsageRow
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"

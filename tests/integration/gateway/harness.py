@@ -12,8 +12,8 @@ import httpx2
 from tests.waiting import until
 
 from argosy.gateway.admin import build_admin
-from argosy.gateway.answering.fast_path import FastPath, load_fast_path
-from argosy.gateway.answering.serving import Serving
+from argosy.gateway.app import Front
+from argosy.gateway.auth import Identity
 from argosy.gateway.config import (
     GatewayConfig,
     ModelConfig,
@@ -21,23 +21,23 @@ from argosy.gateway.config import (
     ReplicaConfig,
     Timeouts,
 )
-from argosy.gateway.explain import ExplainConfig, Traces
-from argosy.gateway.front import Front
-from argosy.gateway.identity import Identity
-from argosy.gateway.journey import ANY, Alone, Journey, Stage, Visit
-from argosy.gateway.kv import TextsOf, follow
-from argosy.gateway.models.models import Models
-from argosy.gateway.models.pools import build_models, read_models
-from argosy.gateway.operating import Operating
-from argosy.gateway.origins import Origins
-from argosy.gateway.replicas.probing import PROBE_TIMEOUT_S, Prober
-from argosy.gateway.replicas.replica import Replica
-from argosy.gateway.stages.recorder import Recorder
+from argosy.gateway.cors import Origins
+from argosy.gateway.filters.telemetry_filter import Recorder
+from argosy.gateway.kv_events import TextsOf, follow
+from argosy.gateway.model_registry.model_entries import build_models, read_models
+from argosy.gateway.model_registry.model_router import Models
+from argosy.gateway.operations import Operating
+from argosy.gateway.pool.prober import PROBE_TIMEOUT_S, Prober
+from argosy.gateway.pool.replica_endpoint import Replica
+from argosy.gateway.proxy.fast_path import FastPath, load_fast_path
+from argosy.gateway.proxy.handlers import Serving
+from argosy.gateway.request_context import ANY, Alone, Journey, Stage, Visit
+from argosy.gateway.request_trace import ExplainConfig, Traces
+from argosy.http_server import Listener, bind, url_of
 from argosy.policy import Outcome
 from argosy.protocol import ApiError
 from argosy.store import Directory
 from argosy.telemetry import GatewayMetrics, GatewayReading
-from argosy.web import Listener, bind, url_of
 
 QUICK = Timeouts(first_token_s=5.0, between_tokens_s=5.0, recovery_s=0.5)
 

@@ -16,7 +16,7 @@ from tests.integration.serving import MODEL, serve
 
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.gateway import GatewayConfig, GatewayServer, ModelConfig, ReplicaConfig, Timeouts
-from argosy.gateway.stages.limits import LimitsConfig
+from argosy.gateway.filters.limit_filter import LimitsConfig
 from argosy.store import IdempotencyConfig, StoreConfig
 
 TOKENS = list(range(100, 160))

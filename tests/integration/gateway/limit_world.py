@@ -6,12 +6,13 @@ import json
 from collections.abc import Iterable
 from typing import Any, cast
 
-from argosy.gateway.ask import read
-from argosy.gateway.caller import Caller
-from argosy.gateway.journey import CHAT, Journey, Status, Visit
-from argosy.gateway.replicas.pool import Pool
-from argosy.gateway.stages.held import Held
-from argosy.gateway.stages.limits import Limits
+from argosy.gateway.filters.limit_filter import Limits
+from argosy.gateway.filters.limit_filter_state import Held
+from argosy.gateway.pool.pool import Pool
+from argosy.gateway.principal import Caller
+from argosy.gateway.request_context import CHAT, Journey, Status, Visit
+from argosy.gateway.request_fields import read
+from argosy.http_server import Exchange
 from argosy.protocol import ApiError
 from argosy.store import (
     Clock,
@@ -26,7 +27,6 @@ from argosy.store import (
     Window,
     steady,
 )
-from argosy.web import Exchange
 
 CALLER = Caller(organisation="org", project="shop", key="k1", user="ann")
 OTHER = Caller(organisation="org", project="shop", key="k2", user="bob")

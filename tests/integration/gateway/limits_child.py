@@ -8,7 +8,7 @@ import sys
 import structlog
 from tests.integration.gateway.limit_world import Gate, directory, limit, refusal, request
 
-from argosy.store.redis_state import RedisState
+from argosy.store.redis_quota_backend import RedisState
 
 structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
 

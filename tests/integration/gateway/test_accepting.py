@@ -17,14 +17,14 @@ import psutil
 import pytest
 import uvloop
 
-from argosy.web import Listener, Receive, Scope, Send, bind, bind_unix
-from argosy.web import listen as listen_module
-from argosy.web.accepting import UnixSocket
+from argosy.http_server import Listener, Receive, Scope, Send, bind, bind_unix
+from argosy.http_server import server as listen_module
+from argosy.http_server.acceptor import UnixSocket
 
 ASKED = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
 SERVER = """
 import uvloop
-from argosy.web import Listener, bind
+from argosy.http_server import Listener, bind
 
 async def hello(scope, receive, send):
     await send({"type": "http.response.start", "status": 200, "headers": []})

@@ -189,7 +189,7 @@ async def test_one_that_says_that_it_will_be_back_is_waited_for(
     tokenizer: Tokenizer, state: State, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # One that has failed says so until its server sees it, and leaves: here that is after the test.
-    monkeypatch.setattr("argosy.engine.serving.http.server.WATCH_S", 3600.0)
+    monkeypatch.setattr("argosy.engine.serving.api_server.replica_server.WATCH_S", 3600.0)
     engine = FakeEngine(tokenizer, always(says(tokenizer, "Yes.")))
     at_once = Timeouts(recovery_s=1e-6)
     with suppress(EngineFailedError):  # one that has failed ends soon after

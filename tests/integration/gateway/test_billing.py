@@ -26,7 +26,7 @@ from tests.waiting import until
 
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.gateway import ReplicaConfig
-from argosy.gateway.answering import answer as answers
+from argosy.gateway.proxy import response_writers as answers
 from argosy.protocol import event
 from argosy.store import UsageRow
 

@@ -19,8 +19,7 @@ from structlog.testing import capture_logs
 from tests.waiting import until
 
 from argosy.gateway.config import GatewayConfig
-from argosy.protocol import ApiError
-from argosy.web import (
+from argosy.http_server import (
     App,
     Exchange,
     Listener,
@@ -29,12 +28,13 @@ from argosy.web import (
     Send,
     answered,
     bind,
-    listen,
+    server,
     url_of,
 )
-from argosy.web import connection as connections
-from argosy.web.exchange import WIRE
-from argosy.web.listen import IDLE_S
+from argosy.http_server import connection as connections
+from argosy.http_server.http_exchange import WIRE
+from argosy.http_server.server import IDLE_S
+from argosy.protocol import ApiError
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -591,7 +591,7 @@ async def test_a_head_that_comes_drop_by_drop_has_no_longer_than_others(
     begun: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor has who says nothing, or goes on with one after an answer."""
-    monkeypatch.setattr(listen, "HEADER_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(server, "HEADER_TIMEOUT_S", 0.2)
     async with talking() as (reader, writer):
         reading = asyncio.create_task(reader.read())
         async with asyncio.timeout(10):
@@ -606,7 +606,7 @@ async def test_a_head_that_comes_drop_by_drop_has_no_longer_than_others(
 async def test_a_head_may_come_slowly_while_the_request_before_it_is_answered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(listen, "HEADER_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(server, "HEADER_TIMEOUT_S", 0.5)
 
     async def take_long(request: Request) -> PlainTextResponse:
         await asyncio.sleep(0.7)
@@ -630,7 +630,7 @@ async def test_a_request_that_is_there_when_its_connection_has_been_idle_is_answ
             super().connection_made(transport)  # type: ignore[arg-type] # it is one
             made.append(self)
 
-    monkeypatch.setattr(listen, "Connection", Noted)
+    monkeypatch.setattr(server, "Connection", Noted)
     async with listening(APP) as port:
         with socket.create_connection(("127.0.0.1", port)) as client:
             client.sendall(post("/echo", b"first"))

@@ -32,16 +32,16 @@ from tests.integration.rough_server import Asked, rough_server
 from tests.waiting import until
 
 from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig, Timeouts, UpstreamTls
-from argosy.gateway.dialects import KvAddress
-from argosy.gateway.replicas.discovery import LookUp, look_up
+from argosy.gateway.backends import KvAddress
+from argosy.gateway.pool.dns_discovery import LookUp, look_up
 
 LONG_S = 1e9
 
 
 @pytest.fixture(autouse=True)
 def _quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("argosy.gateway.replicas.discovery.EACH_S", 0.01)
-    monkeypatch.setattr("argosy.gateway.replicas.probing.OTHERS_EACH_S", 0.05)
+    monkeypatch.setattr("argosy.gateway.pool.dns_discovery.EACH_S", 0.01)
+    monkeypatch.setattr("argosy.gateway.pool.prober.OTHERS_EACH_S", 0.05)
     monkeypatch.setattr("argosy.policy.resolved_addresses.ABSENT_S", 0.05)
     monkeypatch.setattr("argosy.policy.resolved_addresses.EMPTY_S", LONG_S)
 
@@ -245,7 +245,7 @@ async def test_addresses_that_are_lacking_now_and_then_stay(
 async def test_a_resolver_that_does_not_say_changes_nothing(
     trouble: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("argosy.gateway.replicas.discovery.LATE_S", 0.05)
+    monkeypatch.setattr("argosy.gateway.pool.dns_discovery.LATE_S", 0.05)
     names = Names({address(0)})
     async with pods(2) as servers, gateway(names.look_up, entry(servers[0].port)) as behind:
         with capture_logs() as logs:
@@ -285,7 +285,7 @@ async def test_a_name_that_long_has_no_address_has_none_until_it_has(
 async def test_a_resolver_that_hangs_keeps_no_gateway_from_starting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("argosy.gateway.replicas.discovery.LATE_S", 0.05)
+    monkeypatch.setattr("argosy.gateway.pool.dns_discovery.LATE_S", 0.05)
     names = Names({address(0)})
     names.answers.clear()
     async with pods(1) as servers, gateway(names.look_up, entry(servers[0].port)) as behind:

@@ -177,7 +177,7 @@ async def test_changes_count_again_once_they_can_be_read_again(
         gateway(replica, url) as base,
         httpx2.AsyncClient(base_url=base, timeout=30) as client,
     ):
-        monkeypatch.setattr("argosy.gateway.replicas.care.AGAIN_S", 0.01)
+        monkeypatch.setattr("argosy.gateway.pool.background.AGAIN_S", 0.01)
         monkeypatch.setattr(Store, "is_current", is_current)
         async with asyncio.timeout(30):
             await until(lambda: failed)

@@ -27,12 +27,12 @@ from tests.waiting import until
 
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.gateway import GatewayConfig, GatewayServer, ModelConfig, ReplicaConfig
-from argosy.gateway.answering.answer import Streamed
-from argosy.gateway.answering.fast_path import FastPath, News, Ride, load_fast_path
-from argosy.gateway.answering.stream import ClientStream
-from argosy.gateway.dialects.journal import Delivered, JournalReader
-from argosy.gateway.journey import ANY
-from argosy.web import Exchange
+from argosy.gateway.backends.native_stream_parser import Delivered, JournalReader
+from argosy.gateway.proxy.fast_path import FastPath, News, Ride, load_fast_path
+from argosy.gateway.proxy.response_relay import ClientStream
+from argosy.gateway.proxy.response_writers import Streamed
+from argosy.gateway.request_context import ANY
+from argosy.http_server import Exchange
 
 DONE = b"data: [DONE]\n\n"
 

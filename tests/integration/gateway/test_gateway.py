@@ -24,7 +24,7 @@ from argosy.gateway import (
     ReplicaConfig,
     Timeouts,
 )
-from argosy.gateway.replicas.probing import Prober
+from argosy.gateway.pool.prober import Prober
 from argosy.policy import Rule
 
 BODY = {"model": "big", "prompt": "Say something", "max_tokens": 3}

@@ -15,9 +15,9 @@ from tests.integration.serving import completion, events
 from tests.waiting import until
 
 from argosy.gateway import ReplicaConfig, Timeouts
-from argosy.gateway.dialects import Kind
-from argosy.gateway.journey import Stage
-from argosy.policy import RetryBudget
+from argosy.gateway.backends import Kind
+from argosy.gateway.request_context import Stage
+from argosy.policy import RetryBudget, poison_requests
 
 PATH = "/v1/completions"
 

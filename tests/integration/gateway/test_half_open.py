@@ -14,7 +14,7 @@ from tests.integration.serving import MODEL, serve
 
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.gateway import ReplicaConfig
-from argosy.gateway.replicas import probing
+from argosy.gateway.pool import prober
 
 
 async def fails(asked: Asked) -> None:
@@ -51,7 +51,7 @@ async def probed_by(answer: Answer) -> bool:
 async def test_one_that_only_says_that_it_is_well_gets_none(
     monkeypatch: pytest.MonkeyPatch, answer: Answer
 ) -> None:
-    monkeypatch.setattr(probing, "TOKEN_S", 0.1)
+    monkeypatch.setattr(prober, "TOKEN_S", 0.1)
     assert not await probed_by(answer)
 
 

@@ -18,9 +18,9 @@ from tests.waiting import until
 
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.gateway import ReplicaConfig, Timeouts
-from argosy.gateway.dialects import Kind
-from argosy.gateway.journey import Journey
-from argosy.gateway.replicas.replica import Replica
+from argosy.gateway.backends import Kind
+from argosy.gateway.pool.replica_endpoint import Replica
+from argosy.gateway.request_context import Journey
 from argosy.policy.hedging import RESERVE, SHARE
 from argosy.protocol import event
 from argosy.telemetry import GatewayReading

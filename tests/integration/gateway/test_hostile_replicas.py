@@ -10,12 +10,12 @@ import httpx2
 import pytest
 from tests.integration.gateway.harness import Running, front
 
-from argosy.gateway.answering.relay import MOST_OBJECTS
-from argosy.gateway.ask import MOST_CHOICES
+from argosy.gateway.backends import Kind, stream_events
 from argosy.gateway.config import ReplicaConfig
-from argosy.gateway.dialects import Kind, events
-from argosy.gateway.replicas.probing import LONGEST_LOAD
-from argosy.gateway.upstream.asking import LARGEST_BYTES
+from argosy.gateway.pool.prober import LONGEST_LOAD
+from argosy.gateway.proxy.failover import MOST_OBJECTS
+from argosy.gateway.request_fields import MOST_CHOICES
+from argosy.gateway.upstream.fetch import LARGEST_BYTES
 
 CHAT = "/v1/chat/completions"
 BODY = {"model": "big", "messages": [{"role": "user", "content": "Hi"}]}
@@ -105,8 +105,8 @@ async def test_what_takes_longer_to_read_than_any_answer_is_none(
     ("kind", "told"),
     [
         ("openai", b'{"choices": [%b{}]}' % (b"{}," * MOST_CHOICES)),
-        ("openai", b'{"choices": [], "x": [%b{}]}' % (b"{}," * events.MOST_OBJECTS)),
-        ("vllm", b'{"choices": [], "x": [%b{}]}' % (b"{}," * events.MOST_OBJECTS)),
+        ("openai", b'{"choices": [], "x": [%b{}]}' % (b"{}," * stream_events.MOST_OBJECTS)),
+        ("vllm", b'{"choices": [], "x": [%b{}]}' % (b"{}," * stream_events.MOST_OBJECTS)),
     ],
     ids=["choices", "objects", "carriable"],
 )
@@ -119,7 +119,7 @@ async def test_nor_is_an_event_of_a_stream(kind: Kind, told: bytes) -> None:
 
 async def test_nor_of_one_of_ours_that_is_to_be_sent_whole() -> None:
     told = b'data: {"id":"x","created":1,"model":"m","choices":[],"x":[%b{}]}\n\n: argosy prompt 1 0\n\n'
-    answers = whole(told % (b"{}," * events.MOST_OBJECTS), b"text/event-stream")
+    answers = whole(told % (b"{}," * stream_events.MOST_OBJECTS), b"text/event-stream")
     async with behind(lambda path: answers if path == CHAT else whole(b"{}"), "argosy") as running:
         running.replicas[0].says("ready", 0.0)
         got = await running.client.post(CHAT, json=BODY)

@@ -34,8 +34,8 @@ from tests.integration.serving import MODEL, serve
 
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.gateway import ReplicaConfig
-from argosy.gateway.journey import Journey
-from argosy.gateway.stages.idempotency import First, Idempotency
+from argosy.gateway.filters.idempotency_filter import First, Idempotency
+from argosy.gateway.request_context import Journey
 from argosy.store import IdempotencyConfig, open_answers
 
 IN_USE = "idempotency_key_in_use"

@@ -22,8 +22,7 @@ from tests.integration.gateway.people import (
     plain,
 )
 
-from argosy.gateway.caller import ANYONE, Caller
-from argosy.gateway.identity import (
+from argosy.gateway.auth import (
     Asking,
     AuthConfig,
     Identity,
@@ -32,10 +31,11 @@ from argosy.gateway.identity import (
     check_role,
     may_use,
 )
+from argosy.gateway.principal import ANYONE, Caller
+from argosy.http_server import Exchange
+from argosy.http_server.http_exchange import WIRE
 from argosy.protocol import ApiError
 from argosy.store import Directory, Key, Role, open_store
-from argosy.web import Exchange
-from argosy.web.exchange import WIRE
 
 
 class Clock:

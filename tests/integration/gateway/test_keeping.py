@@ -16,12 +16,12 @@ import pytest
 from tests.integration.gateway.people import bearer
 from tests.integration.store.work import fill
 
-from argosy.gateway.books import Books, Keeping
-from argosy.gateway.identity import AuthConfig, Identity
-from argosy.gateway.models import Models
-from argosy.gateway.replicas import Pool
-from argosy.gateway.routes import RouteConfig
-from argosy.gateway.stages import Ledger, Limits
+from argosy.gateway.accounting import Books, Keeping
+from argosy.gateway.auth import AuthConfig, Identity
+from argosy.gateway.filters import Ledger, Limits
+from argosy.gateway.model_registry import Models
+from argosy.gateway.model_routes import RouteConfig
+from argosy.gateway.pool import Pool
 from argosy.protocol import ApiError
 from argosy.store import Directory, MemoryState, StoreConfig
 

@@ -28,11 +28,11 @@ from tests.integration.gateway.harness import Running, Watching, front
 from tests.waiting import until
 
 from argosy.gateway import ReplicaConfig, load_config
-from argosy.gateway.dialects import Kind, KvAddress
-from argosy.gateway.kv.following import follow
-from argosy.gateway.kv.texts import TextsOf
-from argosy.gateway.replicas.pool import Picked
-from argosy.gateway.replicas.replica import Replica
+from argosy.gateway.backends import Kind, KvAddress
+from argosy.gateway.kv_events.subscription import follow
+from argosy.gateway.kv_events.text_block_maps import TextsOf
+from argosy.gateway.pool.pool import Picked
+from argosy.gateway.pool.replica_endpoint import Replica
 from argosy.gateway.upstream.upstream import Upstream
 from argosy.policy import BLOCK_BYTES, ExactIndex, PrefixIndex, block_names
 from argosy.protocol import parse_endpoint
@@ -74,7 +74,7 @@ def blocks(replica: Replica) -> int | None:
 
 @pytest.fixture(name="soon", autouse=True)
 def later_is_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("argosy.gateway.kv.engines.LATER_S", 0.01)
+    monkeypatch.setattr("argosy.gateway.kv_events.zmq_subscriber.LATER_S", 0.01)
 
 
 @contextlib.asynccontextmanager
@@ -167,7 +167,7 @@ async def test_what_can_no_longer_be_told_again_is_forgotten_too() -> None:
 async def test_a_replay_that_does_not_come_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("argosy.gateway.kv.feed.REPLAY_S", 0.05)
+    monkeypatch.setattr("argosy.gateway.kv_events.zmq_subscription.REPLAY_S", 0.05)
     async with publishing() as publisher:
         address = KvAddress(endpoint=publisher.endpoint, replay="tcp://127.0.0.1:9")
         async with followed("vllm", address) as replica:
@@ -207,7 +207,7 @@ async def test_a_server_that_was_started_anew_is_followed_anew(tmp_path: Path) -
 async def test_what_cannot_be_followed_is_left_and_tried_again(
     nonsense: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("argosy.gateway.kv.engines.MOST_TOLD", 4)
+    monkeypatch.setattr("argosy.gateway.kv_events.zmq_subscriber.MOST_TOLD", 4)
     async with (
         publishing() as publisher,
         followed("vllm", KvAddress(endpoint=publisher.endpoint)) as replica,
@@ -234,7 +234,7 @@ async def test_where_nobody_publishes_is_said() -> None:
 
 
 async def test_who_does_not_speak_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("argosy.gateway.kv.feed.HANDSHAKE_S", 0.05)
+    monkeypatch.setattr("argosy.gateway.kv_events.zmq_subscription.HANDSHAKE_S", 0.05)
     met = asyncio.Semaphore(0)
 
     async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -251,8 +251,8 @@ async def test_who_does_not_speak_is_left(monkeypatch: pytest.MonkeyPatch) -> No
 
 async def test_who_falls_silent_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """A publisher whose machine is gone: nothing is said, and nothing answers."""
-    monkeypatch.setattr("argosy.gateway.kv.feed.HEARTBEAT_MS", 50)
-    monkeypatch.setattr("argosy.gateway.kv.feed.SILENCE_MS", 100)
+    monkeypatch.setattr("argosy.gateway.kv_events.zmq_subscription.HEARTBEAT_MS", 50)
+    monkeypatch.setattr("argosy.gateway.kv_events.zmq_subscription.SILENCE_MS", 100)
     gone = asyncio.Event()
     async with publishing() as publisher:
 

@@ -14,12 +14,12 @@ from tests.integration.fake_engine import FakeEngine, always, says
 from tests.integration.serving import MODEL, Served, serve
 from tests.waiting import until
 
-from argosy.engine.serving.http.kv_events import MOST_NAMES
+from argosy.engine.serving.api_server.kv_events_handler import MOST_NAMES
+from argosy.engine.serving.core_messages import KvChange
 from argosy.engine.serving.text.tokenizer import Tokenizer
-from argosy.engine.serving.wire import KvChange
-from argosy.gateway.kv.following import follow
-from argosy.gateway.kv.texts import TextsOf
-from argosy.gateway.replicas.replica import Replica
+from argosy.gateway.kv_events.subscription import follow
+from argosy.gateway.kv_events.text_block_maps import TextsOf
+from argosy.gateway.pool.replica_endpoint import Replica
 from argosy.gateway.upstream.upstream import Upstream
 from argosy.policy import ExactIndex
 from argosy.protocol import EventParser, KvEvent, pack_names, parse_endpoint, unpack_names
@@ -225,7 +225,7 @@ async def test_while_nothing_is_told_what_was_sent_is_believed() -> None:
 async def test_what_cannot_be_followed_is_left(
     nonsense: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("argosy.gateway.kv.events.MOST_HELD", 3)
+    monkeypatch.setattr("argosy.gateway.kv_events.native_subscriber.MOST_HELD", 3)
     async with scripted(silent_after(nonsense)) as running:
         await running.done_with(1)
         assert running.blocks is None
@@ -234,7 +234,7 @@ async def test_what_cannot_be_followed_is_left(
 async def test_a_stream_that_falls_silent_is_left_for_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("argosy.gateway.kv.events.SILENCE_S", 0.2)
+    monkeypatch.setattr("argosy.gateway.kv_events.native_subscriber.SILENCE_S", 0.2)
     async with scripted(silent_after(START, names("stored", 1))) as running:
         await running.done_with(2)
 

@@ -13,10 +13,10 @@ from tests.integration.gateway.harness import Running, Watching, front
 from tests.integration.serving import MODEL, Served, completion, real_engine, serve
 from tests.waiting import until
 
-from argosy.engine.serving.core.client import EngineClient
+from argosy.engine.serving.engine_core.engine_client import EngineClient
 from argosy.gateway import ReplicaConfig
-from argosy.gateway.replicas.pool import Picked
-from argosy.gateway.replicas.replica import Replica
+from argosy.gateway.pool.pool import Picked
+from argosy.gateway.pool.replica_endpoint import Replica
 from argosy.policy import BLOCK_BYTES, ExactIndex, PrefixIndex
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

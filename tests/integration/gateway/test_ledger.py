@@ -18,14 +18,15 @@ from structlog.typing import EventDict
 from tests.services import PostgresServer
 from tests.waiting import until
 
-from argosy.gateway import books as books_module
-from argosy.gateway.ask import read
-from argosy.gateway.books import Books
-from argosy.gateway.caller import Caller
-from argosy.gateway.journey import CHAT, Journey, Status, Visit, enter, leave
-from argosy.gateway.replicas.pool import Pool
-from argosy.gateway.stages.ledger import Ledger, settle_forever
-from argosy.gateway.stages.limits import Limits
+from argosy.gateway import accounting as books_module
+from argosy.gateway.accounting import Books
+from argosy.gateway.filters.limit_filter import Limits
+from argosy.gateway.filters.usage_recorder import Ledger, settle_forever
+from argosy.gateway.pool.pool import Pool
+from argosy.gateway.principal import Caller
+from argosy.gateway.request_context import CHAT, Journey, Status, Visit, enter, leave
+from argosy.gateway.request_fields import read
+from argosy.http_server import Exchange
 from argosy.protocol import ApiError
 from argosy.store import (
     Directory,
@@ -38,7 +39,6 @@ from argosy.store import (
     open_shared,
     open_store,
 )
-from argosy.web import Exchange
 
 NOW = 5000.0
 PRICES = (

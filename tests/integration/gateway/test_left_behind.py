@@ -20,12 +20,21 @@ from tests.integration.rough_server import Asked, rough_server
 from tests.waiting import still, until
 
 from argosy.gateway import ReplicaConfig
-from argosy.gateway.answering.stream import ClientStream, StreamLimits
-from argosy.gateway.ask import Ask
+from argosy.gateway.proxy.response_relay import ClientStream, StreamLimits
+from argosy.gateway.request_fields import Ask
 from argosy.gateway.upstream import Attempt
 from argosy.gateway.upstream import connection as upstream
-from argosy.web import Certificates, Exchange, Listener, Receive, Scope, Send, TlsConfig, bind
-from argosy.web import connection as web
+from argosy.http_server import (
+    Certificates,
+    Exchange,
+    Listener,
+    Receive,
+    Scope,
+    Send,
+    TlsConfig,
+    bind,
+)
+from argosy.http_server import connection as web
 
 ASKED = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 

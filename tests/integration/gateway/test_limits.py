@@ -24,10 +24,10 @@ from tests.integration.gateway.limit_world import (
     request,
 )
 
-from argosy.gateway.books import Books
-from argosy.gateway.journey import Status
-from argosy.gateway.stages.limit_words import duration
-from argosy.gateway.stages.limits import LimitsConfig, shared_state
+from argosy.gateway.accounting import Books
+from argosy.gateway.filters.limit_filter import LimitsConfig, shared_state
+from argosy.gateway.filters.limit_responses import duration
+from argosy.gateway.request_context import Status
 from argosy.store import (
     Directory,
     Limit,

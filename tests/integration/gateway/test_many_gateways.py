@@ -13,8 +13,8 @@ from tests.integration.gateway.harness import Running, front
 from tests.integration.serving import MODEL, serve
 from tests.waiting import until
 
+from argosy.engine.serving.core_messages import EngineRequest
 from argosy.engine.serving.text.tokenizer import Tokenizer
-from argosy.engine.serving.wire import EngineRequest
 from argosy.gateway import ReplicaConfig
 from argosy.gateway.config import Timeouts
 

@@ -13,11 +13,11 @@ from tests.integration.rough_server import Asked, plain, rough_server
 from tests.integration.serving import MODEL, chat, completion, real_engine, serve
 from tests.waiting import until
 
+from argosy.engine.serving.core_messages import Stats
 from argosy.engine.serving.text.tokenizer import Tokenizer
-from argosy.engine.serving.wire import Stats
 from argosy.gateway import ReplicaConfig
-from argosy.gateway.replicas.probing import Prober
-from argosy.gateway.replicas.replica import Replica
+from argosy.gateway.pool.prober import Prober
+from argosy.gateway.pool.replica_endpoint import Replica
 from argosy.gateway.upstream.upstream import Upstream
 from argosy.policy import BLOCK_BYTES, BLOCK_TOKENS, Outcome, PrefixIndex, ReplicaLoad, chain
 from argosy.protocol import parse_endpoint

@@ -34,19 +34,19 @@ from tests.integration.rough_server import Asked, rough_server
 from tests.integration.serving import MODEL, events, serve
 from tests.waiting import until
 
+from argosy.engine.serving.core_messages import EngineRequest
 from argosy.engine.serving.text.tokenizer import Tokenizer
-from argosy.engine.serving.wire import EngineRequest
 from argosy.gateway import QueueConfig, ReplicaConfig
-from argosy.gateway.caller import Caller
 from argosy.gateway.config import Timeouts
-from argosy.gateway.explain import ExplainConfig, Traces
-from argosy.gateway.journey import Journey, Visit
-from argosy.gateway.stages.limits import Limits
-from argosy.gateway.stages.recorder import Recorder
+from argosy.gateway.filters.limit_filter import Limits
+from argosy.gateway.filters.telemetry_filter import Recorder
+from argosy.gateway.principal import Caller
+from argosy.gateway.request_context import Journey, Visit
+from argosy.gateway.request_trace import ExplainConfig, Traces
+from argosy.http_server import Exchange
 from argosy.protocol import ApiError
 from argosy.store import Directory, Limit, UsageRow, open_shared
 from argosy.telemetry import GatewayMetrics, GatewayReading
-from argosy.web import Exchange
 
 # --- attempts ------------------------------------------------------------------------------------
 

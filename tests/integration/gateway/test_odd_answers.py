@@ -11,7 +11,7 @@ from tests.integration.gateway.books import books
 from tests.integration.gateway.test_gateway import BODY, STREAM, events, gateway, whole
 from tests.integration.rough_server import Answer, Asked, Rough, rough_server
 
-from argosy.gateway.upstream import attempt as attempts
+from argosy.gateway.upstream import upstream_response as attempts
 from argosy.protocol import event
 
 ANSWER = {"id": "x", "choices": [{"index": 0, "text": "something", "finish_reason": "stop"}]}

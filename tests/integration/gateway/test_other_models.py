@@ -18,8 +18,8 @@ from tests.integration.gateway.doubles.cutting import Knife, proxied
 from tests.integration.gateway.harness import Running, Watching, front
 from tests.integration.serving import CONFIG, MODEL, events, serve
 
+from argosy.engine.serving.core_messages import EngineRequest
 from argosy.engine.serving.text.tokenizer import Tokenizer
-from argosy.engine.serving.wire import EngineRequest
 from argosy.gateway import ReplicaConfig
 
 CHAT = "/v1/chat/completions"

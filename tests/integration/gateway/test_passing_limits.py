@@ -22,7 +22,7 @@ from tests.services import RedisServer, running_redis
 from tests.waiting import until
 
 from argosy.gateway import ReplicaConfig
-from argosy.gateway.passing import AT_ONCE
+from argosy.gateway.utility_handlers import AT_ONCE
 from argosy.protocol import ApiError
 from argosy.store import StoreConfig
 

@@ -33,7 +33,7 @@ from tests.integration.rough_server import Rough, rough_server
 from tests.integration.serving import MODEL, serve
 from tests.waiting import until
 
-from argosy.engine.serving.core.client import EngineFailedError
+from argosy.engine.serving.engine_core.engine_client import EngineFailedError
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.gateway import GatewayConfig, load_config
 from argosy.store import Price, open_store
@@ -45,8 +45,8 @@ Json = dict[str, Any]
 
 @pytest.fixture(autouse=True)
 def _quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("argosy.gateway.replicas.probing.OTHERS_EACH_S", 0.05)
-    monkeypatch.setattr("argosy.gateway.models.served.RETIRED_EACH_S", 0.01)
+    monkeypatch.setattr("argosy.gateway.pool.prober.OTHERS_EACH_S", 0.05)
+    monkeypatch.setattr("argosy.gateway.model_registry.registry.RETIRED_EACH_S", 0.01)
 
 
 @dataclass
@@ -299,7 +299,7 @@ async def test_certificates_that_the_gateway_shows_are_taken_in_again(
 async def test_names_keep_their_addresses_when_their_settings_change(
     file: File, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("argosy.gateway.replicas.discovery.EACH_S", 0.01)
+    monkeypatch.setattr("argosy.gateway.pool.dns_discovery.EACH_S", 0.01)
     answers = asyncio.Event()
     answers.set()
 

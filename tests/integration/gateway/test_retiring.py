@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
-from argosy.web import Listener, Receive, Scope, Send, bind
+from argosy.http_server import Listener, Receive, Scope, Send, bind
 
 Client = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 

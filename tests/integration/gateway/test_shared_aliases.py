@@ -7,7 +7,7 @@ from tests.integration.gateway.limit_world import directory, limit, refusal, req
 from tests.integration.gateway.test_shared_limits import gateways
 from tests.services import running_redis
 
-from argosy.gateway.replicas.pool import Pool
+from argosy.gateway.pool.pool import Pool
 
 
 async def test_a_limit_has_none_of_what_the_model_before_used() -> None:

@@ -16,7 +16,7 @@ from tests.services import running_redis
 
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.gateway import GatewayConfig, GatewayServer, ModelConfig, ReplicaConfig
-from argosy.gateway.stages.limits import LimitsConfig
+from argosy.gateway.filters.limit_filter import LimitsConfig
 from argosy.store import StoreConfig, UsageSum, open_store
 
 TOKENS = list(range(100, 130))

@@ -20,9 +20,9 @@ from tests.waiting import until
 
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.store import Answer, Claim, IdempotencyConfig
-from argosy.store.answers import MemoryAnswers
-from argosy.store.redis_answers import RedisAnswers
+from argosy.store.idempotency_store import MemoryAnswers
 from argosy.store.redis_client import PREFIX
+from argosy.store.redis_idempotency_store import RedisAnswers
 
 QUICK_S = 1.0
 SOON_S = 0.01

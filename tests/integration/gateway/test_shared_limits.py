@@ -29,11 +29,11 @@ from tests.integration.gateway.limit_world import (
 )
 from tests.services import RedisServer, running_redis
 
-from argosy.gateway.journey import Journey
+from argosy.gateway.request_context import Journey
 from argosy.policy import Ask, Grant, period
 from argosy.protocol import ApiError
 from argosy.store import Limit, ReportRow, Unsure, Wants, steady
-from argosy.store.redis_state import RedisState
+from argosy.store.redis_quota_backend import RedisState
 from argosy.telemetry import SharedLimitsReading
 
 PATIENCE_S = 30.0

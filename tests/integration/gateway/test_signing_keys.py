@@ -21,7 +21,7 @@ from tests.integration.gateway.test_tokens import (
     until_refused,
 )
 
-from argosy.gateway.identity import Identity, signing_keys
+from argosy.gateway.auth import Identity, signing_keys
 from argosy.protocol import ApiError
 
 LATER_S = 3700.0

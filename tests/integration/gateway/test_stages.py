@@ -17,7 +17,7 @@ from tests.waiting import until
 
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.gateway import ReplicaConfig
-from argosy.gateway.dialects import Kind
+from argosy.gateway.backends import Kind
 from argosy.protocol import ApiError
 
 TOKENS = list(range(100, 112))

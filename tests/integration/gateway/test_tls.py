@@ -28,8 +28,8 @@ from tests.integration.serving import CONFIG, MODEL, serve
 from tests.waiting import still
 
 from argosy.gateway import GatewayConfig, GatewayServer, ModelConfig, ReplicaConfig, UpstreamTls
+from argosy.http_server import App, Certificates, Listener, Receive, Scope, Send, TlsConfig, bind
 from argosy.process import heeding
-from argosy.web import App, Certificates, Listener, Receive, Scope, Send, TlsConfig, bind
 
 
 @pytest.fixture
@@ -254,7 +254,7 @@ async def test_new_certificates_are_shown_without_a_restart(
 async def test_sighup_takes_new_certificates_in_at_once(
     authority: Authority, server_pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("argosy.web.tls.LOOK_EACH_S", 3600.0)
+    monkeypatch.setattr("argosy.http_server.tls.LOOK_EACH_S", 3600.0)
     double = Vllm()
     async with (
         running(double),

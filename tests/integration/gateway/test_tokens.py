@@ -26,8 +26,8 @@ from tests.integration.gateway.issuer import (
 )
 from tests.integration.gateway.people import Request, bearer, directory, key, plain
 
-from argosy.gateway.caller import Caller
-from argosy.gateway.identity import AuthConfig, Identity, JwtConfig, signing_keys
+from argosy.gateway.auth import AuthConfig, Identity, JwtConfig, signing_keys
+from argosy.gateway.principal import Caller
 from argosy.protocol import ApiError
 
 DEADLINE_S = 20.0

@@ -22,12 +22,12 @@ from hypothesis import strategies as st
 from tests.integration.gateway.wire import CHUNKED, OK, Kept, ask, read_request, serving
 from tests.waiting import still, until
 
-from argosy.gateway.upstream import attempt as attempts
 from argosy.gateway.upstream import connection as upstream_connection
-from argosy.gateway.upstream.attempt import Attempt
+from argosy.gateway.upstream import upstream_response as attempts
 from argosy.gateway.upstream.connection import Connection, UpstreamError
-from argosy.gateway.upstream.names import addresses_of
+from argosy.gateway.upstream.name_resolution import addresses_of
 from argosy.gateway.upstream.upstream import NEXT_ADDRESS_S, Upstream
+from argosy.gateway.upstream.upstream_response import Attempt
 from argosy.policy import Outcome
 from argosy.protocol import parse_endpoint
 

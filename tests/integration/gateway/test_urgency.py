@@ -14,8 +14,8 @@ from tests.integration.rough_server import Asked, rough_server
 from tests.integration.serving import MODEL, events, serve
 from tests.waiting import until
 
+from argosy.engine.serving.core_messages import EngineRequest
 from argosy.engine.serving.text.tokenizer import Tokenizer
-from argosy.engine.serving.wire import EngineRequest
 from argosy.gateway import ReplicaConfig
 from argosy.gateway.config import Timeouts
 from argosy.protocol import ApiError

@@ -24,7 +24,7 @@ from argosy.store import (
     digest,
 )
 from argosy.store.records import Record
-from argosy.store.rules import MOST
+from argosy.store.validation import MOST
 
 ME = "key:test"
 OWNERS: tuple[OwnerKind, ...] = ("organisation", "project", "user", "key")

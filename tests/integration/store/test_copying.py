@@ -19,8 +19,8 @@ from argosy.store import (
     Price,
     Store,
     StoreError,
-    copying,
     open_store,
+    store_copy,
 )
 
 ME = "test"
@@ -88,7 +88,7 @@ def test_what_keeps_something_is_not_written_over(store: Store, tmp_path: Path) 
 def test_the_database_that_went_away_is_named(
     store: Store, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copying, "BATCH", 10)
+    monkeypatch.setattr(store_copy, "BATCH", 10)
     store.usage.add([usage_row(f"r{number}") for number in range(500)])
     other = open_store(f"sqlite:///{tmp_path}/other.db")
     other.migrate()

@@ -35,8 +35,8 @@ from argosy.store import (
 )
 from argosy.store import database as database_module
 from argosy.store.audit import START, seal
-from argosy.store.changes import changing
 from argosy.store.database import Database
+from argosy.store.record_tables import changing
 from argosy.store.schema import metadata
 
 

@@ -12,10 +12,10 @@ from tests.integration.store.conftest import Clock
 from tests.integration.store.work import fill, reading
 
 from argosy.store import Directory, Price, Store, open_store
-from argosy.store import reading as reading_module
+from argosy.store import snapshot_reader as reading_module
 from argosy.store.database import Database
 from argosy.store.errors import ConflictError
-from argosy.store.reading import read_directory
+from argosy.store.snapshot_reader import read_directory
 
 ME = "test"
 DAY = 86_400.0

@@ -7,8 +7,8 @@ import sqlalchemy as sa
 from tests.integration.store.conftest import START, Clock
 from tests.integration.store.test_database import upgrade
 
-from argosy.gateway.identity.book import Book
-from argosy.gateway.identity.tokens import Claims
+from argosy.gateway.auth.credential_index import Book
+from argosy.gateway.auth.token_verifier import Claims
 from argosy.store import Project, Store, User, open_store
 from argosy.store.database import Database
 

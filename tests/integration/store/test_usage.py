@@ -20,8 +20,8 @@ from tests.integration.store.conftest import START, Clock, at_once
 from tests.integration.store.rows import usage_row
 
 from argosy.store import Group, ReportRow, Store, UsageFilter, UsageRow, open_store, read_groups
-from argosy.store import usage as usage_module
-from argosy.store.usage import PAGE
+from argosy.store import ledger as usage_module
+from argosy.store.ledger import PAGE
 
 DAY = 86_400.0
 MIDNIGHT = START // DAY * DAY
@@ -381,7 +381,7 @@ def test_within_an_organisation_there_is_only_its_own_use(store: Store) -> None:
 def test_a_report_has_no_more_rows_than_anybody_reads(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("argosy.store.usage.MOST_GROUPS", 3)
+    monkeypatch.setattr("argosy.store.ledger.MOST_GROUPS", 3)
     store.usage.add([usage_row(f"r{number}", key=f"k{number}") for number in range(4)])
     assert len(store.usage.report(["project"])) == 1
     with pytest.raises(ValueError, match="more than 3 rows"):

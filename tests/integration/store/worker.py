@@ -6,8 +6,8 @@ import sys
 
 from tests.integration.store.rows import usage_row
 
+from argosy.store import ledger as usage_module
 from argosy.store import open_store
-from argosy.store import usage as usage_module
 
 
 def main(what: str, url: str, number: str, *arguments: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy.bench.search import LEAST, MOST_TRIALS, rate_search
+from argosy.bench.rate_search import LEAST, MOST_TRIALS, rate_search
 
 
 def search(first: float, precision: float, capacity: float) -> tuple[float | None, list[float]]:

@@ -7,8 +7,8 @@ import tracemalloc
 import pytest
 
 from argosy.bench import Lengths, Load, Workload, make_plan
+from argosy.bench.request_body_builder import Writer
 from argosy.bench.target import Target
-from argosy.bench.writer import Writer
 
 LONG = 20_000
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from argosy.fleet import Place, places, usable_gpus
-from argosy.fleet.gpus import installed_gpus, visible_gpus
+from argosy.fleet.device_assignment import installed_gpus, visible_gpus
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy.gateway.identity.addresses import origin, parse_address, parse_networks, within
+from argosy.gateway.auth.client_address import origin, parse_address, parse_networks, within
 
 TRUSTED = parse_networks(["10.0.0.0/8", "fd00::/8"])
 PROXIES = st.sampled_from(["10.0.0.1", "10.9.8.7", "fd00::1"])

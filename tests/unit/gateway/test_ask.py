@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy.gateway.ask import LONGEST_TOKEN_BYTES, MEDIA_TOKENS, MOST_CHOICES, Ask, read
+from argosy.gateway.request_fields import LONGEST_TOKEN_BYTES, MEDIA_TOKENS, MOST_CHOICES, Ask, read
 from argosy.protocol import ApiError
 
 

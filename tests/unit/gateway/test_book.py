@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from argosy.gateway.identity.book import Book
-from argosy.gateway.identity.tokens import Claims
+from argosy.gateway.auth.credential_index import Book
+from argosy.gateway.auth.token_verifier import Claims
 from argosy.store import Directory, Project, User
 
 EMAIL = "ann@x.test"

@@ -21,9 +21,9 @@ from tests.integration.gateway.doubles.families import (
 )
 from tests.integration.gateway.doubles.server import ANSWER, WHOLE, Asked, Double
 
-from argosy.gateway.ask import Ask, read
-from argosy.gateway.dialects import Carrier, Carry, Dialect, Kind, Leg, dialect_of
-from argosy.gateway.dialects.journal import Delivered
+from argosy.gateway.backends import Carrier, Carry, Dialect, Kind, Leg, dialect_of
+from argosy.gateway.backends.native_stream_parser import Delivered
+from argosy.gateway.request_fields import Ask, read
 from argosy.protocol import ApiError, EventParser
 
 KINDS: dict[Kind, type[Double]] = {

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from tests.integration.gateway.limit_world import request
 
 from argosy.gateway import GatewayConfig, ModelConfig, QueueConfig, ReplicaConfig
-from argosy.gateway.answering.dispatch import Dispatcher
-from argosy.gateway.ask import read
-from argosy.gateway.caller import Caller
-from argosy.gateway.journey import Journey
-from argosy.gateway.models.pools import build_models, read_models
-from argosy.gateway.replicas.pool import Picked, Pool
+from argosy.gateway.model_registry.model_entries import build_models, read_models
+from argosy.gateway.pool.pool import Picked, Pool
+from argosy.gateway.principal import Caller
+from argosy.gateway.proxy.dispatcher import Dispatcher
+from argosy.gateway.request_context import Journey
+from argosy.gateway.request_fields import read
 from argosy.policy import Outcome
 from argosy.protocol import ApiError
 

@@ -12,11 +12,11 @@ import pytest
 from tests.integration.gateway.limit_world import request
 
 from argosy.gateway import GatewayConfig, ModelConfig, QueueConfig, ReplicaConfig
-from argosy.gateway.answering.dispatch import Dispatcher
-from argosy.gateway.caller import Caller
-from argosy.gateway.journey import Journey
-from argosy.gateway.models.pools import build_models, read_models
-from argosy.gateway.replicas.replica import Replica
+from argosy.gateway.model_registry.model_entries import build_models, read_models
+from argosy.gateway.pool.replica_endpoint import Replica
+from argosy.gateway.principal import Caller
+from argosy.gateway.proxy.dispatcher import Dispatcher
+from argosy.gateway.request_context import Journey
 from argosy.policy import Outcome, service
 from argosy.protocol import ApiError
 

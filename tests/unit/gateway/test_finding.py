@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from argosy.gateway.dialects import Found, find
+from argosy.gateway.backends import Found, find
 
 INFO = {"model_id": "m", "max_total_tokens": 9, "max_concurrent_requests": 9}
 

@@ -7,8 +7,8 @@ import statistics
 import tracemalloc
 from typing import Any, cast
 
-from argosy.gateway.answering.answer import Gathered
-from argosy.gateway.journey import Journey
+from argosy.gateway.proxy.response_writers import Gathered
+from argosy.gateway.request_context import Journey
 
 
 def piece(number: int) -> bytes:

@@ -27,8 +27,8 @@ from tests.integration.gateway.doubles.server import (
 )
 from tests.unit.gateway.test_continuation import ask_for, pieces, seen_in
 
-from argosy.gateway.dialects import Carrier, Carry, Kind, dialect_of
-from argosy.gateway.dialects.journal import Delivered
+from argosy.gateway.backends import Carrier, Carry, Kind, dialect_of
+from argosy.gateway.backends.native_stream_parser import Delivered
 
 SAID = ("Once", " upon", "", "", " 🦊", " a time", ",", "", " ä", "", "", "", "🐈", " said", ".")
 TEXT = "".join(SAID)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy.gateway.dialects.journal import MOST_HELD_BYTES, Delivered, JournalReader
+from argosy.gateway.backends.native_stream_parser import MOST_HELD_BYTES, Delivered, JournalReader
 
 EVENT = b'data: {"choices": [{"index": %d, "delta": {"content": "word %d"}}]}\n\n'
 DONE = b"data: [DONE]\n\n"

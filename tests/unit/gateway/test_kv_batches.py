@@ -19,7 +19,7 @@ from tests.integration.gateway.doubles.publishing import (
     stored,
 )
 
-from argosy.gateway.kv.batches import Batches, Cleared, Removed, Stored
+from argosy.gateway.kv_events.event_decoder import Batches, Cleared, Removed, Stored
 
 SHAPES = pytest.mark.parametrize("shape", [dict, as_array], ids=["maps", "arrays"])
 Shape = Callable[[Event], Any]

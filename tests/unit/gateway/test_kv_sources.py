@@ -7,7 +7,7 @@ import json
 import msgspec
 import pytest
 
-from argosy.gateway.dialects.kv_sources import KvAddress, KvPorts, sglang_info, vllm_sources
+from argosy.gateway.backends.kv_event_sources import KvAddress, KvPorts, sglang_info, vllm_sources
 from argosy.protocol import parse_endpoint
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from argosy.gateway.dialects import Reading
-from argosy.gateway.dialects.loads import (
+from argosy.gateway.backends import Reading
+from argosy.gateway.backends.load_parsers import (
     SGLANG,
     lmdeploy_metrics,
     sglang_loads,

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from tests.unit.gateway.test_pass_reader import reading
 
-from argosy.gateway.ask import read
-from argosy.gateway.dialects import CHAT_PATH, Carrier, dialect_of
-from argosy.gateway.dialects.journal import Delivered, JournalReader
+from argosy.gateway.backends import CHAT_PATH, Carrier, dialect_of
+from argosy.gateway.backends.native_stream_parser import Delivered, JournalReader
+from argosy.gateway.request_fields import read
 from argosy.protocol import EventParser
 
 SIZE = 1024

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy.gateway.dialects import Opening
+from argosy.gateway.backends import Opening
 
 NOTHING = b"".join(
     (

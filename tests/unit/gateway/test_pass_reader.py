@@ -7,10 +7,10 @@ import json
 import msgspec
 import pytest
 
-from argosy.gateway.ask import read
-from argosy.gateway.dialects import CHAT_PATH, Carrier, dialect_of
-from argosy.gateway.dialects.journal import Delivered
-from argosy.gateway.dialects.reader import StreamReader
+from argosy.gateway.backends import CHAT_PATH, Carrier, dialect_of
+from argosy.gateway.backends.native_stream_parser import Delivered
+from argosy.gateway.backends.stream_parser import StreamReader
+from argosy.gateway.request_fields import read
 
 ASKED = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "stream": True}
 

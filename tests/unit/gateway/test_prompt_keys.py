@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from argosy.gateway.ask import read
-from argosy.gateway.replicas.pool import Pool
-from argosy.gateway.replicas.replica import Replica
+from argosy.gateway.pool.pool import Pool
+from argosy.gateway.pool.replica_endpoint import Replica
+from argosy.gateway.request_fields import read
 from argosy.gateway.upstream.upstream import Upstream
 from argosy.protocol import parse_endpoint
 

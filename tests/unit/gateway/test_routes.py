@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from argosy.gateway import ModelConfig, ReplicaConfig, RouteConfig, load_config
-from argosy.gateway.caller import Caller
 from argosy.gateway.config import GatewayConfig
-from argosy.gateway.models.models import Models, Target
-from argosy.gateway.models.pools import build_models, read_models
+from argosy.gateway.model_registry.model_entries import build_models, read_models
+from argosy.gateway.model_registry.model_router import Models, Target
+from argosy.gateway.principal import Caller
 from argosy.protocol import ApiError
 from argosy.store import Directory, Limit, Organisation, Price, Project
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from unittest.mock import Mock
 
-from argosy.gateway.answering.answer import Streamed
-from argosy.gateway.answering.fast_path import FastPath, Ride
-from argosy.gateway.answering.shortcut import Shortcut
+from argosy.gateway.proxy.fast_path import FastPath, Ride
+from argosy.gateway.proxy.fast_path_switch import Shortcut
+from argosy.gateway.proxy.response_writers import Streamed
 from argosy.gateway.upstream import Attempt
-from argosy.web import Exchange
+from argosy.http_server import Exchange
 
 
 def sockets(ride: Ride | None) -> tuple[Mock, Shortcut, Mock]:

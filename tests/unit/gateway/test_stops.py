@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from argosy.gateway.dialects.stops import StopGate
+from argosy.gateway.backends.stop_string_filter import StopGate
 
 
 class Counted(tuple[str, ...]):

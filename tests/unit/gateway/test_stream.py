@@ -13,20 +13,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy.gateway.answering.stream import ClientStream, StreamLimits
-from argosy.gateway.ask import read
-from argosy.gateway.caller import ANYONE
-from argosy.gateway.dialects import Carrier
-from argosy.gateway.dialects.journal import Delivered, JournalReader
-from argosy.gateway.journey import ANY, CHAT, Alone, Journey
-from argosy.gateway.replicas.pool import Pool
-from argosy.gateway.replicas.replica import Replica
-from argosy.gateway.upstream.attempt import Attempt
+from argosy.gateway.backends import Carrier
+from argosy.gateway.backends.native_stream_parser import Delivered, JournalReader
+from argosy.gateway.pool.pool import Pool
+from argosy.gateway.pool.replica_endpoint import Replica
+from argosy.gateway.principal import ANYONE
+from argosy.gateway.proxy.response_relay import ClientStream, StreamLimits
+from argosy.gateway.request_context import ANY, CHAT, Alone, Journey
+from argosy.gateway.request_fields import read
 from argosy.gateway.upstream.connection import UpstreamError
 from argosy.gateway.upstream.upstream import Upstream
+from argosy.gateway.upstream.upstream_response import Attempt
+from argosy.http_server import Exchange
 from argosy.policy import service
 from argosy.protocol import EventParser, parse_endpoint
-from argosy.web import Exchange
 
 
 @dataclass

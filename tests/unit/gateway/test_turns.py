@@ -8,7 +8,7 @@ import threading
 import pytest
 from tests.waiting import until
 
-from argosy.gateway.admin.turns import AT_ONCE, MOST_AT_ONCE, MOST_WAITING, Turns
+from argosy.gateway.admin.organisation_limiter import AT_ONCE, MOST_AT_ONCE, MOST_WAITING, Turns
 from argosy.protocol import ApiError
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from argosy.engine.scheduling import Limits, Plan, Scheduler, Sequence, StepResult
-from argosy.engine.scheduling.first_tokens import BURST, EACH
+from argosy.engine.scheduling.ttft_guard import BURST, EACH
 from argosy.protocol.sampling import SamplingParams
 
 LIMITS = Limits(

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from argosy.engine.scheduling import Limits, Scheduler, Sequence, StepResult
-from argosy.engine.scheduling.admission import Dynamic, Static
+from argosy.engine.scheduling.batching_policy import Dynamic, Static
 from argosy.protocol.sampling import SamplingParams
 from tests.unit.scheduling.fake_executor import FakeExecutor, reference
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from argosy.engine.serving.core_messages import Delta, EngineRequest, TokenLogprob
 from argosy.engine.serving.text.choice import Choice, Prompt, ScoredPrompt
 from argosy.engine.serving.text.tokenizer import Tokenizer
-from argosy.engine.serving.wire import Delta, EngineRequest, TokenLogprob
 from argosy.models import BUNDLED
 from argosy.protocol import ApiError, SamplingParams
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy.engine.serving.core.delta_stream import DeltaStream
-from argosy.engine.serving.wire import Delta, EngineRequest
+from argosy.engine.serving.core_messages import Delta, EngineRequest
+from argosy.engine.serving.engine_core.delta_stream import DeltaStream
 from argosy.protocol import SamplingParams
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.unit.serving.vocabularies import byte_level, sentencepiece
 
 from argosy.engine.serving.text.detokenizer import TextStream
-from argosy.engine.serving.text.stop_strings import StopStrings
+from argosy.engine.serving.text.stop_string_matcher import StopStrings
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.protocol import SamplingParams
 

@@ -8,8 +8,8 @@ import tracemalloc
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy.engine.serving.core.kv_ledger import KvLedger, KvReader
-from argosy.engine.serving.wire import KvChange
+from argosy.engine.serving.core_messages import KvChange
+from argosy.engine.serving.engine_core.kv_cache_view import KvLedger, KvReader
 from argosy.protocol import pack_names
 
 NAMES = st.sets(st.integers(0, 12), max_size=8)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from argosy.engine.scheduling import Durations, Plan
-from argosy.engine.serving.core.speed import Speed
+from argosy.engine.serving.engine_core.speed_estimator import Speed
 
 
 def step(*counts: int) -> Plan:

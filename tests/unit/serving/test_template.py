@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.unit.serving.vocabularies import TEMPLATE, write_checkpoint
 
-from argosy.engine.serving.text.template import ChatTemplate
+from argosy.engine.serving.text.chat_template import ChatTemplate
 from argosy.protocol import ApiError
 
 HELLO = [{"role": "user", "content": "Hello"}]

@@ -13,13 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.serving.vocabularies import TEMPLATE, byte_level, byte_level_backend, sentencepiece
 
-from argosy.engine.config import EngineConfig
-from argosy.engine.serving.door.lower import choice_seed
-from argosy.engine.serving.door.rules import ACCEPTED_AS_METADATA, RANGES, REFUSED
-from argosy.engine.serving.door.validate import Context, Door, Job
-from argosy.engine.serving.text.template import ChatTemplate
+from argosy.engine.engine_config import EngineConfig
+from argosy.engine.serving.core_messages import EngineRequest, Ready
+from argosy.engine.serving.preprocessing.parameter_rules import (
+    ACCEPTED_AS_METADATA,
+    RANGES,
+    REFUSED,
+)
+from argosy.engine.serving.preprocessing.request_processor import Context, Door, Job
+from argosy.engine.serving.preprocessing.sampling_params import choice_seed
+from argosy.engine.serving.text.chat_template import ChatTemplate
 from argosy.engine.serving.text.tokenizer import Tokenizer
-from argosy.engine.serving.wire import EngineRequest, Ready
 from argosy.models import BUNDLED
 from argosy.protocol import (
     ApiError,

@@ -1,12 +1,12 @@
 """A core that hangs is told from one that loads, thinks or idles; restarts back off and end."""
 
-from argosy.engine.serving.core.watch import (
+from argosy.engine.serving.core_messages import Beat
+from argosy.engine.serving.engine_core.heartbeat_monitor import (
     LOADING_SILENCE_S,
     MISSED_BEATS,
     RestartPolicy,
     Vigil,
 )
-from argosy.engine.serving.wire import Beat
 
 STALL_S = 20.0
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from argosy.store import Answer, Claim, IdempotencyConfig
-from argosy.store.answers import BESIDE, MemoryAnswers
+from argosy.store.idempotency_store import BESIDE, MemoryAnswers
 
 CONFIG = IdempotencyConfig(seconds=10, bytes=4 * (BESIDE + 100), answer_bytes=200)
 NAMES = st.sampled_from([f"name{number}" for number in range(8)])

@@ -24,8 +24,8 @@ from structlog.testing import capture_logs
 
 from argosy.policy import Rates
 from argosy.store import Slot, Spool, SpoolError, UsageRow, open_store
-from argosy.store import spool as spool_module
-from argosy.store.slots import SLOT_BYTES
+from argosy.store import usage_log as spool_module
+from argosy.store.usage_slots import SLOT_BYTES
 
 RATES = Rates(3, 1, 5)
 NOW = 1000.0

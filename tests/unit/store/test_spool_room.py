@@ -16,8 +16,8 @@ from structlog.testing import capture_logs
 from tests.unit.store.test_spool import NOW, RATES, Moment, row
 
 from argosy.store import Slot, Spool, SpoolError, SpoolFullError, UsageRow
-from argosy.store import spool as spool_module
-from argosy.store.slots import SLOT_BYTES
+from argosy.store import usage_log as spool_module
+from argosy.store.usage_slots import SLOT_BYTES
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from argosy.engine.serving.wire import Stats
+from argosy.engine.serving.core_messages import Stats
 from argosy.telemetry import Metrics, SequenceTimes
 
 TIMES = SequenceTimes(

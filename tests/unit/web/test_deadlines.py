@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from argosy.web import Deadlines
+from argosy.http_server import Deadlines
 
 
 async def test_what_is_not_removed_expires_in_order() -> None:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from argosy.web import Exchange, Listener, Receive, Scope, Send, SlowReaderError, bind
-from argosy.web.exchange import PIECE_BYTES, WIRE
+from argosy.http_server import Exchange, Listener, Receive, Scope, Send, SlowReaderError, bind
+from argosy.http_server.http_exchange import PIECE_BYTES, WIRE
 
 MIB = 1 << 20
 BODY = bytes(range(256)) * (8 * MIB // 256)

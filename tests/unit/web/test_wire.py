@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from argosy.web.wire import HELD_BYTES, UNREAD_BYTES, RequestWire
+from argosy.http_server.http1_transport import HELD_BYTES, UNREAD_BYTES, RequestWire
 
 SCOPE = {"method": "POST", "http_version": "1.1"}
 EVENTS = [(b"content-type", b"text/event-stream")]

@@ -9,10 +9,10 @@ import structlog
 import torch
 
 from argosy.engine.execution.attention_torch import TorchAttention
-from argosy.engine.execution.block_store import BlockStore
 from argosy.engine.execution.huge_pages import huge_zeros
-from argosy.engine.execution.native import Kernels, load_kernels
+from argosy.engine.execution.kv_cache_tensor import BlockStore
 from argosy.engine.execution.native_calls import AttentionCall
+from argosy.engine.execution.native_kernels import Kernels, load_kernels
 from argosy.native import NativeUnavailable
 
 if TYPE_CHECKING:

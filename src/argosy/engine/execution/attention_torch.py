@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from argosy.engine.execution.block_store import BlockStore
 from argosy.engine.execution.huge_pages import huge_zeros
+from argosy.engine.execution.kv_cache_tensor import BlockStore
 from argosy.engine.execution.rope import rotated
 
 if TYPE_CHECKING:

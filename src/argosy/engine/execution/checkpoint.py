@@ -7,7 +7,7 @@ import json
 import os
 from pathlib import Path
 
-from argosy.engine.execution.model_config import read_json
+from argosy.engine.execution.checkpoint_config import read_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Protocol, Self
 
 import torch
 
-from argosy.engine.config import KV_SHARE_OF_FREE
+from argosy.engine.engine_config import KV_SHARE_OF_FREE
 from argosy.engine.execution import cgroup
 from argosy.engine.execution.attention_cpu import cpu_attention
+from argosy.engine.execution.elementwise_cpu import RowOps, cpu_rows
 from argosy.engine.execution.isa import cpu_features
 from argosy.engine.execution.linear_cpu import cpu_linear
 from argosy.engine.execution.linear_int_cpu import int_linear
-from argosy.engine.execution.native import kernels_in_use, load_kernels
+from argosy.engine.execution.native_kernels import kernels_in_use, load_kernels
 from argosy.engine.execution.pack_cache import in_memory
-from argosy.engine.execution.rows_cpu import RowOps, cpu_rows
 from argosy.native import NativeUnavailable
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from argosy.engine.config import WeightFormat
+    from argosy.engine.engine_config import WeightFormat
     from argosy.engine.execution.batch import Attention, CacheShape
     from argosy.engine.execution.pack_cache import Keep
 

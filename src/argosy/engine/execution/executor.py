@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from argosy.engine.execution.graphs import DecodeGraphs
-from argosy.engine.execution.host_store import HostStore
+from argosy.engine.execution.decode_graphs import DecodeGraphs
+from argosy.engine.execution.host_block_store import HostStore
+from argosy.engine.execution.persistent_batch import Inputs, SequenceTable
 from argosy.engine.execution.sampler import Sampled, Sampler
-from argosy.engine.execution.tables import Inputs, SequenceTable
 from argosy.engine.scheduling import Durations, Logprob, Plan, StepResult
 
 if TYPE_CHECKING:
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from argosy.engine.config import EngineLimits
+    from argosy.engine.engine_config import EngineLimits
     from argosy.engine.execution.batch import Attention, Batch
     from argosy.engine.execution.device import Device, Event, Recorder
-    from argosy.engine.execution.tables import Packed
+    from argosy.engine.execution.persistent_batch import Packed
 
 NOT_FINITE = "the model gave numbers that are not finite"
 Spans = dict[int, tuple[int, int, int]]

@@ -18,13 +18,19 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from argosy.engine.config import WeightFormat
+    from argosy.engine.engine_config import WeightFormat
     from argosy.engine.execution.batch import Attention, Batch
     from argosy.engine.execution.device import Device
+    from argosy.engine.execution.elementwise_cpu import Norm
+    from argosy.engine.execution.model_architecture import (
+        Activation,
+        LayerSpec,
+        ModelSpec,
+        NormKind,
+        NormPlace,
+    )
     from argosy.engine.execution.pack_cache import Keep
     from argosy.engine.execution.rope import RopeRows
-    from argosy.engine.execution.rows_cpu import Norm
-    from argosy.engine.execution.spec import Activation, LayerSpec, ModelSpec, NormKind, NormPlace
 
 
 class Part(nn.Module):

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional as F
 
-from argosy.engine.execution.native import Kernels, load_kernels
 from argosy.engine.execution.native_calls import LinearCall
+from argosy.engine.execution.native_kernels import Kernels, load_kernels
 from argosy.engine.execution.pack_cache import in_memory
 from argosy.native import NativeUnavailable
 

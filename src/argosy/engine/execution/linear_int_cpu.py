@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from argosy.engine.execution.linear_cpu import NativeProduct
-from argosy.engine.execution.native import Kernels, load_kernels
+from argosy.engine.execution.native_kernels import Kernels, load_kernels
 from argosy.engine.execution.pack_cache import in_memory
-from argosy.engine.execution.quantize import NOT_FINITE, quantize_weight, quantized_linear
+from argosy.engine.execution.quantization import NOT_FINITE, quantize_weight, quantized_linear
 from argosy.native import NativeUnavailable
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from argosy.engine.config import IntFormat
+    from argosy.engine.engine_config import IntFormat
     from argosy.engine.execution.pack_cache import Keep
 
 

@@ -12,7 +12,7 @@ from argosy.engine.execution.layers import Mlp, Projection
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from argosy.engine.execution.spec import Activation, MoeSpec
+    from argosy.engine.execution.model_architecture import Activation, MoeSpec
 
 
 class Mixture(nn.Module):

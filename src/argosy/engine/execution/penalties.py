@@ -11,7 +11,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from argosy.engine.execution.edits import Edits
+    from argosy.engine.execution.logit_edits import Edits
     from argosy.engine.scheduling import Admission
 
 LEAST_TOKENS = 1024

@@ -10,7 +10,7 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from argosy.engine.execution.spec import RopeSpec
+    from argosy.engine.execution.model_architecture import RopeSpec
 
 RopeRows = tuple["Tensor", "Tensor"]
 """How the tokens of a batch are rotated: (cos, cos) and (-sin, sin), float32 [T, 1, rotary_dim]."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, get_args
 
-from argosy.engine.execution.spec import RopeKind, RopeSpec
+from argosy.engine.execution.model_architecture import RopeKind, RopeSpec
 
 if TYPE_CHECKING:
-    from argosy.engine.execution.model_config import ModelConfig
+    from argosy.engine.execution.checkpoint_config import ModelConfig
 
 _KINDS: dict[str, RopeKind] = {kind: kind for kind in get_args(RopeKind)}
 _LAYER_TYPES = ("full_attention", "sliding_attention")

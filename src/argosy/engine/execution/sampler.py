@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from argosy.engine.execution.draws import LOG2E, DrawOps, Draws
-from argosy.engine.execution.draws_cpu import cpu_draws
-from argosy.engine.execution.edits import Edits
+from argosy.engine.execution.logit_edits import Edits
 from argosy.engine.execution.penalties import Penalties
-from argosy.engine.execution.randomness import uniform
-from argosy.engine.execution.tables import RaggedTable
+from argosy.engine.execution.persistent_batch import RaggedTable
+from argosy.engine.execution.random_numbers import uniform
+from argosy.engine.execution.sampling_ops import LOG2E, DrawOps, Draws
+from argosy.engine.execution.sampling_ops_cpu import cpu_draws
 from argosy.engine.scheduling import Logprob
 
 if TYPE_CHECKING:

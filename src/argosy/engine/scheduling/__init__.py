@@ -1,9 +1,16 @@
 """Which tokens are computed next: pure Python, no torch, no clock, no randomness of its own."""
 
-from argosy.engine.scheduling.blocks import BlockPool, HostIndex
-from argosy.engine.scheduling.plan import Admission, Durations, Logprob, Plan, Restore, StepResult
+from argosy.engine.scheduling.block_pool import BlockPool, HostIndex
 from argosy.engine.scheduling.scheduler import Limits, Progress, Scheduler
 from argosy.engine.scheduling.sequence import Sequence
+from argosy.engine.scheduling.step_plan import (
+    Admission,
+    Durations,
+    Logprob,
+    Plan,
+    Restore,
+    StepResult,
+)
 
 __all__ = [
     "Admission",

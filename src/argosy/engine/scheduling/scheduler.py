@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from argosy.engine.scheduling.admission import Batching, Continuous
-from argosy.engine.scheduling.first_tokens import FirstTokens
-from argosy.engine.scheduling.memory import Memory
-from argosy.engine.scheduling.plan import Plan, StepResult
-from argosy.engine.scheduling.queue import FairQueue
-from argosy.engine.scheduling.register import Register
-from argosy.engine.scheduling.running import Running
+from argosy.engine.scheduling.batching_policy import Batching, Continuous
+from argosy.engine.scheduling.kv_cache_manager import Memory
+from argosy.engine.scheduling.request_registry import Register
+from argosy.engine.scheduling.running_batch import Running
 from argosy.engine.scheduling.sequence import NEVER, Sequence
+from argosy.engine.scheduling.step_plan import Plan, StepResult
+from argosy.engine.scheduling.ttft_guard import FirstTokens
+from argosy.engine.scheduling.waiting_queue import FairQueue
 from argosy.policy import TenantShares
 
 if TYPE_CHECKING:

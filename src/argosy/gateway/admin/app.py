@@ -11,15 +11,12 @@ import msgspec
 import structlog
 from starlette.routing import Route, Router
 
-from argosy.gateway.admin import keys, limits, reports, tenants
+from argosy.gateway.admin import keys, limits_and_prices, reports, tenants
+from argosy.gateway.admin.endpoints import Call, Desk, Operation, Operations
 from argosy.gateway.admin.openapi import add_document
-from argosy.gateway.admin.operation import Call, Desk, Operation, Operations
-from argosy.gateway.admin.turns import Turns
-from argosy.gateway.identity import Identity, check_role
-from argosy.process import aside
-from argosy.protocol import ApiError, invalid, parse, parse_query
-from argosy.store import ConflictError, NotFoundError, Store, StoreError
-from argosy.web import (
+from argosy.gateway.admin.organisation_limiter import Turns
+from argosy.gateway.auth import Identity, check_role
+from argosy.http_server import (
     EXCHANGE,
     App,
     DisconnectedError,
@@ -29,13 +26,17 @@ from argosy.web import (
     Send,
     check_method,
 )
+from argosy.process import aside
+from argosy.protocol import ApiError, invalid, parse, parse_query
+from argosy.store import ConflictError, NotFoundError, Store, StoreError
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
 _encode = msgspec.json.Encoder().encode
 
 OPERATIONS = add_document(
-    Operations([*tenants.api, *keys.api, *limits.api, *reports.api]), "/admin/openapi.json"
+    Operations([*tenants.api, *keys.api, *limits_and_prices.api, *reports.api]),
+    "/admin/openapi.json",
 )
 
 

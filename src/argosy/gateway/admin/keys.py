@@ -5,8 +5,8 @@ Flags, which decide what model answers, are given by those who run the whole gat
 
 from __future__ import annotations
 
-from argosy.gateway.admin.operation import Call, Desk, Operations
-from argosy.gateway.admin.shapes import (
+from argosy.gateway.admin.endpoints import Call, Desk, Operations
+from argosy.gateway.admin.schemas import (
     KeyView,
     NewKey,
     NewKeyView,
@@ -17,7 +17,7 @@ from argosy.gateway.admin.shapes import (
     page,
     view,
 )
-from argosy.gateway.identity import check_grant, check_role
+from argosy.gateway.auth import check_grant, check_role
 
 api = Operations()
 

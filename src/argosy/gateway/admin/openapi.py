@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from argosy.gateway.admin.operation import JSON, Call, Desk, Operation, Operations
+from argosy.gateway.admin.endpoints import JSON, Call, Desk, Operation, Operations
 from argosy.protocol import ErrorBody
 
 _ERRORS = {

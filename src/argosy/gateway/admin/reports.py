@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from argosy.gateway.admin.operation import CSV, Call, Desk, Operations
-from argosy.gateway.admin.shapes import (
+from argosy.gateway.admin.endpoints import CSV, Call, Desk, Operations
+from argosy.gateway.admin.schemas import (
     AuditQuery,
     AuditView,
     CallerView,
@@ -19,7 +19,7 @@ from argosy.gateway.admin.shapes import (
     VerdictView,
     view,
 )
-from argosy.gateway.identity import allows
+from argosy.gateway.auth import allows
 from argosy.protocol import ApiError
 from argosy.store import UsageFilter, read_groups
 

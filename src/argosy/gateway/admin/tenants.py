@@ -12,8 +12,8 @@ import time
 import msgspec
 from msgspec import UNSET
 
-from argosy.gateway.admin.operation import Call, Desk, Operations
-from argosy.gateway.admin.shapes import (
+from argosy.gateway.admin.endpoints import Call, Desk, Operations
+from argosy.gateway.admin.schemas import (
     NewProject,
     NewUser,
     OfOrganisation,
@@ -29,8 +29,8 @@ from argosy.gateway.admin.shapes import (
     page,
     view,
 )
-from argosy.gateway.caller import Caller
-from argosy.gateway.identity import check_grant, check_role
+from argosy.gateway.auth import check_grant, check_role
+from argosy.gateway.principal import Caller
 from argosy.store import working
 
 api = Operations()

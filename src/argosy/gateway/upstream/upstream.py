@@ -6,11 +6,11 @@ import asyncio
 import ssl
 
 from argosy.gateway.upstream.connection import Connection, UpstreamError
-from argosy.gateway.upstream.names import addresses_of
+from argosy.gateway.upstream.name_resolution import addresses_of
+from argosy.http_server import Deadlines
 from argosy.policy import Outcome
 from argosy.process import NO_ROOM
 from argosy.protocol import Endpoint
-from argosy.web import Deadlines
 
 IDLE_S = 60.0
 """An idle connection is closed after this long: sooner than servers close theirs."""

@@ -12,8 +12,8 @@ from tests.integration.rough_server import Asked, Rough, rough_server
 from tests.waiting import until
 
 from argosy.gateway import GatewayConfig, GatewayServer
-from argosy.gateway.reloading import Reread
-from argosy.gateway.replicas.discovery import LookUp, look_up
+from argosy.gateway.config_reloader import Reread
+from argosy.gateway.pool.dns_discovery import LookUp, look_up
 
 BODY = {"model": "big", "prompt": "Say something", "max_tokens": 3}
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 
-from argosy.engine.execution.block_store import BlockStore
 from argosy.engine.execution.gpu.attention_kernels import RANGE, attend, merge_ranges, store
+from argosy.engine.execution.kv_cache_tensor import BlockStore
 
 if TYPE_CHECKING:
     from torch import Tensor

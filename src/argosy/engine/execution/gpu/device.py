@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from argosy.engine.execution.gpu import memory_plan
+from argosy.engine.execution.gpu import memory_profile
 from argosy.engine.execution.gpu.attention import TritonAttention
+from argosy.engine.execution.gpu.elementwise import TritonRows
 from argosy.engine.execution.gpu.linear import pack
-from argosy.engine.execution.gpu.rows import TritonRows
 from argosy.engine.execution.pack_cache import in_memory
 
 if TYPE_CHECKING:
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from argosy.engine.config import WeightFormat
+    from argosy.engine.engine_config import WeightFormat
     from argosy.engine.execution.batch import Attention, CacheShape
     from argosy.engine.execution.device import Event, Graph, Recorder
+    from argosy.engine.execution.elementwise_cpu import RowOps
     from argosy.engine.execution.pack_cache import Keep
-    from argosy.engine.execution.rows_cpu import RowOps
 
 KV_SHARE = 0.95
 """Of what weights and the largest step leave free; the rest is for fragments and what cannot be foreseen."""
@@ -140,10 +140,10 @@ class GpuDevice:
     def working_bytes(self, key: str, largest_step: Callable[[], object]) -> int:
         """See `Device`. Measured once for each key; later boots read it from disk."""
         full_key = f"{key} {self.name} torch {torch.__version__}"
-        peak = memory_plan.read(full_key)
+        peak = memory_profile.read(full_key)
         if peak is None:
             peak = self.runtime.peak_bytes(largest_step)
-            memory_plan.write(full_key, peak)
+            memory_profile.write(full_key, peak)
         return peak + MARGIN_BYTES
 
     def packing(self, dtype: torch.dtype) -> str:

@@ -14,13 +14,13 @@ import torch
 import triton
 import triton.language as tl
 
-from argosy.engine.execution.draws import EXP2, FRACTION, NOTHING, TorchDraws
+from argosy.engine.execution.sampling_ops import EXP2, FRACTION, NOTHING, TorchDraws
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from argosy.engine.execution.draws import Draws, Telling
+    from argosy.engine.execution.sampling_ops import Draws, Telling
 
 VOCAB_TILE = 2048
 """Logits of one program: a vocabulary of 128,000 gives 63, so that two rows keep a GPU busy."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from argosy.engine.serving.core_messages import Delta, EngineRequest, TokenLogprob
 from argosy.engine.serving.text.detokenizer import TextStream
 from argosy.engine.serving.text.tokenizer import Tokenizer
-from argosy.engine.serving.wire import Delta, EngineRequest, TokenLogprob
 from argosy.protocol import ApiError, FinishReason
 
 

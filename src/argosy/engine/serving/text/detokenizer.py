@@ -6,7 +6,7 @@ import codecs
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from argosy.engine.serving.text.stop_strings import stop_strings
+from argosy.engine.serving.text.stop_string_matcher import stop_strings
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.protocol import SamplingParams
 

@@ -1,0 +1,61 @@
+"""Prompts out of a file: JSON lines, or plain text with a prompt on each line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from argosy.bench.errors import BenchError
+from argosy.bench.plan import Messages, Text
+
+
+class FilePrompt(msgspec.Struct, frozen=True):
+    """A prompt and the output length that the file gives for it, if it does."""
+
+    prompt: Text | Messages
+    output_tokens: int | None = None
+
+
+class _Line(msgspec.Struct):
+    prompt: str | None = None
+    text: str | None = None
+    messages: tuple[dict[str, Any], ...] | None = None
+    output_tokens: int | None = None
+    max_tokens: int | None = None
+
+
+def read_prompts(path: Path) -> list[FilePrompt]:
+    """The prompts of `path`. Raises BenchError.
+
+    A name ending in `.jsonl` or `.json` means an object on each line, with `prompt`, `text` or
+    `messages`, and perhaps `output_tokens` or `max_tokens`.
+    """
+    try:
+        # Not splitlines: JSON may have line separators of Unicode in its strings.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BenchError(f"Cannot read the prompts {path}: {error}.") from error
+    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not numbered:
+        raise BenchError(f"{path} has no prompt in it.")
+    if path.suffix in {".jsonl", ".json"}:
+        return [_parse(path, number, line) for number, line in numbered]
+    return [FilePrompt(Text(line)) for _, line in numbered]
+
+
+def _parse(path: Path, number: int, line: str) -> FilePrompt:
+    try:
+        row = msgspec.json.decode(line, type=_Line)
+    except msgspec.DecodeError as error:
+        raise BenchError(f"{path}, line {number}: {error}.") from error
+    output_tokens = row.output_tokens if row.output_tokens is not None else row.max_tokens
+    if output_tokens is not None and output_tokens < 1:
+        raise BenchError(f"{path}, line {number}: an answer has 1 token or more.")
+    if row.messages:
+        return FilePrompt(Messages(row.messages), output_tokens)
+    text = row.prompt if row.prompt is not None else row.text
+    if not text:
+        raise BenchError(f"{path}, line {number}: give `prompt`, `text` or `messages`.")
+    return FilePrompt(Text(text), output_tokens)

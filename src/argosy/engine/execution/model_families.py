@@ -1,0 +1,197 @@
+"""The table of model families: a row of switches and a map of tensor names for each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from argosy.engine.execution.model_architecture import ModelSpec, NormKind, NormPlace, QkNorm
+
+Names = dict[str, tuple[tuple[str, ...], ...]]
+"""Our name for a matrix or a norm -> the ways checkpoints store it; each way names the parts that
+are concatenated, rows after rows. `[{e}]` takes entry e of a tensor that holds all experts."""
+
+_ATTENTION: Names = {
+    "qkv": (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),),
+    "o": (("self_attn.o_proj",),),
+    "qk.q_norm": (("self_attn.q_norm",),),
+    "qk.k_norm": (("self_attn.k_norm",),),
+    "attention_in": (("input_layernorm",),),
+    "mlp_in": (("post_attention_layernorm",),),
+}
+_DENSE: Names = {
+    **_ATTENTION,
+    "mlp.gate_up": (("mlp.gate_proj", "mlp.up_proj"),),
+    "mlp.down": (("mlp.down_proj",),),
+}
+_FUSED: Names = {
+    **_DENSE,
+    "qkv": (("self_attn.qkv_proj",),),
+    "mlp.gate_up": (("mlp.gate_up_proj",),),
+}
+_MOE: Names = {
+    **_DENSE,
+    "mlp.router": (("mlp.gate",), ("block_sparse_moe.gate",)),
+    "mlp.experts.gate_up": (
+        ("mlp.experts.{e}.gate_proj", "mlp.experts.{e}.up_proj"),
+        ("block_sparse_moe.experts.{e}.w1", "block_sparse_moe.experts.{e}.w3"),
+        ("mlp.experts.gate_up_proj[{e}]",),
+    ),
+    "mlp.experts.down": (
+        ("mlp.experts.{e}.down_proj",),
+        ("block_sparse_moe.experts.{e}.w2",),
+        ("mlp.experts.down_proj[{e}]",),
+    ),
+}
+_AFTER: Names = {
+    **_DENSE,
+    "attention_out": (("post_attention_layernorm",),),
+    "mlp_out": (("post_feedforward_layernorm",),),
+}
+_AROUND: Names = {
+    **_AFTER,
+    "mlp_in": (("pre_feedforward_layernorm",),),
+}
+
+_BEFORE_NORMS: frozenset[NormPlace] = frozenset({"attention_in", "mlp_in"})
+_AFTER_NORMS: frozenset[NormPlace] = frozenset({"attention_out", "mlp_out"})
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How one family departs from Llama."""
+
+    names: Names = field(default_factory=lambda: _DENSE)
+    prefixes: tuple[str, ...] = ("model.",)
+    """Where a checkpoint keeps the decoder; the first that is there counts."""
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    """What an absent key of config.json stands for."""
+    bias: Literal["stated", "qkv", "none"] = "stated"
+    """Attention biases: on all four matrices if `attention_bias` says so, on q, k, v, or none."""
+    windows: Literal["none", "all", "upper", "pattern"] = "none"
+    """Which layers slide when `layer_types` does not say: all, those from `max_window_layers` up,
+    or all but each n-th."""
+    norm: NormKind = "narrow"
+    norms: frozenset[NormPlace] = _BEFORE_NORMS
+    qk_norm: QkNorm | None = None
+    gemma: bool = False
+    """Embedding times sqrt(hidden), softcaps, and queries scaled by `query_pre_attn_scalar`."""
+    moe: Literal["mixtral", "qwen"] | None = None
+
+
+_COMMON: dict[str, object] = {"rope_theta": 10_000.0, "rms_norm_eps": 1e-6}
+_GEMMA: dict[str, object] = {
+    **_COMMON,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "tie_word_embeddings": True,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 2,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+}
+_GEMMA_2 = Family(
+    names=_AROUND,
+    windows="pattern",
+    norm="offset",
+    norms=_BEFORE_NORMS | _AFTER_NORMS,
+    gemma=True,
+    defaults=_GEMMA | {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
+)
+_GEMMA_3 = Family(
+    names=_AROUND,
+    windows="pattern",
+    norm="offset",
+    norms=_BEFORE_NORMS | _AFTER_NORMS,
+    qk_norm="head",
+    gemma=True,
+    prefixes=("model.", "language_model.model.", "model.language_model."),
+    defaults=_GEMMA
+    | {
+        "sliding_window_pattern": 6,
+        "rope_theta": 1_000_000.0,
+        "rope_local_base_freq": 10_000.0,
+        "vocab_size": 262_208,
+        "max_position_embeddings": 131_072,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+    },
+)
+_SLIDING: dict[str, object] = {**_COMMON, "sliding_window": 4096}
+_QWEN: dict[str, object] = {**_SLIDING, "max_window_layers": 28}
+
+FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": Family(defaults=_COMMON),
+    "MistralForCausalLM": Family(bias="none", windows="all", defaults=_SLIDING),
+    "Qwen2ForCausalLM": Family(bias="qkv", windows="upper", defaults=_QWEN),
+    "Qwen3ForCausalLM": Family(
+        qk_norm="head", windows="upper", defaults={**_QWEN, "head_dim": 128}
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        names=_MOE, qk_norm="head", windows="upper", moe="qwen", defaults=_QWEN
+    ),
+    "MixtralForCausalLM": Family(
+        names=_MOE,
+        bias="none",
+        windows="all",
+        moe="mixtral",
+        defaults={
+            "rope_theta": 1_000_000.0,
+            "rms_norm_eps": 1e-5,
+            "num_experts_per_tok": 2,
+            "num_local_experts": 8,
+        },
+    ),
+    "Phi3ForCausalLM": Family(
+        names=_FUSED,
+        bias="none",
+        windows="all",
+        defaults={**_COMMON, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+    ),
+    "Olmo2ForCausalLM": Family(
+        names=_AFTER,
+        norm="wide",
+        norms=_AFTER_NORMS,
+        qk_norm="full",
+        defaults={**_COMMON, "rms_norm_eps": 1e-5},
+    ),
+    "Gemma2ForCausalLM": _GEMMA_2,
+    "Gemma3ForCausalLM": _GEMMA_3,
+    "Gemma3ForConditionalGeneration": _GEMMA_3,
+}
+"""By the name in `architectures`. A new family is a row here."""
+
+
+def parts_of(spec: ModelSpec, parameter: str) -> tuple[tuple[str, ...], ...]:
+    """The ways a checkpoint may store a parameter of the decoder, most usual first.
+
+    A way is the tensors whose rows, one after the other, make the parameter; `name[i]` is entry i
+    of the tensor `name`.
+    """
+    family = FAMILIES[spec.architecture]
+    place, _, kind = parameter.rpartition(".")
+    if place in ("embed", "head", "norm"):
+        stored = {"embed": "embed_tokens", "head": "lm_head", "norm": "norm"}[place]
+        if place == "head":
+            return tuple((f"{p.removesuffix('model.')}lm_head.{kind}",) for p in family.prefixes)
+        return tuple((f"{prefix}{stored}.{kind}",) for prefix in family.prefixes)
+    _, layer, inner = place.split(".", 2)
+    expert = ""
+    if inner.startswith("mlp.experts."):
+        _, _, expert, inner = inner.split(".", 3)
+        inner = f"mlp.experts.{inner}"
+    return tuple(
+        tuple(_stored(f"{prefix}layers.{layer}.{part}", expert, kind) for part in way)
+        for prefix in family.prefixes
+        for way in family.names[inner]
+    )
+
+
+def _stored(part: str, expert: str, kind: str) -> str:
+    """A part's full name; a tensor that holds all experts carries no `.weight`."""
+    name = part.replace("{e}", expert)
+    return name if name.endswith("]") else f"{name}.{kind}"

@@ -1,0 +1,149 @@
+"""One life of the engine core's process, as its parent sees it: start it, talk to it, end it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import threading
+from collections.abc import Callable
+
+import msgspec
+import zmq
+
+from argosy.engine.engine_config import EngineConfig
+from argosy.engine.serving.core_messages import FromCore, ToCore
+from argosy.engine.serving.engine_core.core_process import Launch
+from argosy.engine.serving.engine_core.core_start import start_process
+from argosy.process import socket_folder
+from argosy.telemetry import LogFormat
+
+LAST_WORDS_S = 0.1
+"""How long after its end what a process has written may still be on its way to us."""
+
+Hear = Callable[[FromCore], None]
+
+
+class CoreHandle:
+    """A running core process. Everything here belongs to the event loop that made it.
+
+    `hear` is called with each message, `gone` once after the last one, with the exit status
+    (negative: the signal that ended it). The sockets live in a private directory that vanishes
+    once both ends have met.
+    """
+
+    def __init__(
+        self,
+        engine: EngineConfig,
+        core: str,
+        *,
+        beat_s: float,
+        log_format: LogFormat,
+        log_level: str,
+        log_name: str,
+        hear: Hear,
+        gone: Callable[[int], None],
+        process: subprocess.Popen[bytes] | None = None,
+    ) -> None:
+        """`process` is one that has been started already, for the same `core`. Raises OSError."""
+        self._hear = hear
+        self._gone = gone
+        self._loop = asyncio.get_running_loop()
+        self._decode = msgspec.msgpack.Decoder(FromCore).decode
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._directory = socket_folder("argosy-", len("beats"))
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._channel = self._bind(zmq.DEALER, "core")
+        self._beats = self._bind(zmq.PULL, "beats")
+        self._unmet = {self._channel, self._beats}
+        self._process = process or start_process(core)
+        self._tell(
+            Launch(
+                engine=engine,
+                core=core,
+                channel=self._address("core"),
+                beats=self._address("beats"),
+                beat_s=beat_s,
+                log_format=log_format,
+                log_level=log_level,
+                log_name=log_name,
+                parent=os.getpid(),
+            )
+        )
+        for socket in (self._channel, self._beats):
+            self._loop.add_reader(socket.fileno(), self._drain, socket)
+        threading.Thread(target=self._wait, name=f"core-{self.pid}", daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        """Process id; also that of its process group."""
+        return self._process.pid
+
+    def send(self, message: ToCore) -> None:
+        """Queue a message; never blocks. Nothing happens when the process has ended, known or not."""
+        if self._channel.closed:
+            return
+        with contextlib.suppress(zmq.Again):  # nobody is at the other end: `gone` will follow
+            self._channel.send(self._encode(message), zmq.NOBLOCK)
+        # Sending may swallow the file descriptor's edge for what has arrived meanwhile.
+        self._loop.call_soon(self._drain, self._channel)
+
+    def listen(self) -> None:
+        """Hear now what has already arrived."""
+        for socket in (self._channel, self._beats):
+            self._drain(socket)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the process group, if it still runs."""
+        with contextlib.suppress(ProcessLookupError):
+            if self._process.returncode is None:
+                os.killpg(self.pid, number)
+
+    def _address(self, name: str) -> str:
+        return f"ipc://{self._directory / name}"
+
+    def _bind(self, kind: int, name: str) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.set_hwm(0)  # bounded by the requests that run
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.bind(self._address(name))
+        return socket
+
+    def _tell(self, launch: Launch) -> None:
+        assert self._process.stdin is not None  # noqa: S101 - it is a pipe
+        with self._process.stdin as stdin:
+            stdin.write(msgspec.json.encode(launch))
+
+    def _drain(self, socket: zmq.Socket[bytes]) -> None:
+        while not socket.closed and socket.poll(0, zmq.POLLIN):
+            message = self._decode(socket.recv(zmq.NOBLOCK))
+            self._met(socket)
+            self._hear(message)
+
+    def _met(self, socket: zmq.Socket[bytes]) -> None:
+        if socket in self._unmet:
+            self._unmet.discard(socket)
+            if not self._unmet:
+                self._remove_directory()
+
+    def _wait(self) -> None:
+        self._process.wait()
+        try:
+            self._loop.call_soon_threadsafe(self._loop.call_later, LAST_WORDS_S, self._ended)
+        except RuntimeError:  # the loop was closed before us; nobody is left to tell
+            self._remove_directory()
+
+    def _ended(self) -> None:
+        self.listen()
+        for socket in (self._channel, self._beats):
+            self._loop.remove_reader(socket.fileno())
+            socket.close()
+        self._context.term()
+        self._remove_directory()
+        self._gone(self._process.returncode)
+
+    def _remove_directory(self) -> None:
+        shutil.rmtree(self._directory, ignore_errors=True)

@@ -1,0 +1,37 @@
+"""Where an answer begins in a stream: its head, comments, a role and an empty beginning say nothing yet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from argosy.gateway.backends.stream_events import UNREADABLE
+from argosy.protocol import EventParser
+
+_decode = msgspec.json.Decoder(dict[str, Any]).decode
+
+
+class Opening:
+    """Looks at one stream, from its first byte."""
+
+    def __init__(self) -> None:
+        self._events = EventParser()
+
+    def feed(self, body: bytes) -> bool:
+        """Whether `body` brings an event that says something, or is no chunk: an error, or the end."""
+        return any(_says(data) for data in self._events.feed(body))
+
+
+def _says(data: bytes) -> bool:
+    try:
+        choices = _decode(data).get("choices")
+        return choices is None or any(_choice_says(choice) for choice in choices)
+    except UNREADABLE:
+        return bool(data.strip())
+
+
+def _choice_says(choice: dict[str, Any]) -> bool:
+    delta = choice.get("delta") or {}
+    more = any(said for name, said in delta.items() if name != "role")
+    return bool(more or choice.get("text") or choice.get("finish_reason"))
