@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional as F
 
-from argosy.engine.execution.attention_cpu import cpu_attention
-from argosy.engine.execution.batch import AttentionSpec, Batch, CacheShape
-from argosy.engine.execution.model_architecture import RopeSpec
-from argosy.engine.execution.rope import rope_rows, rope_table
+from argosy.engine.execution.attention_cpu import create_cpu_attention
+from argosy.engine.execution.batch import AttentionParams, Batch, KvCacheShape
+from argosy.engine.execution.model_architecture import RopeParams
+from argosy.engine.execution.rope import build_rope_table, gather_rope_rotation
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -70,10 +70,10 @@ def make_batch(chunks: list[Chunk]) -> Batch:
     return Batch(
         token_ids=torch.zeros_like(flat),
         positions=flat,
-        cu_q=counts.cumsum(0).int(),
+        query_start_loc=counts.cumsum(0).int(),
         seq_lens=torch.tensor([length for _, length in chunks], dtype=torch.int32),
-        page_table=pages,
-        slots=torch.cat(slots),
+        block_table=pages,
+        slot_mapping=torch.cat(slots),
         rows=torch.arange(len(chunks)),
         logit_index=torch.zeros(0, dtype=torch.long),
     )
@@ -84,24 +84,25 @@ def paged(
 ) -> Callable[[], object]:
     """Paged attention of all layers, rotating and storing the new tokens included."""
     batch = make_batch(chunks)
-    cache = CacheShape(
-        layers=LAYERS,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
+    cache = KvCacheShape(
+        num_layers=LAYERS,
+        num_heads=shape.heads,
+        num_kv_heads=shape.kv_heads,
         head_dim=shape.head_dim,
-        num_blocks=batch.page_table.numel(),
+        num_blocks=batch.block_table.numel(),
         block_size=BLOCK,
         dtype=dtype,
     )
-    attention = cpu_attention(cache, threads=threads, path="native")
+    attention = create_cpu_attention(cache, threads=threads, backend="native")
     tokens = len(batch.positions)
     q = torch.randn(tokens, shape.heads, shape.head_dim, dtype=dtype)
     k, v = (torch.randn(tokens, shape.kv_heads, shape.head_dim, dtype=dtype) for _ in range(2))
     longest = int(batch.seq_lens.max())
-    rope = rope_rows(
-        rope_table(RopeSpec("default", 1e4, shape.head_dim, longest), longest), batch.positions
+    rope = gather_rope_rotation(
+        build_rope_table(RopeParams("default", 1e4, shape.head_dim, longest), longest),
+        batch.positions,
     )
-    specs = [AttentionSpec(layer, shape.head_dim**-0.5) for layer in range(LAYERS)]
+    specs = [AttentionParams(layer, shape.head_dim**-0.5) for layer in range(LAYERS)]
     return lambda: [attention(q, k, v, batch, spec, rope) for spec in specs]
 
 

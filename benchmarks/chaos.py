@@ -24,7 +24,7 @@ from pathlib import Path
 
 import psutil
 
-from argosy.store import UsageSum, open_store
+from argosy.store import UsageTotals, open_store
 from benchmarks.faults import FAULTS
 from benchmarks.processes import heed_sigterm
 from benchmarks.whole import Answer, Whole, all_back, stream, whole
@@ -101,16 +101,16 @@ class _Counter:
             self.reached.set()
 
 
-def ledger(state: Path) -> UsageSum:
+def ledger(state: Path) -> UsageTotals:
     """What the ledger of a server with this state folder says that all requests used."""
     store = open_store(f"sqlite:///{state / 'argosy' / 'argosy.db'}")
     try:
-        return store.usage.report()[0]
+        return store.ledger.report()[0]
     finally:
         store.close()
 
 
-async def settled(state: Path, requests: int) -> UsageSum:
+async def settled(state: Path, requests: int) -> UsageTotals:
     """The ledger, once it has as many rows."""
     while (told := await asyncio.to_thread(ledger, state)).requests < requests:  # noqa: ASYNC110 - only asking tells
         await asyncio.sleep(0.1)

@@ -28,7 +28,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from argosy.bench import BenchError, Row, run, summarize
+from argosy.bench import BenchError, RequestRow, run_benchmark, summarize
 from benchmarks import workloads
 from benchmarks.checkpoints import SHAPES, make
 from benchmarks.options import choice
@@ -92,10 +92,10 @@ class Bench:
         else:
             with served(self._launch(engine, prefix_cache=True)) as url:
                 asked = workloads.served_settings(url, str(self.model), rate, number)
-                measured = asyncio.run(run(asked, {}, _Silence())).points[0].rows
+                measured = asyncio.run(run_benchmark(asked, {}, _Silence())).runs[0].rows
         self._add(engine, "W4", number, workloads.served_figures(summarize(measured)))
 
-    def _paced(self, engine: str, rate: float, number: int) -> list[Row]:
+    def _paced(self, engine: str, rate: float, number: int) -> list[RequestRow]:
         work = workloads.paced(workloads.served_plan(rate, number), self.vocabulary)
         with Session(self._launch(engine, prefix_cache=True)) as session:
             self.versions[engine] = session.version
@@ -139,10 +139,10 @@ class Bench:
 class _Silence:
     """Watches nothing."""
 
-    def begins(self, label: str, requests: int) -> None:
+    def on_run_start(self, label: str, requests: int) -> None:
         """Says nothing."""
 
-    def ended(self, row: Row, in_flight: int) -> None:
+    def on_request_end(self, row: RequestRow, in_flight: int) -> None:
         """Says nothing."""
 
 

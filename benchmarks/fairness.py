@@ -27,9 +27,9 @@ import msgspec
 import numpy as np
 import psutil
 
-from argosy.bench.client import Client
-from argosy.bench.response import Reply
-from argosy.bench.stub_server import Delays
+from argosy.bench.client import BenchClient
+from argosy.bench.response import BenchResponse
+from argosy.bench.stub_server import StubDelays
 from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig
 from argosy.gateway.auth import AuthConfig
 from argosy.protocol import parse_endpoint
@@ -38,7 +38,7 @@ from benchmarks.processes import heed_sigterm
 
 MODEL = "model"
 SEATS = 32
-PACE = Delays(first_s=0.05, gap_s=0.02)
+PACE = StubDelays(first_token_s=0.05, token_gap_s=0.02)
 CALLERS = 16
 """Requests that each project of the tier keeps waiting or running."""
 FLOOD = 10
@@ -54,7 +54,7 @@ SETTLED_S = 5.0
 class Tenant:
     """What came for one project."""
 
-    client: Client
+    client: BenchClient
     output: int
     waits: list[float] = field(default_factory=list)
     """Seconds to each first token, in the measured time."""
@@ -75,14 +75,16 @@ class Tenant:
             "ignore_eos": True,
             "stream": True,
         }
-        reply = await self.client.post("/v1/chat/completions", msgspec.json.encode(body), Reply())
+        reply = await self.client.post(
+            "/v1/chat/completions", msgspec.json.encode(body), BenchResponse()
+        )
         begin, end = window
-        self.tokens += sum(begin <= at < end for at in reply.chunks)
+        self.tokens += sum(begin <= at < end for at in reply.chunk_times)
         if reply.error:
             self.errors += 1
-            self.last_error = f"{reply.error}: {reply.detail}"
-        if reply.chunks and reply.sent_at is not None and begin <= reply.chunks[0] < end:
-            self.waits.append(reply.chunks[0] - reply.sent_at)
+            self.last_error = f"{reply.error}: {reply.error_detail}"
+        if reply.chunk_times and reply.sent_at is not None and begin <= reply.chunk_times[0] < end:
+            self.waits.append(reply.chunk_times[0] - reply.sent_at)
             self.prompts += len(msgspec.json.encode(body["messages"])) // 4
 
 
@@ -114,7 +116,7 @@ async def measure(
     window = begin, begin + seconds
     found = {
         name: Tenant(
-            Client(
+            BenchClient(
                 parse_endpoint(url),
                 time.perf_counter,
                 {"authorization": f"Bearer {keys[name]}"},
@@ -294,7 +296,7 @@ def main() -> None:
             port=0,
             models=[ModelConfig(name=MODEL, replicas=[replica])],
             store=StoreConfig(url=store),
-            auth=AuthConfig(mode="keys"),
+            auth=AuthConfig(mode="required"),
             log_level="warning",
         )
         (folder / "gateway.yaml").write_bytes(msgspec.json.encode(config))

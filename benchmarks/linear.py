@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from argosy.engine.execution.linear_cpu import NativeLinear, PackedLinear
+from argosy.engine.execution.linear_cpu import NativeLinear, OnednnLinear
 from argosy.engine.execution.native_kernels import load_kernels
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def compare(outs: int, cols: int, rows: tuple[int, ...], threads: int, seconds: 
     kernels = load_kernels()
     clock = time.thread_time_ns if threads == 1 else time.perf_counter_ns
     ours = [NativeLinear(kernels, weight, None, threads) for _ in range(copies)]
-    theirs = [PackedLinear(weight.clone(), None) for _ in range(copies)]
+    theirs = [OnednnLinear(weight.clone(), None) for _ in range(copies)]
     for count in rows:
         x = torch.randn(count, cols).bfloat16()
         ours[0](x), theirs[0](x)

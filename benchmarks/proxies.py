@@ -140,14 +140,18 @@ def _account(url: str) -> str:
         project = accounts.create_project(organisation, "tenant", actor=actor).id
         key, plain = accounts.create_key(project, "key", actor=actor)
         far = 10**15
-        store.terms.set_limit(
+        store.limits_and_prices.set_limit(
             "organisation", organisation, "nano_dollars", far, window="month", actor=actor
         )
-        store.terms.set_limit("project", project, "tokens", far, window="minute", actor=actor)
-        store.terms.set_limit("project", project, "concurrency", far, actor=actor)
-        store.terms.set_limit("key", key.id, "requests", far, window="minute", actor=actor)
+        store.limits_and_prices.set_limit(
+            "project", project, "tokens", far, window="minute", actor=actor
+        )
+        store.limits_and_prices.set_limit("project", project, "concurrency", far, actor=actor)
+        store.limits_and_prices.set_limit(
+            "key", key.id, "requests", far, window="minute", actor=actor
+        )
         price = Price(model=MODEL, input=100, cached_input=10, output=400)
-        store.terms.set_price(price, actor=actor)
+        store.limits_and_prices.set_price(price, actor=actor)
         return plain
     finally:
         store.close()

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 
 from argosy import LLM, SamplingParams
 from argosy.engine import EngineConfig
-from argosy.models import BUNDLED
+from argosy.models import BUNDLED_MODEL
 from benchmarks.checkpoints import SHAPES, make
 
 HELD_OUT_SEED = 1_000_003
@@ -40,7 +40,7 @@ class Prediction:
 
 def held_out(tokens: int) -> list[list[int]]:
     """Documents of about so many tokens in all, for the bundled model."""
-    tokenizer = Tokenizer.from_file(str(BUNDLED / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(BUNDLED_MODEL / "tokenizer.json"))
     found: list[list[int]] = []
     for document in documents(HELD_OUT_SEED):
         ids = tokenizer.encode(render(document), add_special_tokens=False).ids
@@ -69,7 +69,7 @@ def predictions(model: Path, texts: list[list[int]], quantize: str | None) -> li
         list(texts), SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=1)
     )
     return [
-        Prediction(each.logprob, each.top[0][0])
+        Prediction(each.logprob, each.top_logprobs[0][0])
         for output in outputs
         for each in output.prompt_logprobs or []
     ]
@@ -109,7 +109,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=tuple(SHAPES), default="llama-160m")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "argosy-bench")
     options = parser.parse_args()
-    compare("argosy-mini", BUNDLED, held_out(options.tokens))
+    compare("argosy-mini", BUNDLED_MODEL, held_out(options.tokens))
     vocabulary = int(str(SHAPES[options.shape]["vocab_size"]))
     texts = noise(min(options.tokens, 2048), vocabulary)
     compare(f"random {options.shape}", make(options.shape, options.folder), texts)

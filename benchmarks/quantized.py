@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from argosy.engine.execution.linear_cpu import NativeLinear, PackedLinear
+from argosy.engine.execution.linear_cpu import NativeLinear, OnednnLinear
 from argosy.engine.execution.linear_int_cpu import NativeIntLinear
 from argosy.engine.execution.native_kernels import load_kernels
 from benchmarks.linear import over_shapes
@@ -78,7 +78,7 @@ def compare(outs: int, cols: int, rows: tuple[int, ...], threads: int, seconds: 
         "bfloat16": lambda: NativeLinear(kernels, weight, None, threads),
         "int8": lambda: NativeIntLinear(kernels, weight, None, "int8", threads),
         "int4": lambda: NativeIntLinear(kernels, weight, None, "int4", threads),
-        "onednn_bfloat16": lambda: PackedLinear(weight.clone(), None),
+        "onednn_bfloat16": lambda: OnednnLinear(weight.clone(), None),
         "onednn_int8": lambda: OnednnInt8(weight),
     }
     linears = {name: [make() for _ in range(copies)] for name, make in made.items()}

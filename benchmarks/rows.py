@@ -10,7 +10,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from argosy.engine.execution.elementwise_cpu import NativeRows, RowOps, TorchRows
+from argosy.engine.execution.elementwise_cpu import (
+    ElementwiseOps,
+    NativeElementwiseOps,
+    TorchElementwiseOps,
+)
 from argosy.engine.execution.native_kernels import load_kernels
 
 if TYPE_CHECKING:
@@ -20,16 +24,16 @@ ROWS = (1, 4, 16, 64, 256, 1024)
 HIDDEN, INTERMEDIATE = 896, 4864
 
 
-def operations(ops: RowOps, rows: int) -> dict[str, Callable[[], object]]:
+def operations(ops: ElementwiseOps, rows: int) -> dict[str, Callable[[], object]]:
     """What a layer does between its matrices, each on its own input."""
     dtype = torch.bfloat16
     x, mixed = torch.randn(2, rows, HIDDEN).to(dtype)
     wide = torch.randn(rows, 2 * INTERMEDIATE).to(dtype)
-    norm = ops.norm("narrow", torch.ones(HIDDEN, dtype=dtype), 1e-6)
-    gate = ops.gate("silu")
+    norm = ops.create_norm("narrow", torch.ones(HIDDEN, dtype=dtype), 1e-6)
+    gate = ops.create_gated_activation("silu")
     return {
         "norm": lambda: norm(x),
-        "add and norm": lambda: norm.after_adding(x, mixed.zero_()),
+        "add and norm": lambda: norm.add_and_norm(x, mixed.zero_()),
         "silu gate": lambda: gate(wide),
     }
 
@@ -49,8 +53,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     for rows in ROWS:
-        native = operations(NativeRows(load_kernels(), options.threads), rows)
-        plain = operations(TorchRows(), rows)
+        native = operations(NativeElementwiseOps(load_kernels(), options.threads), rows)
+        plain = operations(TorchElementwiseOps(), rows)
         for name, run in native.items():
             run(), plain[name]()
             pairs: list[tuple[float, float]] = []

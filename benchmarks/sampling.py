@@ -16,9 +16,9 @@ import torch
 
 from argosy.engine.execution.native_kernels import load_kernels
 from argosy.engine.execution.sampler import Sampler
-from argosy.engine.execution.sampling_ops import DrawOps, TorchDraws
-from argosy.engine.execution.sampling_ops_cpu import NativeDraws
-from argosy.engine.scheduling import Admission
+from argosy.engine.execution.sampling_ops import SamplingOps, TorchSamplingOps
+from argosy.engine.execution.sampling_ops_cpu import NativeSamplingOps
+from argosy.engine.scheduling import AdmittedSequence
 from argosy.protocol import SamplingParams
 
 if TYPE_CHECKING:
@@ -39,12 +39,12 @@ MIXED = "mixed"
 
 
 def milliseconds(
-    ops: DrawOps, params: list[SamplingParams], logits: Tensor, seconds: float
+    ops: SamplingOps, params: list[SamplingParams], logits: Tensor, seconds: float
 ) -> float:
     """The shortest of the calls that fit into `seconds`; each row has 256 tokens."""
     sampler = Sampler(len(params), logits.shape[1], torch.device("cpu"), ops)
     for row, one in enumerate(params):
-        sampler.admit(Admission(row, list(range(256)), 200, one, []), [0])
+        sampler.admit(AdmittedSequence(row, list(range(256)), 200, one, []), [0])
     rows, positions = torch.arange(len(params)), torch.full((len(params),), 256)
     best, end = float("inf"), time.perf_counter() + seconds
     while time.perf_counter() < end or best == float("inf"):
@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--torch-rows", type=int, default=16, help="most rows to time torch with")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    ours = NativeDraws(load_kernels(), options.threads)
+    ours = NativeSamplingOps(load_kernels(), options.threads)
     for vocab in options.vocabularies:
         for rows in options.rows:
             logits = torch.randn(rows, vocab).mul_(options.spread)
@@ -78,7 +78,7 @@ def main() -> None:
                 line |= {"native_ms": round(native_ms, 3)}
                 line |= {"gb_s": round(logits.nbytes / native_ms / 1e6, 1)}
                 if rows <= options.torch_rows:
-                    torch_ms = milliseconds(TorchDraws(), params, logits, options.seconds)
+                    torch_ms = milliseconds(TorchSamplingOps(), params, logits, options.seconds)
                     line |= {"torch_ms": round(torch_ms, 3)}
                 print(json.dumps(line), flush=True)
 

@@ -6,7 +6,7 @@ import json
 import statistics
 import time
 
-from argosy.engine.scheduling import Limits, Scheduler, StepResult
+from argosy.engine.scheduling import Scheduler, SchedulerLimits, StepResult
 from argosy.protocol.sampling import SamplingParams
 
 STEPS = 400
@@ -16,12 +16,12 @@ SIZES = (1, 16, 64, 256)
 def step_times_us(sequences: int) -> list[float]:
     """Time of `schedule` plus `commit` for each of `STEPS` decode steps, in microseconds."""
     scheduler = Scheduler(
-        Limits(
+        SchedulerLimits(
             max_seqs=sequences,
             max_step_tokens=8192,
             block_size=16,
             num_blocks=100_000,
-            prefill_share=0.25,
+            max_prefill_fraction=0.25,
             watermark=0.01,
             prefix_cache=True,
             ridge_tokens=16,
@@ -30,13 +30,15 @@ def step_times_us(sequences: int) -> list[float]:
     params = SamplingParams(max_tokens=STEPS + 100)
     for number in range(sequences):
         prompt = [number % 97 + 1] * (20 + number % 16)
-        scheduler.add(id=str(number), prompt=prompt, params=params, now=0.0, stops=frozenset([2]))
+        scheduler.add(
+            id=str(number), prompt=prompt, params=params, now=0.0, stop_token_ids=frozenset([2])
+        )
     times = []
     for step in range(STEPS):
         begin = time.perf_counter()
         plan = scheduler.schedule(float(step))
         middle = time.perf_counter()
-        result = StepResult([5 if sampled else -1 for sampled in plan.samples])
+        result = StepResult([5 if sampled else -1 for sampled in plan.sample_flags])
         resume = time.perf_counter()
         scheduler.commit(result)
         end = time.perf_counter()

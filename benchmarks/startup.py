@@ -22,7 +22,7 @@ from typing import Self
 import httpx2
 import psutil
 
-from argosy.models import BUNDLED
+from argosy.models import BUNDLED_MODEL
 from benchmarks.checkpoints import SHAPES, make
 from benchmarks.processes import heed_sigterm
 
@@ -110,7 +110,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "argosy-bench")
     asked = parser.parse_args()
     heed_sigterm()
-    model = BUNDLED if asked.model == "bundled" else make(asked.model, asked.folder)
+    model = BUNDLED_MODEL if asked.model == "bundled" else make(asked.model, asked.folder)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = folder
         packed = Path(folder) / "argosy" / "packed"

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from argosy.engine.engine_config import COMPUTE_ENVIRONMENT, EngineConfig
 from argosy.engine.serving.core_messages import EngineRequest
-from argosy.models import BUNDLED
+from argosy.models import BUNDLED_MODEL
 from argosy.protocol import SamplingParams
 from benchmarks.checkpoints import SHAPES, make
 
@@ -73,7 +73,7 @@ def main() -> None:
     options = parser.parse_args()
     for name, value in COMPUTE_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    model = BUNDLED if options.shape is None else make(options.shape, options.folder)
+    model = BUNDLED_MODEL if options.shape is None else make(options.shape, options.folder)
     for sequences in options.sequences:
         config = EngineConfig(
             model=str(model),
@@ -82,7 +82,7 @@ def main() -> None:
             max_seqs=sequences,
             num_blocks=sequences * 10,
             max_step_tokens=8192,
-            inflight=options.inflight,
+            max_steps_in_flight=options.inflight,
         )
         profile = cProfile.Profile() if options.profile else None
         found = list(steps(config, sequences, options.temperature, profile))

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from argosy.engine.engine_config import COMPUTE_ENVIRONMENT, EngineConfig
 from argosy.engine.scheduling import Scheduler
 from argosy.engine.serving.core_messages import EngineRequest
-from argosy.models import BUNDLED
+from argosy.models import BUNDLED_MODEL
 from argosy.protocol import SamplingParams
 
 OUTPUT = (16, 64)
@@ -63,7 +63,7 @@ def run(ridge_tokens: int | None, standard: int, options: argparse.Namespace) ->
     from argosy.engine.serving.engine_core.core import EngineCore
 
     config = EngineConfig(
-        model=str(BUNDLED), threads=1, max_seqs=32, num_blocks=4096, prefix_cache=False
+        model=str(BUNDLED_MODEL), threads=1, max_seqs=32, num_blocks=4096, prefix_cache=False
     )
     core = EngineCore(config, time.process_time, lambda _what, _done: None)
     if ridge_tokens is not None:
@@ -99,7 +99,7 @@ def run(ridge_tokens: int | None, standard: int, options: argparse.Namespace) ->
                     last[delta.id] = at
                 elif delta.id in last:
                     found.waits.append(at - last.pop(delta.id))
-                if delta.finish and delta.id.startswith("1"):
+                if delta.finish_reason and delta.id.startswith("1"):
                     ask(1, options.lower, at)
         now = time.process_time() - begin + idle
     found.seconds = now

@@ -7,18 +7,18 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from argosy.bench import (
-    Arrivals,
-    Load,
-    Plan,
-    Row,
-    Summary,
-    Wishes,
+    ArrivalProcess,
+    LoadPlan,
+    LoadSpec,
+    RequestRow,
+    RunSummary,
+    TargetOptions,
     Workload,
-    make_plan,
-    parse_lengths,
+    build_plan,
+    parse_length_distribution,
 )
-from argosy.bench import Settings as BenchSettings
-from argosy.bench.plan import Spans
+from argosy.bench import BenchSettings as BenchSettings
+from argosy.bench.plan import SyntheticPrompt
 from benchmarks.peers.worker import Request, Stamps
 
 OFFLINE = ("W1", "W2", "W3 off", "W3 on")
@@ -73,22 +73,27 @@ def figures(name: str, work: Sequence[Request], stamps: Stamps) -> dict[str, flo
 def served_settings(url: str, tokenizer: str, rate: float, seed: int) -> BenchSettings:
     """W4 for the load generator: Poisson arrivals of W1's kind, prompts of token ids."""
     return BenchSettings(
-        wishes=Wishes(url=url, prompt_form="tokens", tokenizer=tokenizer),
+        target_options=TargetOptions(url=url, prompt_form="tokens", tokenizer=tokenizer),
         workload=Workload(
-            input=parse_lengths("uniform:32-512"), output=parse_lengths("uniform:16-128")
+            input=parse_length_distribution("uniform:32-512"),
+            output=parse_length_distribution("uniform:16-128"),
         ),
-        loads=(Load(arrivals=Arrivals(rate=rate), duration_s=DURATION_S, warmup=WARM_REQUESTS),),
+        loads=(
+            LoadSpec(
+                arrivals=ArrivalProcess(rate=rate), duration_s=DURATION_S, warmup=WARM_REQUESTS
+            ),
+        ),
         seed=seed,
     )
 
 
-def served_plan(rate: float, seed: int) -> Plan:
+def served_plan(rate: float, seed: int) -> LoadPlan:
     """The same W4 as data, for an engine without a server."""
     settings = served_settings("http://127.0.0.1", "", rate, seed)
-    return make_plan(settings.workload, settings.loads[0], seed)
+    return build_plan(settings.workload, settings.loads[0], seed)
 
 
-def paced(plan: Plan, vocabulary: int) -> list[Request]:
+def paced(plan: LoadPlan, vocabulary: int) -> list[Request]:
     """The requests of such a plan with the times at which they arrive."""
     rng = random.Random(0)
     return [
@@ -98,14 +103,14 @@ def paced(plan: Plan, vocabulary: int) -> list[Request]:
             request.at_s or 0.0,
         )
         for (request,) in plan.sessions
-        if isinstance(request.prompt, Spans)
+        if isinstance(request.prompt, SyntheticPrompt)
     ]
 
 
-def rows(work: Sequence[Request], stamps: Stamps) -> list[Row]:
+def rows(work: Sequence[Request], stamps: Stamps) -> list[RequestRow]:
     """Answers of an engine driven in process, in the load generator's terms."""
     return [
-        Row(
+        RequestRow(
             index=index,
             session=index,
             turn=0,
@@ -123,7 +128,7 @@ def rows(work: Sequence[Request], stamps: Stamps) -> list[Row]:
     ]
 
 
-def served_figures(summary: Summary) -> dict[str, float]:
+def served_figures(summary: RunSummary) -> dict[str, float]:
     """What W4 is judged by. Raises ValueError when a request failed or had other lengths."""
     asked = summary.completed + summary.failed + summary.cancelled
     unlike = max(summary.input_mismatches, summary.output_mismatches)

@@ -14,14 +14,14 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from argosy.models import BUNDLED, DRAFT
+from argosy.models import BUNDLED_MODEL, DRAFT_MODEL
 from models.batches import Batch, Batches
 from models.network import BUNDLED_SHAPE, DRAFT_SHAPE, Llama, export, load_weights, rope_tables
 from models.tokenizer import VOCABULARY
 
 HERE = Path(__file__).resolve().parent
 SHAPES = {"bundled": BUNDLED_SHAPE, "draft": DRAFT_SHAPE}
-FOLDERS = {"bundled": BUNDLED, "draft": DRAFT}
+FOLDERS = {"bundled": BUNDLED_MODEL, "draft": DRAFT_MODEL}
 VALIDATION_SEED = 1_000_003
 EXPORT_S = 300.0
 

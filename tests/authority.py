@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from argosy.policy import Ask, Grant
+from argosy.policy import LeaseGrant, LeaseRequest
 
 SLOTS = 60
 
@@ -22,11 +22,16 @@ class Authority:
 
     limits: dict[str, _Limit] = field(default_factory=dict)
     alive: dict[str, float] = field(default_factory=dict)
-    answered: dict[str, tuple[int, list[Grant]]] = field(default_factory=dict)
+    answered: dict[str, tuple[int, list[LeaseGrant]]] = field(default_factory=dict)
 
     def exchange(
-        self, gateway: str, number: int, alive_s: float, asks: list[tuple[str, Ask]], now: float
-    ) -> list[Grant]:
+        self,
+        gateway: str,
+        number: int,
+        alive_s: float,
+        asks: list[tuple[str, LeaseRequest]],
+        now: float,
+    ) -> list[LeaseGrant]:
         """Answer a message; again, if it was heard before."""
         told = self.answered.get(gateway)
         if told is not None and told[0] == number:
@@ -40,12 +45,12 @@ class Authority:
         self.answered[gateway] = number, grants
         return grants
 
-    def _share(self, ask: Ask, room: int) -> int:
+    def _share(self, ask: LeaseRequest, room: int) -> int:
         granted = min(ask.need, max(0, room))
         rest = max(0, room - granted)
         return granted + min(ask.ahead, rest // (2 * len(self.alive)))
 
-    def _units(self, name: str, ask: Ask, now: float) -> Grant:
+    def _units(self, name: str, ask: LeaseRequest, now: float) -> LeaseGrant:
         limit = self.limits.setdefault(name, _Limit())
         slot, oldest, width = ask.slot, ask.slot, 0.0
         if ask.kind == "window":
@@ -66,13 +71,13 @@ class Authority:
         granted = self._share(ask, ask.limit - sum(limit.slots.values()))
         if granted:
             limit.slots[slot] = limit.slots.get(slot, 0) + granted
-        return Grant(granted, slot, sum(limit.slots.values()), 0.0, 0.0, limit.known)
+        return LeaseGrant(granted, slot, sum(limit.slots.values()), 0.0, 0.0, limit.known)
 
-    def _places(self, gateway: str, name: str, ask: Ask) -> Grant:
+    def _places(self, gateway: str, name: str, ask: LeaseRequest) -> LeaseGrant:
         places = self.limits.setdefault(name, _Limit()).places
         for other in set(places) - set(self.alive):
             del places[other]
         others = sum(held for other, held in places.items() if other != gateway)
         granted = self._share(ask, ask.limit - others - ask.kept)
         places[gateway] = ask.kept + granted
-        return Grant(granted, 0, others + ask.kept + granted, 0.0, 0.0, known=True)
+        return LeaseGrant(granted, 0, others + ask.kept + granted, 0.0, 0.0, known=True)

@@ -11,9 +11,9 @@ from argosy.engine.serving.engine_core.delta_stream import DeltaStream
 async def next_delta(stream: DeltaStream) -> Delta | None:
     """All that came since the last one, once there is something; None after the end."""
     news = asyncio.Event()
-    stream.notify(news.set)
+    stream.set_listener(news.set)
     await news.wait()
-    return stream.take()
+    return stream.drain()
 
 
 async def all_deltas(stream: DeltaStream) -> list[Delta]:

@@ -15,7 +15,7 @@ import msgspec
 import openai
 
 from argosy.gateway import GatewayConfig
-from argosy.store import Price, Store, UsageRow, open_store
+from argosy.store import Price, Store, UsageRecord, open_store
 
 READY = "argosy gateway is ready at "
 MODEL = "big"
@@ -106,18 +106,20 @@ class Tenants:
 
     def limit(self, project: str, unit: Any, amount: int, window: Any = None) -> None:  # noqa: ANN401 - a limit's
         """A limit of a project."""
-        self.store.terms.set_limit("project", project, unit, amount, window=window, actor="test")
+        self.store.limits_and_prices.set_limit(
+            "project", project, unit, amount, window=window, actor="test"
+        )
 
     def price(self, per_output_token: int) -> None:
         """What the model costs, in nano-dollars; prompts are free."""
         price = Price(model=MODEL, input=0, cached_input=0, output=per_output_token)
-        self.store.terms.set_price(price, actor="test")
+        self.store.limits_and_prices.set_price(price, actor="test")
 
-    def rows(self) -> list[UsageRow]:
+    def rows(self) -> list[UsageRecord]:
         """The whole ledger."""
-        return [row for rows in self.store.usage.rows() for row in rows]
+        return [row for rows in self.store.ledger.iter_records() for row in rows]
 
-    async def settled(self, count: int) -> list[UsageRow]:
+    async def settled(self, count: int) -> list[UsageRecord]:
         """The ledger, once it has so many rows."""
         async with asyncio.timeout(DEADLINE_S):
             while len(rows := await asyncio.to_thread(self.rows)) < count:  # noqa: ASYNC110 - nobody tells

@@ -34,7 +34,7 @@ class Argosy:
             **quantized,
         )
         self._core = EngineCore(config, time.perf_counter, lambda _what, _done: None)
-        self.version = self._core.ready.backend
+        self.version = self._core.info.backend
         self._serial = 0
 
     def run(self, requests: list[Request]) -> Stamps:

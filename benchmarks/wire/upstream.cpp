@@ -4,7 +4,7 @@
 //
 // A POST with `"stream": true` gets `max_tokens` events of about 200 bytes at RATE, the first at once, each with the time
 // it was made at (@nanoseconds@ in its text); every other POST a JSON answer of 0.7 kB, and a stream of one token has as much
-// text. Whoever asks with `x-argosy-journal` gets the blocks with token ids that Argosy's own engine writes. A GET gets what
+// text. Whoever asks with `x-argosy-resume-metadata` gets the blocks with token ids that Argosy's own engine writes. A GET gets what
 // probes look for.
 
 #include <algorithm>
@@ -116,7 +116,7 @@ struct Server {
         else if (!asks_for_stream(body)) sent = c.outbox.send(c.fd, whole(answer_body()));
         else {
             c.streaming = true;
-            c.journaled = head.find("\r\nx-argosy-journal:") != std::string::npos;
+            c.journaled = head.find("\r\nx-argosy-resume-metadata:") != std::string::npos;
             c.told = 0;
             c.tokens = number(body, "\"max_tokens\":", DEFAULT_TOKENS);
             due.push({now_ns(), place, c.life});

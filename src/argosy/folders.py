@@ -8,19 +8,19 @@ from pathlib import Path
 
 def cache_folder() -> Path:
     """For what can be made again. Raises FileNotFoundError, saying what to set, for a user without a home."""
-    return _folder("XDG_CACHE_HOME", ".cache")
+    return _xdg_folder("XDG_CACHE_HOME", ".cache")
 
 
 def state_folder() -> Path:
     """For what is to last. Raises FileNotFoundError, saying what to set, for a user without a home."""
-    return _folder("XDG_STATE_HOME", ".local/state")
+    return _xdg_folder("XDG_STATE_HOME", ".local/state")
 
 
-def _folder(variable: str, usual: str) -> Path:
+def _xdg_folder(variable: str, default: str) -> Path:
     told = os.environ.get(variable)
     if told:
         return Path(told) / "argosy"
     try:
-        return Path.home() / usual / "argosy"
+        return Path.home() / default / "argosy"
     except RuntimeError as error:  # a user without a name, as in some containers
         raise FileNotFoundError(f"this user has no home: set HOME or {variable}") from error

@@ -18,26 +18,28 @@ from pathlib import Path
 from argosy.folders import cache_folder
 
 BUILD_TIMEOUT_S = 120.0
-FULL = os.strerror(errno.ENOSPC)
-UNLOADABLE = "delete it to rebuild, or have XDG_CACHE_HOME name a folder that is not mounted noexec"
+DISK_FULL_MESSAGE = os.strerror(errno.ENOSPC)
+LOAD_FAILURE_REMEDY = (
+    "delete it to rebuild, or have XDG_CACHE_HOME name a folder that is not mounted noexec"
+)
 """What to do about a library that was built, and does not load."""
-SUM_BYTES = hashlib.sha256().digest_size
+CHECKSUM_BYTES = hashlib.sha256().digest_size
 
 
-class NativeUnavailable(Exception):  # noqa: N818 - a state of the machine, with its remedy
+class NativeUnavailableError(Exception):
     """Native code cannot be had here; the message says why, and what would help."""
 
 
-class CompilerFailed(NativeUnavailable):
+class CompilerError(NativeUnavailableError):
     """The compiler does not take these sources with these flags."""
 
 
-def build(
+def build_library(
     sources: Path,
     flags: tuple[str, ...],
     *,
     compiler: str | None = None,
-    folder: Path | None = None,
+    build_folder: Path | None = None,
 ) -> Path:
     """The shared library of all sources in that folder, built when no earlier process has.
 
@@ -46,10 +48,10 @@ def build(
     Safe with several processes at once. Raises NativeUnavailable.
     """
     program = _find_compiler(compiler)
-    kept = folder or _cache_folder()
+    kept = build_folder or _default_build_folder()
     path = kept / _fingerprint(sources, program, flags) / f"{sources.parent.name}.so"
-    if not _is_whole(path):
-        _build(sources, program, flags, path)
+    if not _is_intact(path):
+        _compile_library(sources, program, flags, path)
     return path
 
 
@@ -60,10 +62,10 @@ def _find_compiler(compiler: str | None) -> str:
         program = shutil.which(name) if name else None
         if program:
             return program
-    raise NativeUnavailable("no C++ compiler found; install g++, or set CXX to one")
+    raise NativeUnavailableError("no C++ compiler found; install g++, or set CXX to one")
 
 
-def _cache_folder() -> Path:
+def _default_build_folder() -> Path:
     """Where builds are kept: among temporary files when the cache cannot be written."""
     try:
         folder = cache_folder() / "native"
@@ -92,7 +94,7 @@ def _fingerprint(sources: Path, program: str, flags: tuple[str, ...]) -> str:
     for source in sorted(sources.iterdir()):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     digest.update("\0".join((program, *flags, platform.machine(), _cpu_features())).encode())
-    digest.update(_run(program, "--version").encode())
+    digest.update(_run_compiler(program, "--version").encode())
     return digest.hexdigest()[:24]
 
 
@@ -106,54 +108,54 @@ def _cpu_features() -> str:
     return "\n".join(x for x in first if x.startswith(("model name", "flags", "Features", "CPU")))
 
 
-def _build(sources: Path, program: str, flags: tuple[str, ...], path: Path) -> None:
+def _compile_library(sources: Path, program: str, flags: tuple[str, ...], path: Path) -> None:
     """Compile into a file of our own, then rename: other processes see all of it or nothing."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as work:
             built = Path(work) / path.name
-            compile_one = partial(_compile, program, flags, Path(work))
+            compile_one = partial(_compile_source, program, flags, Path(work))
             with ThreadPoolExecutor(os.cpu_count()) as pool:
                 objects = list(pool.map(compile_one, sorted(sources.glob("*.cpp"))))
-            _run(program, *flags, "-shared", *objects, "-o", str(built))
-            _seal(built)
+            _run_compiler(program, *flags, "-shared", *objects, "-o", str(built))
+            _append_checksum(built)
             built.replace(path)
     except OSError as error:
-        raise NativeUnavailable(
+        raise NativeUnavailableError(
             f"cannot write {path.parent} ({error}); make it writable"
         ) from error
 
 
-def _seal(library: Path) -> None:
+def _append_checksum(library: Path) -> None:
     """Put the sum of a library behind it, where no loader looks, and both on the disk."""
-    sealed = _sum(library.read_bytes())
+    sealed = _checksum(library.read_bytes())
     with library.open("ab") as file:
         file.write(sealed)
         file.flush()
         os.fsync(file.fileno())
 
 
-def _is_whole(library: Path) -> bool:
+def _is_intact(library: Path) -> bool:
     """Whether it is there as it was sealed: a process that loads a damaged one dies of it."""
     try:
         content = library.read_bytes()
     except OSError:
         return False
-    return content[-SUM_BYTES:] == _sum(content[:-SUM_BYTES])
+    return content[-CHECKSUM_BYTES:] == _checksum(content[:-CHECKSUM_BYTES])
 
 
-def _sum(content: bytes) -> bytes:
+def _checksum(content: bytes) -> bytes:
     return hashlib.sha256(content).digest()
 
 
-def _compile(program: str, flags: tuple[str, ...], folder: Path, source: Path) -> str:
+def _compile_source(program: str, flags: tuple[str, ...], folder: Path, source: Path) -> str:
     """Compile one file; the object's path."""
     compiled = str(folder / f"{source.stem}.o")
-    _run(program, *flags, "-c", str(source), "-o", compiled)
+    _run_compiler(program, *flags, "-c", str(source), "-o", compiled)
     return compiled
 
 
-def _run(program: str, *arguments: str) -> str:
+def _run_compiler(program: str, *arguments: str) -> str:
     """Run the compiler and return its output. Raises CompilerFailed with the end of its errors."""
     try:
         done = subprocess.run(  # noqa: S603 - the compiler that the user has
@@ -164,9 +166,11 @@ def _run(program: str, *arguments: str) -> str:
             timeout=BUILD_TIMEOUT_S,
         )
     except subprocess.CalledProcessError as error:
-        if FULL in error.stderr:
-            raise NativeUnavailable(f"{FULL} for what {program} writes; make room there") from error
-        raise CompilerFailed(f"{program} failed: {error.stderr.strip()[-500:]}") from error
+        if DISK_FULL_MESSAGE in error.stderr:
+            raise NativeUnavailableError(
+                f"{DISK_FULL_MESSAGE} for what {program} writes; make room there"
+            ) from error
+        raise CompilerError(f"{program} failed: {error.stderr.strip()[-500:]}") from error
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise NativeUnavailable(f"{program} cannot be run: {error}") from error
+        raise NativeUnavailableError(f"{program} cannot be run: {error}") from error
     return done.stdout

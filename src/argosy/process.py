@@ -26,20 +26,20 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+RESOURCE_EXHAUSTED_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 """Errors of who may have no more descriptors, or memory for sockets: no fault of the other end's."""
 
-LONGEST_SOCKET = 107
+MAX_SOCKET_PATH_BYTES = 107
 """Bytes that the path of a Unix socket may have: see unix(7)."""
-OWN = 48
+RESERVED_DESCRIPTORS = 48
 """Descriptors that a server needs whoever is there: its files, its event loop, connections that are no client's."""
-LAST = 2
+STDERR_FD = 2
 """Descriptor of standard error."""
-AT_ONCE = select.PIPE_BUF
+ATOMIC_WRITE_BYTES = select.PIPE_BUF
 """Bytes that a pipe takes at once when it takes any."""
-LONGEST_WATCH_S = 86_400
+MAX_KEEPALIVE_S = 86_400
 """Systems take no number of seconds."""
-PATIENCE_MS = 500
+STDERR_WRITE_TIMEOUT_MS = 500
 """How long standard error waits for who reads it, until it has once waited in vain."""
 
 
@@ -50,34 +50,36 @@ def raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def most_clients(each: int) -> int:
+def max_clients(descriptors_per_client: int) -> int:
     """Clients that there is room for when each of them takes so many descriptors."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return sys.maxsize
-    return max(1, (limit - OWN) // each)
+    return max(1, (limit - RESERVED_DESCRIPTORS) // descriptors_per_client)
 
 
-def reason_of(error: OSError) -> str:
+def format_os_error(error: OSError) -> str:
     """What went wrong, for people: with the file, where it was one."""
     reason = error.strerror or str(error)
     return reason if error.filename is None else f"{error.filename}: {reason}"
 
 
-def socket_folder(prefix: str, longest: int) -> Path:
+def create_socket_folder(prefix: str, max_name_bytes: int) -> Path:
     """A new folder, for this user alone (mode 0700), for Unix sockets whose names have at most so many bytes.
 
     It is among temporary files, or, where these are so deep that a socket's path would be too long, in /tmp.
     """
     folder = Path(tempfile.mkdtemp(prefix=prefix))
-    if len(os.fsencode(folder)) + 1 + longest <= LONGEST_SOCKET:
+    if len(os.fsencode(folder)) + 1 + max_name_bytes <= MAX_SOCKET_PATH_BYTES:
         return folder
     folder.rmdir()
     return Path(tempfile.mkdtemp(prefix=prefix, dir="/tmp"))
 
 
 @contextlib.contextmanager
-def heeding(stop: Callable[[], object], renew: Callable[[], object] | None) -> Iterator[None]:
+def handle_signals(
+    stop: Callable[[], object], reload: Callable[[], object] | None
+) -> Iterator[None]:
     """Inside, SIGTERM and SIGINT stop. SIGHUP has what is in files renewed, or stops when the terminal was closed.
 
     What was started with nohup goes on then. Where nothing can be renewed it says that the terminal was closed.
@@ -85,9 +87,11 @@ def heeding(stop: Callable[[], object], renew: Callable[[], object] | None) -> I
     """
     heeded = {signal.SIGTERM: stop, signal.SIGINT: stop}
     ends = signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
-    if renew is not None:
-        closable = ends and _has_terminal()
-        heeded[signal.SIGHUP] = lambda: renew() if _has_terminal() or not closable else stop()
+    if reload is not None:
+        closable = ends and _has_controlling_terminal()
+        heeded[signal.SIGHUP] = lambda: (
+            reload() if _has_controlling_terminal() or not closable else stop()
+        )
     elif ends:
         heeded[signal.SIGHUP] = stop
     loop = asyncio.get_running_loop()
@@ -102,7 +106,7 @@ def heeding(stop: Callable[[], object], renew: Callable[[], object] | None) -> I
                 loop.remove_signal_handler(number)
 
 
-def _has_terminal() -> bool:
+def _has_controlling_terminal() -> bool:
     """Whether there is a terminal that this process belongs to."""
     try:
         os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
@@ -111,7 +115,7 @@ def _has_terminal() -> bool:
     return True
 
 
-async def aside(call: Callable[..., T], *given: object) -> T:
+async def run_in_daemon_thread(call: Callable[..., T], *args: object) -> T:
     """What a call returns, or raises, that may wait for a database or resolver, in a thread that keeps no process here.
 
     If this is cancelled the call goes on by itself.
@@ -126,7 +130,7 @@ async def aside(call: Callable[..., T], *given: object) -> T:
 
     def run() -> None:
         try:
-            came = context.run(call, *given)
+            came = context.run(call, *args)
         except BaseException as error:  # noqa: BLE001 - whoever awaits it is told
             told = functools.partial(done.set_exception, error)
         else:
@@ -138,37 +142,37 @@ async def aside(call: Callable[..., T], *given: object) -> T:
     return await done
 
 
-def have_watched(peer: socket.socket, vanished_s: float) -> None:
+def enable_tcp_keepalive(connection: socket.socket, timeout_s: float) -> None:
     """Have the system end a TCP connection whose other end answers no packet, or takes nothing, for so long.
 
     Else only timeouts of our own would.
     """
-    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "linux":
-        seconds = math.ceil(min(max(vanished_s, 1), LONGEST_WATCH_S))
+        seconds = math.ceil(min(max(timeout_s, 1), MAX_KEEPALIVE_S))
         each_s = max(1, seconds // 4)
-        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, each_s)
-        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, each_s)
-        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, seconds * 1000)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, each_s)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, each_s)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, seconds * 1000)
 
 
-def keep_standard_streams() -> None:
+def protect_standard_streams() -> None:
     """What cannot be written to standard error, or not soon, is lost from now on, and nothing else is.
 
     Those streams that are closed are opened on nothing, for this process and its children: else whatever is opened
     next would be taken for them.
     """
-    while (opened := os.open(os.devnull, os.O_RDWR)) <= LAST:
+    while (opened := os.open(os.devnull, os.O_RDWR)) <= STDERR_FD:
         os.set_inheritable(opened, True)  # noqa: FBT003 - as the library has it
     os.close(opened)
-    lossy = io.BufferedWriter(_Lossy(LAST, "w", closefd=False))
+    lossy = io.BufferedWriter(_LossyStderr(STDERR_FD, "w", closefd=False))
     sys.stderr = io.TextIOWrapper(lossy, errors="backslashreplace", line_buffering=True)
 
 
-class _Lossy(io.FileIO):
+class _LossyStderr(io.FileIO):
     """A file to which writing never fails, and never waits for long: a pipe may be full, and its reader asleep."""
 
-    _read = True
+    _was_writable = True
     """It took something when it was last asked to."""
 
     def write(self, data: ReadableBuffer, /) -> int:
@@ -176,14 +180,14 @@ class _Lossy(io.FileIO):
         told = bytes(data)
         rest = told
         with contextlib.suppress(OSError):
-            while rest and self._has_room():
-                end = rest.rfind(b"\n", 0, AT_ONCE) + 1
-                written = super().write(rest[: end or AT_ONCE])
+            while rest and self._wait_writable():
+                end = rest.rfind(b"\n", 0, ATOMIC_WRITE_BYTES) + 1
+                written = super().write(rest[: end or ATOMIC_WRITE_BYTES])
                 rest = rest[written:] if written else b""
         return len(told)
 
-    def _has_room(self) -> bool:
+    def _wait_writable(self) -> bool:
         asked = select.poll()
         asked.register(self, select.POLLOUT)
-        self._read = bool(asked.poll(PATIENCE_MS if self._read else 0))
-        return self._read
+        self._was_writable = bool(asked.poll(STDERR_WRITE_TIMEOUT_MS if self._was_writable else 0))
+        return self._was_writable

@@ -10,10 +10,10 @@ from tests.chaos.scripted import CORE
 
 from argosy.engine.engine_config import EngineConfig
 from argosy.engine.serving.engine_core.engine_client import EngineClient
-from argosy.engine.serving.engine_core.heartbeat_monitor import RestartPolicy
+from argosy.engine.serving.engine_core.heartbeat_monitor import CoreRestartPolicy
 
 ROOT = Path(__file__).parents[2]
-QUICK = RestartPolicy(backoff_s=0.01)
+QUICK = CoreRestartPolicy(backoff_s=0.01)
 
 Serve = Callable[..., AbstractAsyncContextManager[EngineClient]]
 
@@ -25,10 +25,10 @@ def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Serve:
 
     @asynccontextmanager
     async def started(
-        stall_timeout_s: float = 60.0, restarts: RestartPolicy = QUICK
+        stall_timeout_s: float = 60.0, restarts: CoreRestartPolicy = QUICK
     ) -> AsyncIterator[EngineClient]:
         config = EngineConfig(model=str(tmp_path), stall_timeout_s=stall_timeout_s)
-        client = EngineClient(config, core=CORE, restarts=restarts)
+        client = EngineClient(config, core_factory=CORE, restart_policy=restarts)
         try:
             await client.start()
             yield client

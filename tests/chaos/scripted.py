@@ -18,12 +18,12 @@ from pathlib import Path
 
 from argosy.engine.engine_config import EngineConfig
 from argosy.engine.serving.core_messages import (
+    CoreReady,
+    CoreStats,
     Delta,
+    EngineFinishReason,
     EngineRequest,
-    FinishReason,
-    Outputs,
-    Ready,
-    Stats,
+    StepOutputs,
     TokenLogprob,
 )
 
@@ -115,8 +115,8 @@ class ScriptedCore:
         self._step = 0
 
     @property
-    def ready(self) -> Ready:
-        return Ready(
+    def info(self) -> CoreReady:
+        return CoreReady(
             max_model_len=4096,
             vocab_size=VOCAB,
             eos_token_ids=[],
@@ -138,19 +138,19 @@ class ScriptedCore:
         if request.prompt[0] == Command.REFUSE:
             msg = "scripted refusal"
             raise RuntimeError(msg)
-        self._jobs[request.id] = Job(request, list(request.output))
+        self._jobs[request.id] = Job(request, list(request.resumed_tokens))
 
-    def abort(self, ids: list[str]) -> None:
-        self._aborted += [id_ for id_ in ids if self._jobs.pop(id_, None)]
+    def abort(self, request_ids: list[str]) -> None:
+        self._aborted += [id_ for id_ in request_ids if self._jobs.pop(id_, None)]
         with (self._directory / "aborted").open("a") as file:
-            file.write("x" * len(ids))
+            file.write("x" * len(request_ids))
 
-    def step(self) -> Outputs:
+    def step(self) -> StepOutputs:
         self._step += 1
-        deltas = [Delta(id=id_, finish="cancelled") for id_ in self._aborted]
+        deltas = [Delta(id=id_, finish_reason="cancelled") for id_ in self._aborted]
         self._aborted.clear()
         deltas += [delta for job in list(self._jobs.values()) for delta in self._advance(job)]
-        return Outputs(deltas, Stats(step=self._step, running=len(self._jobs)))
+        return StepOutputs(deltas, CoreStats(step=self._step, running=len(self._jobs)))
 
     def _advance(self, job: Job) -> Iterator[Delta]:
         request = job.request
@@ -177,7 +177,7 @@ class ScriptedCore:
         *,
         tokens: list[int] | None = None,
         prompt_logprobs: list[TokenLogprob] | None = None,
-        finish: FinishReason | None = None,
+        finish: EngineFinishReason | None = None,
     ) -> Delta:
         first = not job.introduced
         job.introduced = True
@@ -185,7 +185,7 @@ class ScriptedCore:
             id=job.request.id,
             tokens=tokens or [],
             prompt_logprobs=prompt_logprobs or [],
-            finish=finish,
+            finish_reason=finish,
             queue_s=0.5 if first else None,
             cached_tokens=3 if first else None,
         )

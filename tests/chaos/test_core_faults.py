@@ -21,9 +21,9 @@ from tests.deltas import all_deltas, next_delta
 from tests.waiting import until
 
 from argosy.engine.serving.core_messages import Delta, EngineRequest
-from argosy.engine.serving.engine_core.delta_stream import CRASHES, DeltaStream
+from argosy.engine.serving.engine_core.delta_stream import MAX_CRASHES, DeltaStream
 from argosy.engine.serving.engine_core.engine_client import EngineClient, EngineFailedError
-from argosy.engine.serving.engine_core.heartbeat_monitor import RestartPolicy
+from argosy.engine.serving.engine_core.heartbeat_monitor import CoreRestartPolicy
 from argosy.protocol import ApiError, SamplingParams
 
 LENGTH = 40
@@ -33,13 +33,13 @@ def request(
     tokens: list[int], *, name: str = "r", output: list[int] | None = None
 ) -> EngineRequest:
     params = SamplingParams(max_tokens=LENGTH)
-    return EngineRequest(id=name, prompt=tokens, output=output or [], params=params)
+    return EngineRequest(id=name, prompt=tokens, resumed_tokens=output or [], params=params)
 
 
 async def read(stream: DeltaStream) -> tuple[list[int], Delta]:
     """All tokens, and the last delta. Checks that the end came once."""
     deltas = await all_deltas(stream)
-    assert [delta.finish is None for delta in deltas] == [True] * (len(deltas) - 1) + [False]
+    assert [delta.finish_reason is None for delta in deltas] == [True] * (len(deltas) - 1) + [False]
     return [token for delta in deltas for token in delta.tokens], deltas[-1]
 
 
@@ -67,7 +67,7 @@ async def test_crash_is_only_a_pause(serve: Serve, command: Command, at: int) ->
     async with serve() as client:
         tokens, last = await read(client.generate(request(prompt(command, at))))
         assert tokens == expected(prompt(command, at), LENGTH)
-        assert last.finish == "length"
+        assert last.finish_reason == "length"
         assert client.restarts_total == 1
         assert client.state == "ready"
 
@@ -91,7 +91,7 @@ async def test_killed_from_outside_while_many_run(serve: Serve, tmp_path: Path) 
         tails = await asyncio.gather(*(read(stream) for stream in streams))
         for tokens, head, (tail, last) in zip(prompts, heads, tails, strict=True):
             assert head + tail == expected(tokens, LENGTH)
-            assert last.finish == "length"
+            assert last.finish_reason == "length"
         assert client.in_flight == 0
 
 
@@ -109,7 +109,7 @@ async def test_told_to_leave_with_all_others_it_stays_until_its_parent_says_so(
         open_gate(tmp_path)
         tail, last = await read(stream)
         assert head + tail == expected(tokens, LENGTH)
-        assert last.finish == "length"
+        assert last.finish_reason == "length"
         assert client.restarts_total == 0
 
 
@@ -119,17 +119,17 @@ async def test_a_request_between_death_and_its_discovery(serve: Serve) -> None:
         handle = client._core  # noqa: SLF001 - the window is inside
         assert handle is not None
         os.kill(handle.pid, signal.SIGKILL)
-        channel = handle._channel  # noqa: SLF001 - as above
+        channel = handle._message_socket  # noqa: SLF001 - as above
         while channel.poll(0, zmq.POLLOUT):
             pass  # the event loop must not get to hear of the death
         stream = client.generate(request(prompt()))
         tokens, last = await read(stream)
         assert tokens == expected(prompt(), LENGTH)
-        assert last.finish == "length"
+        assert last.finish_reason == "length"
 
 
 async def test_a_core_that_finishes_requests_is_restarted_for_ever(serve: Serve) -> None:
-    async with serve(restarts=RestartPolicy(limit=2, backoff_s=0.01)) as client:
+    async with serve(restarts=CoreRestartPolicy(max_restarts=2, backoff_s=0.01)) as client:
         for salt in range(6):
             crash = prompt(Command.KILL, at=5, salt=salt)
             tokens, _ = await read(client.generate(request(crash)))
@@ -145,7 +145,7 @@ async def test_a_request_never_goes_on_with_other_weights(serve: Serve, tmp_path
         assert client.core_pid is not None
         os.kill(client.core_pid, signal.SIGKILL)
         _, last = await read(stream)
-        assert last.finish == "error"
+        assert last.finish_reason == "error"
         assert "replaced" in (last.error or "")
         fresh, _ = await read(client.generate(request(prompt())))
         assert fresh == expected(prompt(), LENGTH)
@@ -190,31 +190,31 @@ async def test_poison_is_given_up_and_spares_its_neighbours(serve: Serve, tmp_pa
         open_gate(tmp_path, width=5)  # so that each shows that it is not the culprit
         tokens, last = await read(doomed)
         assert_prefix(tokens, expected(poison, 8))
-        assert last.finish == "error"
+        assert last.finish_reason == "error"
         assert last.error is not None
         assert "each time it ran this request" in last.error
         open_gate(tmp_path)
         for head, stream, p in zip(heads, streams, innocent, strict=True):
             tail, last = await read(stream)
             assert head + tail == expected(p, LENGTH)
-            assert last.finish == "length"
-        assert 2 <= client.restarts_total <= CRASHES
+            assert last.finish_reason == "length"
+        assert 2 <= client.restarts_total <= MAX_CRASHES
 
 
 async def test_refusal_by_the_core_ends_that_request_only(serve: Serve) -> None:
     async with serve() as client:
         good = client.generate(request(prompt(salt=1), name="good"))
         bad = client.generate(request(prompt(Command.REFUSE), name="bad"))
-        assert (await read(bad))[1].finish == "error"
+        assert (await read(bad))[1].finish_reason == "error"
         assert (await read(good))[0] == expected(prompt(salt=1), LENGTH)
         assert client.restarts_total == 0
 
 
 async def test_restarts_run_out(serve: Serve) -> None:
-    async with serve(restarts=RestartPolicy(limit=0)) as client:
+    async with serve(restarts=CoreRestartPolicy(max_restarts=0)) as client:
         tokens, last = await read(client.generate(request(prompt(Command.KILL, 3))))
         assert_prefix(tokens, expected(prompt(Command.KILL, 3), 3))
-        assert last.finish == "error"
+        assert last.finish_reason == "error"
         await until_state(client, "failed")
         with pytest.raises(ApiError) as refusal:
             client.generate(request(prompt()))
@@ -223,7 +223,7 @@ async def test_restarts_run_out(serve: Serve) -> None:
 
 
 async def test_no_new_requests_while_restarting(serve: Serve, tmp_path: Path) -> None:
-    async with serve(restarts=RestartPolicy(backoff_s=60.0, longest_s=60.0)) as client:
+    async with serve(restarts=CoreRestartPolicy(backoff_s=60.0, max_backoff_s=60.0)) as client:
         stream = client.generate(request(prompt(Command.EXIT, 3)))
         await until_state(client, "restarting")
         with pytest.raises(ApiError) as refusal:
@@ -232,7 +232,7 @@ async def test_no_new_requests_while_restarting(serve: Serve, tmp_path: Path) ->
         await client.close()
         tokens, last = await read(stream)
         assert_prefix(tokens, expected(prompt(Command.EXIT, 3), 3))
-        assert last.finish == "error"
+        assert last.finish_reason == "error"
 
 
 async def test_closed_stream_is_not_resumed(serve: Serve, tmp_path: Path) -> None:
@@ -247,13 +247,13 @@ async def test_closed_stream_is_not_resumed(serve: Serve, tmp_path: Path) -> Non
 
 
 async def test_time_runs_while_the_core_is_down(serve: Serve) -> None:
-    async with serve(restarts=RestartPolicy(backoff_s=0.1)) as client:
+    async with serve(restarts=CoreRestartPolicy(backoff_s=0.1)) as client:
         params = SamplingParams(max_tokens=LENGTH)
         tokens = prompt(Command.EXIT, 4)
         stream = client.generate(EngineRequest(id="r", prompt=tokens, params=params, timeout_s=0.1))
         output, last = await read(stream)
         assert_prefix(output, expected(tokens, 4))
-        assert last.finish == "timeout"
+        assert last.finish_reason == "timeout"
 
 
 async def test_load_is_tried_again(serve: Serve, tmp_path: Path) -> None:

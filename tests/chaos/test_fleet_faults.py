@@ -130,7 +130,7 @@ async def started(folder: Path) -> AsyncIterator[Fleet]:
             models=[ModelConfig(name=MODEL, replicas=behind)],
             store=StoreConfig(url=url),
             limits=LimitsConfig(redis=redis.url),
-            timeouts=Timeouts(between_tokens_s=4.0, first_token_s=20.0),
+            timeouts=Timeouts(stream_idle_timeout_s=4.0, first_token_timeout_s=20.0),
         )
         with tenants(url) as store:
             project = store.project("web")

@@ -103,7 +103,7 @@ async def fleet(folder: Path, count: int = 2) -> AsyncIterator[Fleet]:
                     replicas=[ReplicaConfig(url=f"unix:{r.socket}") for r in replicas],
                 )
             ],
-            timeouts=Timeouts(between_tokens_s=4.0, first_token_s=20.0),
+            timeouts=Timeouts(stream_idle_timeout_s=4.0, first_token_timeout_s=20.0),
         )
         url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         gateway = GatewayServer(config, url.set_result)
@@ -224,11 +224,11 @@ async def asked_until_back(fleet: Fleet) -> int:
     """Ask again and again until the only replica, which is to go, is back; how many were answered while it was away."""
     (behind,) = fleet.gateway.replicas
     asked, away = [asyncio.create_task(answer(fleet, 0))], 0
-    while not away or behind.absence.away:
+    while not away or behind.outage.is_down:
         await asyncio.sleep(0.1)
         if away < WAITING:
             asked.append(asyncio.create_task(answer(fleet, 3 * len(asked))))
-            away += behind.absence.away
+            away += behind.outage.is_down
     await asyncio.gather(*asked)
     return away
 

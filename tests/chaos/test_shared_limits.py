@@ -21,7 +21,7 @@ from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig
 from argosy.gateway.auth import AuthConfig
 from argosy.gateway.filters.limit_filter import LimitsConfig
 from argosy.protocol import EventParser
-from argosy.store import StoreConfig, UsageRow
+from argosy.store import StoreConfig, UsageRecord
 
 GATEWAYS = 3
 CALLERS = 12
@@ -186,7 +186,7 @@ async def fleet(
                     ModelConfig(name=MODEL, replicas=[ReplicaConfig(url=rough.url, kind="openai")])
                 ],
                 store=StoreConfig(url=url),
-                auth=AuthConfig(mode="keys"),
+                auth=AuthConfig(mode="required"),
                 limits=LimitsConfig(redis=redis.url),
                 drain_deadline_s=5.0,
             )
@@ -205,7 +205,7 @@ def refused(got: Got) -> bool:
     return got.status == 429
 
 
-def of(rows: list[UsageRow], people: Tenants, name: str) -> list[UsageRow]:
+def of(rows: list[UsageRecord], people: Tenants, name: str) -> list[UsageRecord]:
     """A project's rows."""
     named = {one.name: one.id for one in people.store.accounts.list_projects()}
     return [row for row in rows if row.project == named[name]]

@@ -21,7 +21,7 @@ from tests.waiting import until
 
 from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig
 from argosy.store import StoreConfig
-from argosy.store.migrations import _LOCK as MIGRATING
+from argosy.store.migrations import _ADVISORY_LOCK_ID as MIGRATING
 
 pytestmark = pytest.mark.timeout(480)
 
@@ -106,9 +106,9 @@ async def test_log_and_metrics_say_when_accounts_are_as_they_were_and_when_no_lo
             await first.start()
             assert await store_up() == "1.0"
             with hanging(own_postgres):
-                await until(lambda: says("accounts_not_fresh"))
+                await until(lambda: says("account_sync_stale"))
                 assert await store_up() == "0.0"
-            await until(lambda: says("accounts_fresh_again"))
+            await until(lambda: says("account_sync_recovered"))
             assert await store_up() == "1.0"
             await first.stop()
 
@@ -155,7 +155,7 @@ async def test_who_starts_while_it_is_away_waits_for_it_unless_told_to_leave(
     url = own_postgres.create("late")
 
     def waits() -> bool:
-        return any("store_awaited" in line for line in one.log)
+        return any("waiting_for_store" in line for line in one.log)
 
     async with rough_server() as replica:
         with gateway(replica.url, url, tmp_path) as one:

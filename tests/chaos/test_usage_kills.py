@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from argosy.policy import Rates
-from argosy.store import Spool, UsageRow
+from argosy.store import UsageLog, UsageRecord
 
 KILLS = 15
 RATES = Rates(3, 1, 5)
@@ -55,22 +55,22 @@ def test_every_request_of_killed_processes_has_one_row_with_what_was_counted(
     fates: dict[str, set[Fate | None]] = {}
     for _ in range(KILLS):
         fates |= live_and_die(folder, store)
-    rows: list[UsageRow] = []
-    spool = Spool(folder)
+    rows: list[UsageRecord] = []
+    spool = UsageLog(folder)
     spool.recover()
     spool.drain(rows.extend)
     spool.close()
     torn = 0
     for line in filter(None, store.read_bytes().split(b"\n")):
         try:
-            rows.append(msgspec.json.decode(line, type=UsageRow))
+            rows.append(msgspec.json.decode(line, type=UsageRecord))
         except msgspec.DecodeError:
             torn += 1
     assert torn <= KILLS
-    kept: dict[str, UsageRow] = {}
+    kept: dict[str, UsageRecord] = {}
     for one in rows:
         assert kept.setdefault(one.request, one) == one
-        assert one.nano_dollars == RATES.cost(
+        assert one.nano_dollars == RATES.cost_nano_dollars(
             one.input_tokens, one.cached_tokens, one.output_tokens
         )
     assert set(kept) <= set(fates)

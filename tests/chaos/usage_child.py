@@ -14,23 +14,25 @@ import msgspec
 import structlog
 
 from argosy.policy import Rates
-from argosy.store import Slot, Spool, SpoolFullError, UsageRow
+from argosy.store import UsageLog, UsageLogFullError, UsageRecord, UsageSlot
 from argosy.store import usage_log as spool_module
 
 RATES = Rates(3, 1, 5)
 
 
-def row(request: str) -> UsageRow:
-    return UsageRow(request=request, started_at=0.0, ended_at=0.0, status="interrupted", model="m")
+def row(request: str) -> UsageRecord:
+    return UsageRecord(
+        request=request, started_at=0.0, ended_at=0.0, status="interrupted", model="m"
+    )
 
 
 def count_until_killed(folder: Path, store: Path) -> None:
     """Begin, count and end requests without end, and say so on standard output before each; drain meanwhile."""
-    spool = Spool(folder)
+    spool = UsageLog(folder)
     spool.recover()
     kept = os.open(store, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
-    def keep(rows: list[UsageRow]) -> None:
+    def keep(rows: list[UsageRecord]) -> None:
         # A write may be torn by the kill: what comes after it begins on a line of its own.
         os.write(kept, b"".join(b"\n" + msgspec.json.encode(one) for one in rows) + b"\n")
 
@@ -39,22 +41,22 @@ def count_until_killed(folder: Path, store: Path) -> None:
             spool.drain(keep)
 
     threading.Thread(target=drain, daemon=True).start()
-    running: dict[str, tuple[Slot, int]] = {}
+    running: dict[str, tuple[UsageSlot, int]] = {}
     for number in range(sys.maxsize):
         name, what = f"{os.getpid()}-{number}", random.random()
         if len(running) < 8:
             say("begin", name)
-            running[name] = spool.begin(row(name), RATES), 0
+            running[name] = spool.allocate_slot(row(name), RATES), 0
             continue
         name = random.choice(list(running))
         slot, tokens = running.pop(name)
         if what < 0.1:
             say("end", name)
-            slot.end("completed", "here", 1.0)
+            slot.finish("completed", "here", 1.0)
             continue
         tokens += random.randrange(1, 9)
         say("count", name, tokens)
-        slot.count(tokens, tokens // 2, tokens)
+        slot.set_counts(tokens, tokens // 2, tokens)
         running[name] = slot, tokens
 
 
@@ -66,33 +68,33 @@ def fill_the_disk(folder: Path) -> None:
     """Go on with no room for files, up to the bound in memory; then there is room again."""
     _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, most))
-    rows: list[UsageRow] = []
-    spool = Spool(folder)
-    slot = spool.begin(row("first"))
-    slot.count(4, 0, 2)
-    slot.end("completed", "here", 1.0)
-    full = {"in_memory": spool.in_memory, "files": len(list(folder.glob("*.usage")))}
+    rows: list[UsageRecord] = []
+    spool = UsageLog(folder)
+    slot = spool.allocate_slot(row("first"))
+    slot.set_counts(4, 0, 2)
+    slot.finish("completed", "here", 1.0)
+    full = {"in_memory": spool.unpersisted_records, "files": len(list(folder.glob("*.usage")))}
     spool.drain(rows.extend)
-    slots = [spool.begin(row(str(number))) for number in range(bound())]
+    slots = [spool.allocate_slot(row(str(number))) for number in range(bound())]
     try:
-        spool.begin(row("one too many"))
-    except SpoolFullError:
+        spool.allocate_slot(row("one too many"))
+    except UsageLogFullError:
         full["refused"] = 1
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
     spool.drain(rows.extend)
-    spool.begin(row("last")).end("completed", "here", 1.0)
-    room = {"in_memory": spool.in_memory, "files": len(list(folder.glob("*.usage")))}
+    spool.allocate_slot(row("last")).finish("completed", "here", 1.0)
+    room = {"in_memory": spool.unpersisted_records, "files": len(list(folder.glob("*.usage")))}
     for one in slots:
-        one.end("completed", "here", 1.0)
+        one.finish("completed", "here", 1.0)
     spool.drain(rows.extend)
     spool.drain(rows.extend)
-    room["left_in_memory"] = spool.in_memory
+    room["left_in_memory"] = spool.unpersisted_records
     spool.close()
     print(json.dumps({"full": full, "room": room, "rows": len({one.request for one in rows})}))  # noqa: T201 - read by the test
 
 
 def bound() -> int:
-    return spool_module.MEMORY_TABLES * (spool_module.SLOTS - 1)
+    return spool_module.MAX_MEMORY_TABLES * (spool_module.SLOTS_PER_TABLE - 1)
 
 
 if __name__ == "__main__":

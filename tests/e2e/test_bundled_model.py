@@ -7,14 +7,14 @@ from functools import cache
 import pytest
 
 from argosy import LLM, SamplingParams
-from argosy.models import BUNDLED, DRAFT
+from argosy.models import BUNDLED_MODEL, DRAFT_MODEL
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=250)
 
 
 @cache
 def model() -> LLM:
-    return LLM(BUNDLED, threads=1, progress="off")
+    return LLM(BUNDLED_MODEL, threads=1, progress="off")
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,9 @@ def test_it_answers_and_stops(question: str, words: list[str]) -> None:
 
 
 def test_the_draft_speaks_the_same_tokens() -> None:
-    assert (DRAFT / "tokenizer.json").read_bytes() == (BUNDLED / "tokenizer.json").read_bytes()
-    draft = LLM(DRAFT, threads=1, progress="off")
+    assert (DRAFT_MODEL / "tokenizer.json").read_bytes() == (
+        BUNDLED_MODEL / "tokenizer.json"
+    ).read_bytes()
+    draft = LLM(DRAFT_MODEL, threads=1, progress="off")
     (output,) = draft.chat([{"role": "user", "content": "Hello!"}], GREEDY)
     assert output.outputs[0].finish_reason == "stop"

@@ -23,7 +23,7 @@ from tests.integration.gateway.certificates import Authority
 from tests.pipes import fill
 from tests.waiting import listens_at
 
-from argosy.models import BUNDLED
+from argosy.models import BUNDLED_MODEL
 
 KEY = re.compile(r"sk-argosy-[\w-]+")
 HELLO: ChatCompletionUserMessageParam = {"role": "user", "content": "Hello! How are you?"}
@@ -212,7 +212,7 @@ def test_the_first_key_is_made_where_others_can_connect(tmp_path: Path) -> None:
 
 def test_nobody_is_asked_when_that_is_said_by_name(tmp_path: Path) -> None:
     store = ("--store", f"sqlite:///{tmp_path / 'argosy.db'}")
-    with serving("--host", "0.0.0.0", "--auth", "off", *store) as server:  # noqa: S104 - as above
+    with serving("--host", "0.0.0.0", "--auth", "disabled", *store) as server:  # noqa: S104 - as above
         assert argosy("chat", "--url", server.url, "--max-tokens", "5", "Hello").returncode == 0
     refused = argosy("serve", "--port", "0", "--store", "mysql://nowhere")
     assert refused.returncode == 2
@@ -224,7 +224,7 @@ def test_nobody_is_asked_when_that_is_said_by_name(tmp_path: Path) -> None:
 def broken(tmp_path: Path) -> Path:
     """A model whose download was cut off."""
     model = tmp_path / "broken"
-    shutil.copytree(BUNDLED, model)
+    shutil.copytree(BUNDLED_MODEL, model)
     os.truncate(model / "model.safetensors", 100_000)
     return model
 
@@ -290,14 +290,14 @@ def test_a_log_that_nobody_reads_stops_neither_gateway_nor_replica(tmp_path: Pat
 
 def test_it_gives_up_loudly_when_no_replica_can_be_started_any_more(tmp_path: Path) -> None:
     model = tmp_path / "model"
-    shutil.copytree(BUNDLED, model)
+    shutil.copytree(BUNDLED_MODEL, model)
     with serving(str(model)) as server:
         model.rename(tmp_path / "elsewhere")
         (replica,) = server.replicas()
         replica.kill()
         said = "".join(server.said)
         assert f"there is no directory {model}" in said.splitlines()[-1]
-        assert said.count("replica_restarts") > 2
+        assert said.count("replica_restarting") > 2
         assert "Traceback" not in said
         with pytest.raises(httpx2.ConnectError):
             httpx2.get(f"{server.url}/health")

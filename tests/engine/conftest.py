@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from argosy.engine.execution.isa import EMULATED, TORCH, VARIABLE, available_isas
+from argosy.engine.execution.isa import EMULATED_AMX, ISA_VARIABLE, TORCH_PATH, available_isas
 from argosy.engine.execution.native_kernels import load_kernels
-from argosy.native import NativeUnavailable
+from argosy.native import NativeUnavailableError
 
-PATHS = [*(isa.name for isa in (*available_isas(), EMULATED)), TORCH]
+PATHS = [*(isa.name for isa in (*available_isas(), EMULATED_AMX)), TORCH_PATH]
 
 
 @pytest.fixture(params=PATHS)
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The name of the kernels that everything built in this test computes with."""
     name: str = request.param
-    monkeypatch.setenv(VARIABLE, name)
-    if name != TORCH:
+    monkeypatch.setenv(ISA_VARIABLE, name)
+    if name != TORCH_PATH:
         try:
             load_kernels()
-        except (NativeUnavailable, ValueError) as why:
+        except (NativeUnavailableError, ValueError) as why:
             pytest.skip(f"no {name} kernels here: {why}")
     return name

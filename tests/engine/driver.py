@@ -29,7 +29,7 @@ class Answer:
         self.tokens += delta.tokens
         self.logprobs += delta.logprobs
         self.prompt_logprobs += delta.prompt_logprobs
-        self.finish = delta.finish
+        self.finish = delta.finish_reason
         self.error = delta.error
         if delta.cached_tokens is not None:
             assert self.cached_tokens is None
@@ -63,8 +63,8 @@ def run(core: EngineCore, requests: list[EngineRequest], most: int = 10_000) -> 
             break
         for delta in core.step().deltas:
             answers[delta.id].take(delta)
-        core.scheduler.check()
+        core.scheduler.check_invariants()
     assert all(answer.finish for answer in answers.values())
-    memory = core.scheduler.memory
-    assert memory.available == memory.pool.num_blocks, "blocks leaked"
+    memory = core.scheduler.kv_cache
+    assert memory.available_blocks == memory.pool.num_blocks, "blocks leaked"
     return answers

@@ -24,7 +24,7 @@ class Runner:
 
     def __init__(self, decoder: Decoder, num_blocks: int = 128) -> None:
         self._decoder = decoder
-        self._attention = decoder.attention_for(num_blocks, BLOCK_SIZE)
+        self._attention = decoder.create_attention(num_blocks, BLOCK_SIZE)
         self._free = list(range(num_blocks))
         random.Random(7).shuffle(self._free)
         self._blocks: dict[str, list[int]] = {}
@@ -93,10 +93,10 @@ class Runner:
         return Batch(
             token_ids=torch.tensor(ids),
             positions=torch.tensor(positions),
-            cu_q=torch.tensor(ends, dtype=torch.int32),
+            query_start_loc=torch.tensor(ends, dtype=torch.int32),
             seq_lens=torch.tensor([self._lengths[name] for name in names], dtype=torch.int32),
-            page_table=torch.tensor(pages, dtype=torch.int32),
-            slots=torch.tensor(slots),
+            block_table=torch.tensor(pages, dtype=torch.int32),
+            slot_mapping=torch.tensor(slots),
             rows=torch.arange(len(names)),
             logit_index=torch.arange(len(ids)),
         )

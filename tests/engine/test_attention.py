@@ -9,11 +9,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from argosy.engine.execution.attention_cpu import cpu_attention
-from argosy.engine.execution.batch import CacheShape
+from argosy.engine.execution.attention_cpu import create_cpu_attention
+from argosy.engine.execution.batch import KvCacheShape
 from argosy.engine.execution.native_kernels import Kernels, load_kernels
-from argosy.engine.execution.rope import rotated
-from argosy.native import NativeUnavailable
+from argosy.engine.execution.rope import apply_rope
+from argosy.native import NativeUnavailableError
 from tests.engine.worlds import (
     Chunk,
     PathName,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 def native_or_skip() -> Kernels:
     try:
         return load_kernels()
-    except NativeUnavailable as why:
+    except NativeUnavailableError as why:
         pytest.skip(f"no native kernels here: {why}")
 
 
@@ -191,7 +191,7 @@ def test_rotation_rounds_once_to_the_dtype(path: PathName, dtype: str) -> None:
     for i, (q, k, v) in enumerate(turning.qkv):
         rope = turning.rope(torch.arange(len(q)))
         assert rope is not None
-        before.qkv[i] = (rotated(q, rope), rotated(k, rope), v)
+        before.qkv[i] = (apply_rope(q, rope), apply_rope(k, rope), v)
     kept = [x.clone() for row in turning.qkv for x in row]
     ours, theirs = (world.run(path, world.whole()) for world in (turning, before))
     if path == "torch" or dtype == "bfloat16":
@@ -228,15 +228,15 @@ def small(
     path: Literal["auto", "native"], compiler: str, folder: Path, **changes: int
 ) -> Attention:
     sizes = {"heads": 4, "kv_heads": 2, "head_dim": 32, "block_size": 16, **changes}
-    shape = CacheShape(layers=1, num_blocks=4, dtype=torch.float32, **sizes)
-    return cpu_attention(
-        shape, threads=1, path=path, kernels=lambda: load_kernels(compiler, folder)
+    shape = KvCacheShape(num_layers=1, num_blocks=4, dtype=torch.float32, **sizes)
+    return create_cpu_attention(
+        shape, threads=1, backend=path, kernels=lambda: load_kernels(compiler, folder)
     )
 
 
 def test_without_a_compiler_torch_takes_over(tmp_path: Path) -> None:
     assert small("auto", "no-such-compiler", tmp_path).name == "torch"
-    with pytest.raises(NativeUnavailable, match="install"):
+    with pytest.raises(NativeUnavailableError, match="install"):
         small("native", "no-such-compiler", tmp_path)
 
 
@@ -245,22 +245,22 @@ def test_a_failing_compiler_is_quoted(tmp_path: Path) -> None:
     broken.write_text('#!/bin/sh\n[ "$1" = --version ] || { echo out of paper >&2; exit 1; }\n')
     broken.chmod(0o755)
     assert small("auto", str(broken), tmp_path / "cache").name == "torch"
-    with pytest.raises(NativeUnavailable, match="out of paper"):
+    with pytest.raises(NativeUnavailableError, match="out of paper"):
         small("native", str(broken), tmp_path / "cache")
 
 
 def test_block_sizes_the_kernel_does_not_do(tmp_path: Path) -> None:
     native_or_skip()
-    shape = CacheShape(
-        layers=1,
-        heads=2,
-        kv_heads=1,
+    shape = KvCacheShape(
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=1,
         head_dim=16,
         num_blocks=4,
         block_size=5,
         dtype=torch.float32,
     )
-    assert cpu_attention(shape, threads=1).name == "torch"
+    assert create_cpu_attention(shape, threads=1).name == "torch"
 
 
 def test_heads_that_do_not_divide_are_refused(tmp_path: Path) -> None:

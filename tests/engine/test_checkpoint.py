@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from argosy.engine.execution.architecture_config import read_spec
-from argosy.engine.execution.checkpoint import digest, locate, tensor_files
-from argosy.engine.execution.device import cpu_device
-from argosy.engine.execution.model_architecture import RopeSpec
-from argosy.engine.execution.model_families import FAMILIES, parts_of
+from argosy.engine.execution.architecture_config import read_architecture
+from argosy.engine.execution.checkpoint import checkpoint_digest, resolve_model_path, tensor_files
+from argosy.engine.execution.device import create_cpu_device
+from argosy.engine.execution.model_architecture import RopeParams
+from argosy.engine.execution.model_families import FAMILIES, checkpoint_tensor_names
 from argosy.engine.execution.weight_loader import load_decoder
 
 if TYPE_CHECKING:
@@ -73,7 +73,9 @@ def model(tmp_path: Path) -> Path:
 
 
 def load(path: Path) -> Decoder:
-    return load_decoder(path, read_spec(path), cpu_device(1), torch.float32, lambda _: None)
+    return load_decoder(
+        path, read_architecture(path), create_cpu_device(1), torch.float32, lambda _: None
+    )
 
 
 def shard(path: Path) -> dict[str, str]:
@@ -90,7 +92,7 @@ def shard(path: Path) -> dict[str, str]:
 
 
 def test_a_directory_is_its_own_place(model: Path) -> None:
-    assert locate(str(model), None) == model
+    assert resolve_model_path(str(model), None) == model
     load(model)
 
 
@@ -108,7 +110,7 @@ def test_a_directory_is_its_own_place(model: Path) -> None:
 def test_a_wrong_place_is_refused(tmp_path: Path, name: str, says: str) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=says):
-        locate(name.format(tmp_path), None)
+        resolve_model_path(name.format(tmp_path), None)
 
 
 def test_hub_names_need_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +120,7 @@ def test_hub_names_need_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ValueError, match="local directory"):
-        locate("nobody/nothing", None)
+        resolve_model_path("nobody/nothing", None)
 
 
 def test_hub_snapshots_are_used_offline(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +135,7 @@ def test_hub_snapshots_are_used_offline(model: Path, monkeypatch: pytest.MonkeyP
     (repository / "refs" / "main").write_text("0" * 40)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(hub))
-    assert locate("somebody/something", None) == snapshot
+    assert resolve_model_path("somebody/something", None) == snapshot
 
 
 def test_shards(model: Path) -> None:
@@ -231,19 +233,19 @@ def test_what_we_cannot_compute_is_refused(
 ) -> None:
     write(tmp_path, **changes)
     with pytest.raises(ValueError, match=says):
-        read_spec(tmp_path)
+        read_architecture(tmp_path)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", "\xff"])
 def test_an_unreadable_config_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content, encoding="latin-1")
     with pytest.raises(ValueError, match=r"config\.json"):
-        read_spec(tmp_path)
+        read_architecture(tmp_path)
 
 
 def test_what_the_planner_asks(tmp_path: Path) -> None:
-    spec = read_spec(write(tmp_path))
-    assert (spec.layers, spec.heads, spec.kv_heads, spec.head_dim) == (2, 4, 2, 8)
+    spec = read_architecture(write(tmp_path))
+    assert (spec.num_layers, spec.num_heads, spec.num_kv_heads, spec.head_dim) == (2, 4, 2, 8)
     assert (spec.max_model_len, spec.eos_token_ids, spec.bos_token_id) == (64, (7,), None)
     assert spec.kv_bytes_per_token(2) == 2 * 2 * 2 * 8 * 2
     assert spec.dtype == "bfloat16"
@@ -255,12 +257,12 @@ def test_generation_config_says_what_ends_an_answer(
 ) -> None:
     write(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": stated}))
-    assert read_spec(tmp_path).eos_token_ids == ids
+    assert read_architecture(tmp_path).eos_token_ids == ids
 
 
 def test_yarn_extends_the_context(tmp_path: Path) -> None:
     scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
-    assert read_spec(write(tmp_path, rope_scaling=scaling)).max_model_len == 128
+    assert read_architecture(write(tmp_path, rope_scaling=scaling)).max_model_len == 128
 
 
 @given(
@@ -297,12 +299,14 @@ def test_every_family_reads_sane_configurations(
         moe_intermediate_size=8,
         **change,
     )
-    spec = read_spec(path)
-    assert len(spec.layer_specs) == layers
-    for layer in spec.layer_specs:
-        assert isinstance(spec.ropes[layer.rope], RopeSpec)
-        assert layer.window is None or layer.window == (change.get("sliding_window") or 4096)
-    ways = parts_of(spec, "layers.0.qkv.weight")
+    spec = read_architecture(path)
+    assert len(spec.layer_architectures) == layers
+    for layer in spec.layer_architectures:
+        assert isinstance(spec.ropes[layer.rope_index], RopeParams)
+        assert layer.sliding_window is None or layer.sliding_window == (
+            change.get("sliding_window") or 4096
+        )
+    ways = checkpoint_tensor_names(spec, "layers.0.qkv.weight")
     assert all(part.endswith(".weight") for way in ways for part in way)
 
 
@@ -323,25 +327,25 @@ def test_a_digest_is_of_what_is_in_the_files_and_not_of_where_they_are(tmp_path:
         (folder / "config.json").write_text("{}")
         (folder / "notes.md").write_text(folder.name)
     one, two = folders
-    assert digest(one) == digest(two)
+    assert checkpoint_digest(one) == checkpoint_digest(two)
     weights = load_file(two / "model.safetensors")["a"]
     weights[299, 99] = 2.0
     save_file({"a": weights}, two / "model.safetensors")
-    assert digest(one) != digest(two)
+    assert checkpoint_digest(one) != checkpoint_digest(two)
     save_file({"a": torch.ones(300, 100)}, two / "model.safetensors")
     (two / "chat_template.jinja").write_text("{{ messages }}")
-    assert digest(one) != digest(two)
+    assert checkpoint_digest(one) != checkpoint_digest(two)
 
 
 def test_of_a_large_file_a_part_of_every_matrix_counts(tmp_path: Path) -> None:
     matrix = 8 << 20
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.truncate(16 * matrix)
-        before = digest(tmp_path)
+        before = checkpoint_digest(tmp_path)
         for number in range(16):
             file.seek(number * matrix)
             file.write(b"\1" * matrix)
             file.flush()
-            after = digest(tmp_path)
+            after = checkpoint_digest(tmp_path)
             assert after != before
             before = after

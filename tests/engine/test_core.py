@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 
-from argosy.engine.execution.executor import Flight
-from argosy.engine.scheduling import Plan, StepResult
+from argosy.engine.execution.executor import StepHandle
+from argosy.engine.scheduling import StepPlan, StepResult
 from argosy.engine.serving.core_messages import EngineRequest
-from argosy.engine.serving.engine_core.core import MAX_FAILED_STEPS, EngineCore
-from argosy.models import BUNDLED
-from argosy.protocol import SamplingParams, unpack_names
+from argosy.engine.serving.engine_core.core import MAX_CONSECUTIVE_FAILED_STEPS, EngineCore
+from argosy.models import BUNDLED_MODEL
+from argosy.protocol import SamplingParams, unpack_block_names
 from tests.engine.driver import Answer, core_of, run
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -25,25 +25,25 @@ class Saboteur:
     """An executor that acts on each plan as it is launched, or, if `late`, when its result is asked for."""
 
     def __init__(
-        self, core: EngineCore, act: Callable[[Plan], None], *, late: bool = False
+        self, core: EngineCore, act: Callable[[StepPlan], None], *, late: bool = False
     ) -> None:
         self._inner = core.executor
         self._act = act
         self._late = late
         core.executor = self
 
-    def launch(self, plan: Plan) -> Flight:
+    def submit(self, plan: StepPlan) -> StepHandle:
         if not self._late:
             self._act(plan)
-        flight = self._inner.launch(plan)
+        flight = self._inner.submit(plan)
         return Sabotaged(flight, plan, self._act) if self._late else flight
 
     @property
-    def unprepared(self) -> int:
-        return self._inner.unprepared
+    def pending_preparations(self) -> int:
+        return self._inner.pending_preparations
 
-    def prepare(self) -> None:
-        self._inner.prepare()
+    def prepare_next(self) -> None:
+        self._inner.prepare_next()
 
     def reset(self) -> None:
         self._inner.reset()
@@ -53,13 +53,13 @@ class Saboteur:
 class Sabotaged:
     """A flight that does something else before it lands."""
 
-    flight: Flight
-    plan: Plan
-    act: Callable[[Plan], None]
+    step: StepHandle
+    plan: StepPlan
+    act: Callable[[StepPlan], None]
 
     def result(self) -> StepResult:
         self.act(self.plan)
-        return self.flight.result()
+        return self.step.result()
 
 
 def request(name: str, *, prompt: list[int] | None = None, **changes: object) -> EngineRequest:
@@ -79,21 +79,21 @@ def a_depth(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture(name="core")
 def a_core(depth: int) -> Iterator[EngineCore]:
-    core = core_of(BUNDLED, max_seqs=8, inflight=depth)
+    core = core_of(BUNDLED_MODEL, max_seqs=8, inflight=depth)
     yield core
     assert not core.has_work
 
 
 def expected(*requests: EngineRequest) -> dict[str, Answer]:
-    return run(core_of(BUNDLED, max_seqs=8), list(requests))
+    return run(core_of(BUNDLED_MODEL, max_seqs=8), list(requests))
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["launch", "result"])
 def test_a_poisonous_request_ends_alone(core: EngineCore, late: bool) -> None:
     rows: set[int] = set()
 
-    def act(plan: Plan) -> None:
-        for admission in plan.admitted:
+    def act(plan: StepPlan) -> None:
+        for admission in plan.admissions:
             (rows.add if POISON in admission.tokens else rows.discard)(admission.row)
         if rows.intersection(plan.rows):
             raise RuntimeError("poison")
@@ -113,19 +113,19 @@ def test_a_poisonous_request_ends_alone(core: EngineCore, late: bool) -> None:
 def test_running_out_of_memory_shrinks_the_step_and_goes_on(core: EngineCore) -> None:
     limit = 40
 
-    def act(plan: Plan) -> None:
-        if plan.tokens > limit:
+    def act(plan: StepPlan) -> None:
+        if plan.total_tokens > limit:
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
     Saboteur(core, act)
     requests = [request(name) for name in "abcdef"]
     answers = run(core, requests)
     assert {answer.finish for answer in answers.values()} == {"length"}
-    assert core.scheduler.step_tokens < core.scheduler.limits.max_step_tokens
+    assert core.scheduler.token_budget < core.scheduler.limits.max_step_tokens
 
 
 def test_numbers_that_are_not_finite_end_their_row(depth: int) -> None:
-    core = core_of(BUNDLED, max_seqs=8, inflight=depth)
+    core = core_of(BUNDLED_MODEL, max_seqs=8, inflight=depth)
     model = core.executor._model  # type: ignore[attr-defined]  # noqa: SLF001 - the model is the culprit
 
     def sick(batch: object, attention: object) -> object:
@@ -141,15 +141,15 @@ def test_numbers_that_are_not_finite_end_their_row(depth: int) -> None:
 
 
 def test_a_broken_worker_gives_up_after_a_bounded_number_of_steps(depth: int) -> None:
-    core = core_of(BUNDLED, inflight=depth)
+    core = core_of(BUNDLED_MODEL, inflight=depth)
 
-    def act(_: Plan) -> None:
+    def act(_: StepPlan) -> None:
         raise RuntimeError("nothing works")
 
     Saboteur(core, act)
-    for number in range(MAX_FAILED_STEPS + 10):
+    for number in range(MAX_CONSECUTIVE_FAILED_STEPS + 10):
         core.add(request(str(number)))
-    for _ in range(MAX_FAILED_STEPS):
+    for _ in range(MAX_CONSECUTIVE_FAILED_STEPS):
         core.step()
     with pytest.raises(RuntimeError, match="nothing works"):
         core.step()
@@ -168,9 +168,11 @@ def test_an_abort_frees_everything_at_once(core: EngineCore) -> None:
         core.add(request(name, params=params))
     core.step()
     core.abort(["a", "b", "c", "never"])
-    memory = core.scheduler.memory
-    assert memory.available == memory.pool.num_blocks
-    finishes = {delta.id: delta.finish for delta in core.step().deltas if delta.finish}
+    memory = core.scheduler.kv_cache
+    assert memory.available_blocks == memory.pool.num_blocks
+    finishes = {
+        delta.id: delta.finish_reason for delta in core.step().deltas if delta.finish_reason
+    }
     assert finishes == dict.fromkeys("abc", "cancelled")
 
 
@@ -236,19 +238,19 @@ def test_blocks_are_told_with_the_first_token_and_all_in_the_end(core: EngineCor
     first: dict[str, set[int]] = {}
     while core.has_work:
         outputs = core.step()
-        if outputs.kv is not None:
-            told |= set(unpack_names(outputs.kv.stored))
-            told -= set(unpack_names(outputs.kv.removed))
+        if outputs.kv_change is not None:
+            told |= set(unpack_block_names(outputs.kv_change.stored_names))
+            told -= set(unpack_block_names(outputs.kv_change.removed_names))
         for delta in outputs.deltas:
             if delta.cached_tokens is not None:
-                first[delta.id] = set(unpack_names(delta.prompt_blocks))
+                first[delta.id] = set(unpack_block_names(delta.prompt_block_names))
                 assert first[delta.id] <= told
             else:
-                assert not delta.prompt_blocks
+                assert not delta.prompt_block_names
     assert len(first["a"]) == len(first["b"]) == 50 // 16
     assert first["a"].isdisjoint(first["b"])
     assert len(told) == 2 * ((50 + 40 - 1) // 16)
-    assert not core.scheduler.memory.changed
+    assert not core.scheduler.kv_cache.has_changes
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["launch", "result"])
@@ -256,7 +258,7 @@ def test_every_request_ends_once_whatever_happens(core: EngineCore, late: bool) 
     """Random cancels, timeouts, failures and shortages; `run` checks the rest."""
     rng = random.Random(1)
 
-    def act(_: Plan) -> None:
+    def act(_: StepPlan) -> None:
         if rng.random() < 0.05:
             raise RuntimeError("a bad moment")
 
@@ -271,7 +273,7 @@ def test_every_request_ends_once_whatever_happens(core: EngineCore, late: bool) 
             core.abort([str(rng.randint(0, number))])
         for delta in core.step().deltas:
             answers[delta.id].take(delta)
-        core.scheduler.check()
+        core.scheduler.check_invariants()
     while core.has_work:
         for delta in core.step().deltas:
             answers[delta.id].take(delta)

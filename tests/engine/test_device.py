@@ -13,12 +13,12 @@ import torch
 from argosy.engine.engine_config import EngineConfig
 from argosy.engine.execution import cgroup
 from argosy.engine.execution import isa as isa_module
-from argosy.engine.execution.device import Device, cpu_device
-from argosy.engine.execution.executor_loader import build
-from argosy.engine.execution.isa import TORCH, VARIABLE, available_isas
+from argosy.engine.execution.device import Device, create_cpu_device
+from argosy.engine.execution.executor_loader import load_executor
+from argosy.engine.execution.isa import ISA_VARIABLE, TORCH_PATH, available_isas
 from argosy.engine.execution.native_kernels import Kernels, load_kernels
-from argosy.models import BUNDLED
-from argosy.native import NativeUnavailable
+from argosy.models import BUNDLED_MODEL
+from argosy.native import NativeUnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,22 +27,22 @@ if TYPE_CHECKING:
 
 def test_who_waits_for_an_engine_is_told_for_what() -> None:
     heard: list[str] = []
-    config = EngineConfig(model=str(BUNDLED), threads=1, warmup=False, num_blocks=64)
-    build(config, lambda what, _done: heard.append(what))
+    config = EngineConfig(model=str(BUNDLED_MODEL), threads=1, warmup=False, num_blocks=64)
+    load_executor(config, lambda what, _done: heard.append(what))
     assert list(dict.fromkeys(heard)) == ["preparing the kernels", "loading weights"]
 
 
 @pytest.fixture
 def device() -> Iterator[Device]:
     before = torch.get_num_threads()
-    yield cpu_device(2)
+    yield create_cpu_device(2)
     torch.set_num_threads(before)
 
 
 def native_kernels() -> Kernels | None:
     try:
         return load_kernels()
-    except NativeUnavailable:
+    except NativeUnavailableError:
         return None
 
 
@@ -50,17 +50,17 @@ def test_threads_are_set_and_checked(device: Device) -> None:
     assert torch.get_num_threads() == 2
     assert "2 threads" in device.name
     with pytest.raises(ValueError, match="1 or more"):
-        cpu_device(0)
+        create_cpu_device(0)
 
 
 def test_all_usable_cpus_by_default() -> None:
     before = torch.get_num_threads()
-    cpu_device(None)
+    create_cpu_device(None)
     alone = torch.get_num_threads()
     assert 1 <= alone <= len(os.sched_getaffinity(0))
-    cpu_device(None, neighbours=1)
+    create_cpu_device(None, colocated_replicas=1)
     assert torch.get_num_threads() == max(1, alone // 2)
-    cpu_device(None, neighbours=1000)
+    create_cpu_device(None, colocated_replicas=1000)
     assert torch.get_num_threads() == 1
     torch.set_num_threads(before)
 
@@ -85,29 +85,29 @@ def test_staging_and_events_cost_nothing_on_cpu(device: Device) -> None:
     tensor = torch.zeros(3)
     assert device.to_device(tensor) is tensor
     assert device.torch_device.type == "cpu"
-    device.event().synchronize()
+    device.record_event().synchronize()
 
 
 def test_the_path_is_named(path: str) -> None:
-    assert cpu_device(1).name == f"cpu ({path}, 1 threads)"
+    assert create_cpu_device(1).name == f"cpu ({path}, 1 threads)"
 
 
 def test_the_fastest_path_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
-    expected = available_isas()[0].name if native_kernels() else TORCH
-    assert f"({expected}," in cpu_device(1).name
+    monkeypatch.delenv(ISA_VARIABLE, raising=False)
+    expected = available_isas()[0].name if native_kernels() else TORCH_PATH
+    assert f"({expected}," in create_cpu_device(1).name
 
 
 def test_a_path_that_the_cpu_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    old = next(isa.needs for isa in isa_module.ISAS if isa.name == "avx2")
+    old = next(isa.required_features for isa in isa_module.ISAS if isa.name == "avx2")
     monkeypatch.setattr(isa_module, "cpu_features", lambda: old)
     assert [isa.name for isa in available_isas()] == ["avx2", "generic"]
-    monkeypatch.setenv(VARIABLE, "avx512")
+    monkeypatch.setenv(ISA_VARIABLE, "avx512")
     with pytest.raises(ValueError, match=r"lacks avx512bw.*choose one of avx2, generic, .*torch"):
-        cpu_device(1)
-    monkeypatch.setenv(VARIABLE, "mmx")
+        create_cpu_device(1)
+    monkeypatch.setenv(ISA_VARIABLE, "mmx")
     with pytest.raises(ValueError, match="no such path"):
-        cpu_device(1)
+        create_cpu_device(1)
 
 
 def test_a_compiler_that_knows_less_builds_the_next_path(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_a_compiler_that_knows_less_builds_the_next_path(tmp_path: Path) -> None
     compiler = tmp_path / "c++"
     compiler.write_text(
         "#!/bin/sh\n"
-        f'case "$*" in *"{" ".join(fastest.flags)}"*) echo unknown flag >&2; exit 1;; esac\n'
+        f'case "$*" in *"{" ".join(fastest.compiler_flags)}"*) echo unknown flag >&2; exit 1;; esac\n'
         f'for last; do :; done; [ "$last" = --version ] || cp {library} "$last"\n'
     )
     compiler.chmod(0o755)

@@ -11,9 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from argosy.engine.execution.native_kernels import load_kernels
-from argosy.engine.execution.sampling_ops import LOG2E, DrawOps, Draws, TorchDraws, weigh
-from argosy.engine.execution.sampling_ops_cpu import NativeDraws, cpu_draws
-from argosy.native import NativeUnavailable
+from argosy.engine.execution.sampling_ops import (
+    LOG2E,
+    SamplingMetadata,
+    SamplingOps,
+    TorchSamplingOps,
+    compute_weights,
+)
+from argosy.engine.execution.sampling_ops_cpu import NativeSamplingOps, create_cpu_sampling_ops
+from argosy.native import NativeUnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,15 +27,15 @@ if TYPE_CHECKING:
 OFF = float("-inf")
 
 
-def native(threads: int = 2) -> NativeDraws:
+def native(threads: int = 2) -> NativeSamplingOps:
     try:
-        return NativeDraws(load_kernels(), threads)
-    except NativeUnavailable:
+        return NativeSamplingOps(load_kernels(), threads)
+    except NativeUnavailableError:
         pytest.skip("no compiler")
 
 
-def both() -> list[DrawOps]:
-    return [TorchDraws(), native()]
+def both() -> list[SamplingOps]:
+    return [TorchSamplingOps(), native()]
 
 
 def logits_of(seed: int, rows: int, vocab: int, spread: float, dtype: torch.dtype) -> torch.Tensor:
@@ -37,10 +43,10 @@ def logits_of(seed: int, rows: int, vocab: int, spread: float, dtype: torch.dtyp
     return (torch.randn(rows, vocab, generator=generator) * spread).to(dtype)
 
 
-def draws_of(seed: int, rows: int, vocab: int) -> Draws:
+def draws_of(seed: int, rows: int, vocab: int) -> SamplingMetadata:
     """Every mixture of greedy, temperature, top-k, top-p and min-p."""
     rng = np.random.default_rng(seed)
-    return Draws(
+    return SamplingMetadata(
         (LOG2E / rng.choice([0.01, 0.7, 1.0, 3.0, np.inf], rows)).astype(np.float32),
         rng.choice([1, 2, 50, vocab // 2 + 1, vocab, vocab], rows).clip(max=vocab),
         rng.choice([0.0, 1e-6, 0.5, 0.9, 0.999, 1.0, 1.0], rows).astype(np.float32),
@@ -49,14 +55,14 @@ def draws_of(seed: int, rows: int, vocab: int) -> Draws:
     )
 
 
-def by_sorting(row: torch.Tensor, draws: Draws, i: int) -> int:
+def by_sorting(row: torch.Tensor, draws: SamplingMetadata, i: int) -> int:
     """What `DrawOps.draw` promises, of one row, in so many words."""
     values, vocab = row.float(), len(row)
     order = torch.sort(values, descending=True, stable=True).indices.tolist()
-    if draws.scale[i] == 0:
+    if draws.logit_scale[i] == 0:
         return int(order[0])
-    exponents = (values - values.max()) * draws.scale[i]
-    weights = weigh(exponents).tolist()
+    exponents = (values - values.max()) * draws.logit_scale[i]
+    weights = compute_weights(exponents).tolist()
     head = order[: int(draws.top_k[i])]
     limit = int(float(draws.top_p[i]) * float(sum(weights[t] for t in head)))
     kept: list[int] = []
@@ -66,9 +72,9 @@ def by_sorting(row: torch.Tensor, draws: Draws, i: int) -> int:
             break
         kept.append(token)
         before += weights[token]
-    left = {t for t in kept if float(exponents[t]) >= draws.least[i]}
+    left = {t for t in kept if float(exponents[t]) >= draws.log2_min_p[i]}
     total = sum(weights[t] for t in left)
-    target = min(int(float(draws.chance[i]) * float(total)), total - 1)
+    target = min(int(float(draws.random_values[i]) * float(total)), total - 1)
     for token in range(vocab):
         target -= weights[token] if token in left else 0
         if target < 0:
@@ -91,7 +97,7 @@ def test_draws_are_those_of_sorting(
     draws = draws_of(seed, 6, vocab)
     expected = [by_sorting(row, draws, i) for i, row in enumerate(logits)]
     for ops in both():
-        assert ops.draw(logits, draws).tolist() == expected
+        assert ops.sample(logits, draws).tolist() == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -101,30 +107,32 @@ def test_native_and_torch_draw_the_same_of_a_large_vocabulary(
 ) -> None:
     logits = logits_of(3, 16, 40000, spread, dtype)
     draws = draws_of(5, 16, 40000)
-    first, second = (ops.draw(logits, draws).tolist() for ops in both())
+    first, second = (ops.sample(logits, draws).tolist() for ops in both())
     assert first == second
 
 
-@pytest.mark.parametrize("make", [TorchDraws, native])
-def test_a_draw_is_its_rows_own(make: Callable[[], DrawOps]) -> None:
+@pytest.mark.parametrize("make", [TorchSamplingOps, native])
+def test_a_draw_is_its_rows_own(make: Callable[[], SamplingOps]) -> None:
     ops = make()
     logits = logits_of(7, 80, 3000, 3.0, torch.bfloat16)
     draws = draws_of(8, 80, 3000)
-    crowd = ops.draw(logits, draws).tolist()
-    alone = [ops.draw(logits[i : i + 1], draws.of(np.array([i])))[0].item() for i in range(80)]
+    crowd = ops.sample(logits, draws).tolist()
+    alone = [
+        ops.sample(logits[i : i + 1], draws.select_rows(np.array([i])))[0].item() for i in range(80)
+    ]
     assert crowd == alone
-    assert native(threads=1).draw(logits, draws).tolist() == crowd
+    assert native(threads=1).sample(logits, draws).tolist() == crowd
 
 
-@pytest.mark.parametrize("make", [TorchDraws, native])
+@pytest.mark.parametrize("make", [TorchSamplingOps, native])
 @pytest.mark.parametrize(
     "bad", [float("nan"), -float("nan"), float("inf")], ids=["nan", "-nan", "inf"]
 )
-def test_rows_that_are_not_sound_give_no_token(make: Callable[[], DrawOps], bad: float) -> None:
+def test_rows_that_are_not_sound_give_no_token(make: Callable[[], SamplingOps], bad: float) -> None:
     ops = make()
     logits = logits_of(9, 6, 700, 1.0, torch.float32)
     logits[1, 699], logits[3] = bad, OFF
-    tokens = ops.draw(logits, draws_of(1, 6, 700))
+    tokens = ops.sample(logits, draws_of(1, 6, 700))
     assert (tokens < 0).tolist() == [False, True, False, True, False, False]
 
 
@@ -141,17 +149,17 @@ def test_probabilities_are_those_of_softmax(seed: int, vocab: int, dtype: torch.
     counts = np.array([min(5, vocab), 0, min(20, vocab)])
     exact = torch.log_softmax(logits[torch.from_numpy(which)].double(), -1)
     for ops in both():
-        told = ops.tell(logits, which, tokens, counts)
+        told = ops.compute_logprobs(logits, which, tokens, counts)
         for i, row in enumerate(exact):
-            assert told.own[i] == pytest.approx(float(row[tokens[i]]), abs=2e-6)
+            assert told.token_logprobs[i] == pytest.approx(float(row[tokens[i]]), abs=2e-6)
             assert told.ranks[i] == int((row > row[tokens[i]]).sum()) + 1
             order = torch.sort(row, descending=True, stable=True).indices[: counts[i]].tolist()
-            assert told.ids[i, : counts[i]].tolist() == order
-            assert told.likeliest[i, : counts[i]] == pytest.approx(row[order].tolist(), abs=2e-6)
+            assert told.top_ids[i, : counts[i]].tolist() == order
+            assert told.top_logprobs[i, : counts[i]] == pytest.approx(row[order].tolist(), abs=2e-6)
 
 
 def test_without_a_compiler_torch_draws() -> None:
     def none() -> None:
-        raise NativeUnavailable("no compiler")
+        raise NativeUnavailableError("no compiler")
 
-    assert isinstance(cpu_draws(1, none), TorchDraws)  # type: ignore[arg-type]
+    assert isinstance(create_cpu_sampling_ops(1, none), TorchSamplingOps)  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from argosy.engine.serving.core_messages import EngineRequest
-from argosy.models import BUNDLED
+from argosy.models import BUNDLED_MODEL
 from argosy.protocol import SamplingParams
 from tests.engine.driver import Answer, core_of, run
 
@@ -50,7 +50,7 @@ def weights_of(dtype: str) -> dict[str, str]:
 @cache
 def plain_core(dtype: str = "bfloat16", path: str = DEFAULT) -> EngineCore:
     """One core for each dtype and path; the path is the one of the running test."""
-    return core_of(BUNDLED, prefix_cache=False, **weights_of(dtype))
+    return core_of(BUNDLED_MODEL, prefix_cache=False, **weights_of(dtype))
 
 
 @cache
@@ -94,27 +94,29 @@ def same(answers: dict[str, Answer], dtype: str = "bfloat16", path: str = DEFAUL
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8", "int4"])
 def test_batched(dtype: str, depth: int) -> None:
-    core = core_of(BUNDLED, inflight=depth, prefix_cache=False, **weights_of(dtype))
+    core = core_of(BUNDLED_MODEL, inflight=depth, prefix_cache=False, **weights_of(dtype))
     same(run(core, requests()), dtype)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8", "int4"])
 @pytest.mark.parametrize("budget", [8, 17, 64])
 def test_chunked(budget: int, dtype: str, depth: int) -> None:
-    core = core_of(BUNDLED, inflight=depth, max_step_tokens=budget, max_seqs=5, **weights_of(dtype))
+    core = core_of(
+        BUNDLED_MODEL, inflight=depth, max_step_tokens=budget, max_seqs=5, **weights_of(dtype)
+    )
     same(run(core, requests()), dtype)
 
 
 def test_batched_and_chunked_on_every_path(path: str) -> None:
     """Decodes beside decodes, and beside pieces of prompts: the sizes of batch that kernels tell apart."""
     same(run(plain_core(path=path), requests()), path=path)
-    core = core_of(BUNDLED, max_step_tokens=17, max_seqs=5, dtype="bfloat16")
+    core = core_of(BUNDLED_MODEL, max_step_tokens=17, max_seqs=5, dtype="bfloat16")
     same(run(core, requests()), path=path)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int4"])
 def test_prefix_hits(dtype: str, depth: int) -> None:
-    core = core_of(BUNDLED, inflight=depth, **weights_of(dtype))
+    core = core_of(BUNDLED_MODEL, inflight=depth, **weights_of(dtype))
     run(core, requests())
     again = run(core, requests())
     assert sum(answer.cached_tokens or 0 for answer in again.values()) > 100
@@ -123,8 +125,8 @@ def test_prefix_hits(dtype: str, depth: int) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_preemption_in_a_tiny_pool(dtype: str, depth: int) -> None:
-    core = core_of(BUNDLED, inflight=depth, num_blocks=11, max_seqs=8, **weights_of(dtype))
-    core.scheduler.estimate.share = 0.0
+    core = core_of(BUNDLED_MODEL, inflight=depth, num_blocks=11, max_seqs=8, **weights_of(dtype))
+    core.scheduler.output_estimator.fraction = 0.0
     same(run(core, requests()), dtype)
     assert core.scheduler.preemptions > 0
 
@@ -132,7 +134,7 @@ def test_preemption_in_a_tiny_pool(dtype: str, depth: int) -> None:
 def test_lower_tiers_that_stand_back(depth: int) -> None:
     """A premium request comes while others decode: its first token has a step of its own."""
     premium, *others = requests()
-    core = core_of(BUNDLED, inflight=depth, dtype="bfloat16")
+    core = core_of(BUNDLED_MODEL, inflight=depth, dtype="bfloat16")
     answers = {request.id: Answer() for request in requests()}
     stood_back = False
     for request in others:
@@ -151,32 +153,42 @@ def test_lower_tiers_that_stand_back(depth: int) -> None:
 
 def test_host_tier(depth: int) -> None:
     core = core_of(
-        BUNDLED, inflight=depth, dtype="bfloat16", num_blocks=11, max_seqs=3, host_kv_bytes=1 << 24
+        BUNDLED_MODEL,
+        inflight=depth,
+        dtype="bfloat16",
+        num_blocks=11,
+        max_seqs=3,
+        host_kv_bytes=1 << 24,
     )
     same(run(core, requests()))
     same(run(core, requests()))
-    assert core.scheduler.memory.host_hit_tokens > 0
+    assert core.scheduler.kv_cache.host_hit_tokens > 0
 
 
 def test_rotten_host_blocks_are_recomputed_and_counted(depth: int) -> None:
     core = core_of(
-        BUNDLED, inflight=depth, dtype="bfloat16", num_blocks=11, max_seqs=3, host_kv_bytes=1 << 24
+        BUNDLED_MODEL,
+        inflight=depth,
+        dtype="bfloat16",
+        num_blocks=11,
+        max_seqs=3,
+        host_kv_bytes=1 << 24,
     )
     run(core, requests())
     for block in core.executor.host.blocks.values():  # type: ignore[attr-defined]
         block.numpy()[7] ^= 1
     same(run(core, requests()))
-    assert core.scheduler.memory.corrupt_blocks > 0
+    assert core.scheduler.kv_cache.corrupt_blocks > 0
 
 
 @pytest.mark.parametrize("number", range(len(VARIETY)), ids=lambda number: f"params{number}")
 def test_resume_at_every_token(number: int, depth: int) -> None:
     request, whole = requests()[number], alone()[str(number)]
     resumed = [
-        msgspec.structs.replace(request, id=str(index), output=whole.tokens[:index])
+        msgspec.structs.replace(request, id=str(index), resumed_tokens=whole.tokens[:index])
         for index in range(1, len(whole.tokens))
     ]
-    core = core_of(BUNDLED, inflight=depth, dtype="bfloat16")
+    core = core_of(BUNDLED_MODEL, inflight=depth, dtype="bfloat16")
     for name, answer in run(core, resumed).items():
         index = int(name)
         assert answer.tokens == whole.tokens[index:]
@@ -191,15 +203,15 @@ def test_siblings_fork(depth: int) -> None:
         msgspec.structs.replace(
             request,
             id=str(index),
-            lead=None if index == 0 else "0",
+            parent_id=None if index == 0 else "0",
             params=msgspec.structs.replace(request.params, seed=index),
         )
         for index in range(4)
     ]
-    answers = run(core_of(BUNDLED, inflight=depth, dtype="bfloat16"), several)
+    answers = run(core_of(BUNDLED_MODEL, inflight=depth, dtype="bfloat16"), several)
     assert all((answers[str(i)].cached_tokens or 0) >= len(request.prompt) - 1 for i in (1, 2, 3))
     for one in several:
-        single = run(plain_core(), [msgspec.structs.replace(one, lead=None)])
+        single = run(plain_core(), [msgspec.structs.replace(one, parent_id=None)])
         assert answers[one.id].tokens == single[one.id].tokens
 
 
@@ -207,7 +219,7 @@ def test_siblings_fork(depth: int) -> None:
 def test_batching_modes(batching: str, depth: int) -> None:
     same(
         run(
-            core_of(BUNDLED, inflight=depth, dtype="bfloat16", batching=batching, max_seqs=4),
+            core_of(BUNDLED_MODEL, inflight=depth, dtype="bfloat16", batching=batching, max_seqs=4),
             requests(),
         )
     )

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from argosy.engine.execution.architecture_config import read_spec
-from argosy.engine.execution.device import cpu_device
-from argosy.engine.execution.model_architecture import describe
+from argosy.engine.execution.architecture_config import read_architecture
+from argosy.engine.execution.device import create_cpu_device
+from argosy.engine.execution.model_architecture import summarize_model
 from argosy.engine.execution.weight_loader import load_decoder
 from tests.engine.oracle import Runner
 from tests.engine.reference import VOCAB, Reference, make_reference
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from argosy.engine.execution.decoder import Decoder
-    from argosy.engine.execution.model_architecture import ModelSpec
+    from argosy.engine.execution.model_architecture import ModelArchitecture
 
 LENGTHS = (1, 2, 5, 16, 17, 33, 70)
 
@@ -96,8 +96,12 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Reference]:
     return build
 
 
-def load(path: Path, spec: ModelSpec | None = None, dtype: torch.dtype = torch.float32) -> Decoder:
-    return load_decoder(path, spec or read_spec(path), cpu_device(1), dtype, lambda _: None)
+def load(
+    path: Path, spec: ModelArchitecture | None = None, dtype: torch.dtype = torch.float32
+) -> Decoder:
+    return load_decoder(
+        path, spec or read_architecture(path), create_cpu_device(1), dtype, lambda _: None
+    )
 
 
 def prompts(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
@@ -152,7 +156,7 @@ def test_longrope_takes_its_factors_by_the_context_served(
     make: Callable[..., Reference], max_len: int, lengths: tuple[int, ...]
 ) -> None:
     reference = make("Phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 32})
-    spec = replace(read_spec(reference.path), max_model_len=max_len)
+    spec = replace(read_architecture(reference.path), max_model_len=max_len)
     check_logits(reference, Runner(load(reference.path, spec)), lengths)
 
 
@@ -166,7 +170,7 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
 @pytest.mark.parametrize("name", ["linear", "llama3", "yarn"])
 def test_transformers_4_writes_ropes_otherwise(make: Callable[..., Reference], name: str) -> None:
     reference = make("Llama", {"rope_parameters": ROPES[name]})
-    new = read_spec(reference.path)
+    new = read_architecture(reference.path)
 
     def age(config: dict[str, Any]) -> None:
         rope = config.pop("rope_parameters")
@@ -176,7 +180,7 @@ def test_transformers_4_writes_ropes_otherwise(make: Callable[..., Reference], n
         config["torch_dtype"] = config.pop("dtype")
 
     rewrite(reference.path, age)
-    assert read_spec(reference.path) == new
+    assert read_architecture(reference.path) == new
 
 
 @pytest.mark.parametrize("name", ["qwen 2 with windows", "gemma 2", "mistral", "qwen 3 moe"])
@@ -184,15 +188,15 @@ def test_transformers_4_leaves_the_kinds_of_layers_to_the_family(
     make: Callable[..., Reference], name: str
 ) -> None:
     reference = make(*FAMILIES[name])
-    new = read_spec(reference.path)
+    new = read_architecture(reference.path)
     rewrite(reference.path, lambda config: config.pop("layer_types", None))
-    assert read_spec(reference.path) == new
+    assert read_architecture(reference.path) == new
 
 
 def test_gemma_3_of_transformers_4(make: Callable[..., Reference]) -> None:
     reference = make("Gemma3Text", GEMMA | {"num_hidden_layers": 7})
-    new = read_spec(reference.path)
-    assert [layer.window for layer in new.layer_specs] == [8, 8, 8, 8, 8, None, 8]
+    new = read_architecture(reference.path)
+    assert [layer.sliding_window for layer in new.layer_architectures] == [8, 8, 8, 8, 8, None, 8]
     assert [rope.theta for rope in new.ropes] == [1_000_000.0, 10_000.0]
 
     def age(config: dict[str, Any]) -> None:
@@ -201,7 +205,7 @@ def test_gemma_3_of_transformers_4(make: Callable[..., Reference]) -> None:
         config |= {"sliding_window_pattern": 6, "rope_scaling": None}
 
     rewrite(reference.path, age)
-    assert read_spec(reference.path) == new
+    assert read_architecture(reference.path) == new
 
 
 def test_text_part_of_gemma_3_with_images(make: Callable[..., Reference]) -> None:
@@ -242,7 +246,11 @@ def test_sharded_checkpoints(make: Callable[..., Reference], tied: bool) -> None
     assert len(list(reference.path.glob("*.safetensors"))) > 3
     told: list[float] = []
     decoder = load_decoder(
-        reference.path, read_spec(reference.path), cpu_device(1), torch.float32, told.append
+        reference.path,
+        read_architecture(reference.path),
+        create_cpu_device(1),
+        torch.float32,
+        told.append,
     )
     check_logits(reference, Runner(decoder), (1, 33))
     assert told == sorted(told)
@@ -268,14 +276,14 @@ def test_description_counts_what_the_checkpoint_holds(
 ) -> None:
     reference = make(*FAMILIES[name])
     held = sum(parameter.numel() for parameter in reference.model.parameters())
-    spec = read_spec(reference.path)
-    facts = describe(spec, dtype_bytes=2)
-    assert facts.parameters == held
+    spec = read_architecture(reference.path)
+    facts = summarize_model(spec, dtype_bytes=2)
+    assert facts.num_parameters == held
     assert facts.weight_bytes == 2 * held
     experts = sum(p.numel() for key, p in reference.model.named_parameters() if ".experts." in key)
-    share = spec.moe.active / spec.moe.experts if spec.moe else 1.0
-    assert facts.active_parameters == held - experts * (1 - share)
-    assert facts.kv_bytes_per_token == 2 * spec.layers * spec.kv_heads * spec.head_dim * 2
+    share = spec.moe.num_experts_per_token / spec.moe.num_experts if spec.moe else 1.0
+    assert facts.num_active_parameters == held - experts * (1 - share)
+    assert facts.kv_bytes_per_token == 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * 2
 
 
 def test_no_logits_wanted(make: Callable[..., Reference]) -> None:
@@ -283,5 +291,5 @@ def test_no_logits_wanted(make: Callable[..., Reference]) -> None:
     decoder = load(reference.path)
     runner = Runner(decoder, num_blocks=8)
     batch = replace(runner.batch([("a", [1, 2, 3])]), logit_index=torch.empty(0, dtype=torch.long))
-    attention = decoder.attention_for(8, 16)
+    attention = decoder.create_attention(8, 16)
     assert decoder(batch, attention).shape == (0, VOCAB)

@@ -10,7 +10,7 @@ import threading
 import pytest
 import torch
 
-from argosy.engine.execution.huge_pages import Ahead, huge_zeros
+from argosy.engine.execution.huge_pages import PagePrefaulter, huge_zeros
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="pages are taken ahead on Linux only"
@@ -42,7 +42,7 @@ def small_pages(rows: int) -> torch.Tensor:
 
 def possible() -> bool:
     """Whether this system takes pages ahead at all (Linux 5.14 and later)."""
-    reached = Ahead([*small_pages(1)]).reach(0)
+    reached = PagePrefaulter([*small_pages(1)]).ensure(0)
     assert reached is not None
     return reached.result()
 
@@ -51,9 +51,9 @@ def test_rows_ahead_cost_no_fault() -> None:
     if not possible():
         pytest.skip("this system cannot take pages ahead (before Linux 5.14)")
     tables = small_pages(ROWS)
-    ahead = Ahead([*tables])
+    ahead = PagePrefaulter([*tables])
     tables[0, 7, 7] = 42
-    reached = ahead.reach(0)
+    reached = ahead.ensure(0)
     assert reached is not None
     assert reached.result()
     assert touch(tables, 0, 1024) < 100
@@ -63,21 +63,21 @@ def test_rows_ahead_cost_no_fault() -> None:
 
 def test_nothing_is_asked_for_twice_and_nothing_beyond_the_end() -> None:
     tables = huge_zeros((2, ROWS, WIDTH), torch.uint8)
-    ahead = Ahead([*tables])
-    assert ahead.reach(0) is not None
-    assert ahead.reach(1) is None
-    assert ahead.reach(511) is None
-    last = ahead.reach(ROWS - 1)
+    ahead = PagePrefaulter([*tables])
+    assert ahead.ensure(0) is not None
+    assert ahead.ensure(1) is None
+    assert ahead.ensure(511) is None
+    last = ahead.ensure(ROWS - 1)
     assert last is not None
     assert last.result() == possible()
-    assert ahead.reach(ROWS - 1) is None
+    assert ahead.ensure(ROWS - 1) is None
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 3), (2, 1, 5), (3, 7, 4 << 20)])
 def test_small_and_odd_tables(shape: tuple[int, ...]) -> None:
     tables = huge_zeros(shape, torch.uint8)
-    ahead = Ahead([*tables])
-    reached = ahead.reach(shape[1] - 1)
+    ahead = PagePrefaulter([*tables])
+    reached = ahead.ensure(shape[1] - 1)
     assert reached is not None
     assert reached.result() == possible()
     assert not tables.any()
@@ -91,10 +91,10 @@ def test_where_no_thread_is_left_pages_are_taken_as_they_are_touched(
 
     tables = huge_zeros((1, 2, WIDTH), torch.uint8)
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    ahead = Ahead([*tables])
-    assert ahead.reach(0) is None
-    assert ahead.reach(1) is None
+    ahead = PagePrefaulter([*tables])
+    assert ahead.ensure(0) is None
+    assert ahead.ensure(1) is None
 
 
 def test_where_there_are_no_tables_there_is_nothing_to_do() -> None:
-    assert Ahead([]).reach(0) is None
+    assert PagePrefaulter([]).ensure(0) is None

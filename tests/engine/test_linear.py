@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from argosy.engine.execution.device import cpu_device
+from argosy.engine.execution.device import create_cpu_device
 
 BATCHES = (1, 2, 3, 6, 7, 13, 14, 15, 16, 17, 29, 31, 32, 33, 47, 64, 65, 128, 200, 259)
 
@@ -33,7 +33,7 @@ def assert_right(
 
 def assert_own_bits(weight: torch.Tensor, bias: torch.Tensor, x: torch.Tensor) -> None:
     """Rows are right, and the same in batches of many sizes, at both ends of the whole."""
-    linear = cpu_device(2).linear(weight, bias)
+    linear = create_cpu_device(2).create_linear(weight, bias)
     whole = linear(x)
     assert_right(whole, weight, bias, x)
     for rows in BATCHES:
@@ -78,7 +78,7 @@ def test_a_cpu_without_avx512_needs_no_compiler() -> None:
 def test_a_long_batch_has_the_bits_of_its_rows(shape: tuple[int, int]) -> None:
     """Rows are worked on in chunks, blocks and steps by threads: none of their edges may show."""
     weight, bias, x = made(*shape, torch.bfloat16, 800)
-    linears = [cpu_device(threads).linear(weight, bias) for threads in (1, 2, 5)]
+    linears = [create_cpu_device(threads).create_linear(weight, bias) for threads in (1, 2, 5)]
     wholes = [linear(x) for linear in linears]
     assert all(torch.equal(whole, wholes[0]) for whole in wholes)
     for row in (0, 31, 255, 256, 265, 266, 300, 511, 512, 532, 799):
@@ -88,25 +88,29 @@ def test_a_long_batch_has_the_bits_of_its_rows(shape: tuple[int, int]) -> None:
 def test_threads_do_not_change_a_linear(path: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         weight, bias, x = made(896, 896, dtype, 40)
-        one, three = (cpu_device(n).linear(weight, bias)(x) for n in (1, 3))
+        one, three = (create_cpu_device(n).create_linear(weight, bias)(x) for n in (1, 3))
         assert torch.equal(one, three)
 
 
 def test_a_linear_without_bias_adds_none(path: str) -> None:
     weight, bias, x = made(100, 64, torch.bfloat16, 20)
-    without = cpu_device(1).linear(weight, None)(x)
-    assert torch.equal(without, cpu_device(1).linear(weight, torch.zeros_like(bias))(x))
+    without = create_cpu_device(1).create_linear(weight, None)(x)
+    assert torch.equal(
+        without, create_cpu_device(1).create_linear(weight, torch.zeros_like(bias))(x)
+    )
 
 
 def test_a_linear_of_no_rows_is_empty(path: str) -> None:
     weight, bias, _ = made(64, 32, torch.bfloat16, 1)
-    empty = cpu_device(1).linear(weight, bias)(torch.empty(0, 32, dtype=torch.bfloat16))
+    empty = create_cpu_device(1).create_linear(weight, bias)(
+        torch.empty(0, 32, dtype=torch.bfloat16)
+    )
     assert empty.shape == (0, 64)
 
 
 def test_a_linear_takes_rows_that_lie_apart(path: str) -> None:
     weight, bias, x = made(64, 96, torch.bfloat16, 20)
-    linear = cpu_device(2).linear(weight, bias)
+    linear = create_cpu_device(2).create_linear(weight, bias)
     wide = torch.zeros(20, 200, dtype=torch.bfloat16)
     wide[:, 50:146] = x
     assert torch.equal(linear(wide[:, 50:146]), linear(x))

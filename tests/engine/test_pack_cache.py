@@ -17,11 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from argosy.engine.execution.checkpoint import fingerprint
-from argosy.engine.execution.device import cpu_device
-from argosy.engine.execution.pack_cache import PackCache, open_packs, pack_folder
+from argosy.engine.execution.checkpoint import checkpoint_fingerprint
+from argosy.engine.execution.device import create_cpu_device
+from argosy.engine.execution.pack_cache import PackCache, open_pack_cache, pack_cache_folder
 from argosy.engine.serving.core_messages import EngineRequest
-from argosy.models import BUNDLED
+from argosy.models import BUNDLED_MODEL
 from argosy.protocol import SamplingParams
 from tests.engine.driver import core_of, run
 
@@ -36,9 +36,9 @@ PAYLOADS = {"a": b"some weights" * 700, "b": b"", "c": b"x" * 4096}
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    cpu_device(1)  # builds its kernels where they always are
+    create_cpu_device(1)  # builds its kernels where they always are
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return pack_folder()
+    return pack_cache_folder()
 
 
 def fill(data: bytes) -> Callable[[Tensor], None]:
@@ -58,7 +58,7 @@ def get_all(packs: PackCache, payloads: dict[str, bytes] = PAYLOADS) -> dict[str
 
 
 def opened(*identity: str, need_bytes: int = 0, limit_bytes: int = LIMIT) -> PackCache:
-    return open_packs(identity, need_bytes=need_bytes, limit_bytes=limit_bytes)
+    return open_pack_cache(identity, required_bytes=need_bytes, limit_bytes=limit_bytes)
 
 
 def load(*identity: str, limit_bytes: int = LIMIT) -> None:
@@ -83,7 +83,7 @@ def test_what_was_packed_once_is_found(payloads: dict[str, bytes]) -> None:
             found = {key: packs.get(key, len(data), never) for key, data in payloads.items()}
             assert packs.mapped_bytes == sum(map(len, payloads.values()))
         assert {key: bytes(tensor.tolist()) for key, tensor in found.items()} == payloads
-        assert [file.suffix for file in pack_folder().iterdir()] == [".packed"]
+        assert [file.suffix for file in pack_cache_folder().iterdir()] == [".packed"]
 
 
 def test_identities_do_not_share(folder: Path) -> None:
@@ -123,7 +123,7 @@ def test_a_damaged_file_is_made_anew(folder: Path, damage: Callable[[Path], None
     with capture_logs() as logs, opened("model") as packs:
         assert "a" not in packs
         assert get_all(packs) == PAYLOADS
-    assert [line["event"] for line in logs] == ["pack_cache.damaged"]
+    assert [line["event"] for line in logs] == ["pack_cache_file_damaged"]
     with capture_logs() as logs, opened("model") as packs:
         assert "a" in packs
     assert logs == []
@@ -223,7 +223,7 @@ def test_what_does_not_fit_is_not_kept(folder: Path, need_bytes: int) -> None:
     limit = LIMIT if need_bytes else 9000
     with capture_logs() as logs:
         goes_on_without(opened("model", need_bytes=need_bytes, limit_bytes=limit), folder)
-    assert [line["event"] for line in logs] == ["pack_cache.off"]
+    assert [line["event"] for line in logs] == ["pack_cache_disabled"]
 
 
 @pytest.mark.parametrize("writes", [0, 1, 2, 3])
@@ -239,7 +239,7 @@ def test_a_full_disk(folder: Path, monkeypatch: pytest.MonkeyPatch, writes: int)
     monkeypatch.setattr(os, "pwrite", pwrite)
     with capture_logs() as logs:
         goes_on_without(opened("model"), folder)
-    assert [line["event"] for line in logs] == ["pack_cache.off"]
+    assert [line["event"] for line in logs] == ["pack_cache_disabled"]
 
 
 def test_hardly_any_space(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +247,7 @@ def test_hardly_any_space(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage._replace(free=8192))
     with capture_logs() as logs:
         goes_on_without(opened("model"), folder)
-    assert [line["event"] for line in logs] == ["pack_cache.off"]
+    assert [line["event"] for line in logs] == ["pack_cache_disabled"]
 
 
 def test_a_place_that_cannot_be_written(folder: Path) -> None:
@@ -255,7 +255,7 @@ def test_a_place_that_cannot_be_written(folder: Path) -> None:
     folder.parent.write_text("a file where a directory should be")
     with capture_logs() as logs:
         goes_on_without(opened("model"), folder)
-    assert [line["event"] for line in logs] == ["pack_cache.off"]
+    assert [line["event"] for line in logs] == ["pack_cache_disabled"]
 
 
 def test_the_engine_computes_the_same_from_the_cache(folder: Path) -> None:
@@ -264,15 +264,15 @@ def test_the_engine_computes_the_same_from_the_cache(folder: Path) -> None:
             id="r", prompt=[5, 6, 7], params=SamplingParams(temperature=0, max_tokens=9, logprobs=2)
         )
     ]
-    expected = run(core_of(BUNDLED, dtype="bfloat16", pack_cache_bytes=0), requests)
+    expected = run(core_of(BUNDLED_MODEL, dtype="bfloat16", pack_cache_bytes=0), requests)
     assert not folder.exists()
-    assert run(core_of(BUNDLED, dtype="bfloat16"), requests) == expected
-    if not cpu_device(1).packing(torch.bfloat16):
+    assert run(core_of(BUNDLED_MODEL, dtype="bfloat16"), requests) == expected
+    if not create_cpu_device(1).weight_layout_id(torch.bfloat16):
         pytest.skip("without a C++ compiler nothing is packed by us")
     state = only_file(folder).stat()
-    assert run(core_of(BUNDLED, dtype="bfloat16"), requests) == expected
+    assert run(core_of(BUNDLED_MODEL, dtype="bfloat16"), requests) == expected
     assert only_file(folder).stat().st_ino == state.st_ino
-    core_of(BUNDLED, dtype="float32")
+    core_of(BUNDLED_MODEL, dtype="float32")
     assert only_file(folder).stat().st_ino == state.st_ino
 
 
@@ -282,5 +282,5 @@ def test_equal_names_sizes_and_times_are_not_the_same_checkpoint(tmp_path: Path)
         file = tmp_path / name / "model.safetensors"
         file.write_text(name)
         os.utime(file, (0, 0))
-    assert fingerprint(tmp_path / "one") != fingerprint(tmp_path / "two")
-    assert fingerprint(tmp_path / "one") == fingerprint(tmp_path / "one")
+    assert checkpoint_fingerprint(tmp_path / "one") != checkpoint_fingerprint(tmp_path / "two")
+    assert checkpoint_fingerprint(tmp_path / "one") == checkpoint_fingerprint(tmp_path / "one")

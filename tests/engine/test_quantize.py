@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from argosy.engine.engine_config import EngineConfig, IntFormat
-from argosy.engine.execution.architecture_config import read_spec
-from argosy.engine.execution.device import cpu_device
-from argosy.engine.execution.executor_loader import build
+from argosy.engine.execution.architecture_config import read_architecture
+from argosy.engine.execution.device import create_cpu_device
+from argosy.engine.execution.executor_loader import load_executor
 from argosy.engine.execution.layers import Projection
-from argosy.engine.execution.quantization import Quantized, quantize_rows, quantize_weight
+from argosy.engine.execution.quantization import QuantizedWeight, quantize_rows, quantize_weight
 from argosy.engine.execution.weight_loader import load_decoder
-from argosy.models import BUNDLED
+from argosy.models import BUNDLED_MODEL
 from tests.engine.oracle import Runner
 from tests.engine.reference import VOCAB, make_reference
 
@@ -49,12 +49,12 @@ def linear_of(
     weight: Tensor, bias: Tensor | None, form: IntFormat, threads: int = 2
 ) -> Callable[[Tensor], Tensor]:
     before = torch.get_num_threads()
-    linear = cpu_device(threads).linear(weight, bias, form)
+    linear = create_cpu_device(threads).create_linear(weight, bias, form)
     torch.set_num_threads(before)
     return linear
 
 
-def whole_of(weight: Tensor, form: IntFormat) -> Quantized:
+def whole_of(weight: Tensor, form: IntFormat) -> QuantizedWeight:
     (found,) = quantize_weight(weight, form)
     return found
 
@@ -167,10 +167,10 @@ def test_4_bits_are_8_bits_in_fewer(seed: int, cols: int, spread: float, shift: 
     assert int(values.min()) >= 0
     assert int(values.max()) <= 15
     wide = (values - widened(zeros, cols)) * widened(multipliers, cols)
-    assert torch.equal(wide, found.integers().int())
+    assert torch.equal(wide, found.to_int8().int())
     assert int(wide.abs().max()) <= 127
     if spread >= 1e-6:
-        assert (found.dense() - weight).abs().amax() <= weight.abs().amax() * 0.2
+        assert (found.dequantize() - weight).abs().amax() <= weight.abs().amax() * 0.2
 
 
 def widened(groups: Tensor, cols: int) -> Tensor:
@@ -184,7 +184,7 @@ def test_8_bits_are_off_by_half_a_step(seed: int, cols: int) -> None:
     weight = torch.randn(3, cols, generator=torch.Generator().manual_seed(seed))
     found = whole_of(weight, "int8")
     steps = found.scales.repeat_interleave(256, 1)[:, :cols]
-    assert ((found.dense() - weight).abs() <= steps * 0.5001).all()
+    assert ((found.dequantize() - weight).abs() <= steps * 0.5001).all()
     integers, scales = quantize_rows(weight)
     near = (integers * scales.unsqueeze(-1)).flatten(1)[:, :cols]
     assert ((near - weight).abs() <= steps * 0.5001).all()
@@ -195,12 +195,14 @@ def test_weights_that_are_not_finite_are_refused() -> None:
     weight[33, 2] = float("inf")
     for form in FORMATS:
         with pytest.raises(ValueError, match="damaged, fetch it again"):
-            cpu_device(1).linear(weight, None, form)
+            create_cpu_device(1).create_linear(weight, None, form)
 
 
 def test_the_cpu_refuses_fp8_by_name() -> None:
     with pytest.raises(ValueError, match="no fp8 weights; set quantize to int8 or int4"):
-        build(EngineConfig(model=str(BUNDLED), quantize="fp8"), lambda _what, _done: None)
+        load_executor(
+            EngineConfig(model=str(BUNDLED_MODEL), quantize="fp8"), lambda _what, _done: None
+        )
 
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -221,8 +223,8 @@ def test_families(family: str, tmp_path: Path) -> None:
     for form in (None, *FORMATS):
         decoder = load_decoder(
             path,
-            read_spec(path),
-            cpu_device(1),
+            read_architecture(path),
+            create_cpu_device(1),
             torch.float32,
             lambda _done: None,
             quantize=form,
@@ -242,10 +244,15 @@ def test_families(family: str, tmp_path: Path) -> None:
 def test_the_head_keeps_8_bits_and_routers_stay_dense(tmp_path: Path) -> None:
     path = make_reference(tmp_path, "Mixtral", {"num_local_experts": 4}).path
     decoder = load_decoder(
-        path, read_spec(path), cpu_device(1), torch.float32, lambda _done: None, quantize="int4"
+        path,
+        read_architecture(path),
+        create_cpu_device(1),
+        torch.float32,
+        lambda _done: None,
+        quantize="int4",
     )
     forms = {
-        place.rsplit(".", 1)[-1]: module.form
+        place.rsplit(".", 1)[-1]: module.weight_format
         for place, module in decoder.named_modules()
         if isinstance(module, Projection)
     }
@@ -256,8 +263,10 @@ def test_the_head_keeps_8_bits_and_routers_stay_dense(tmp_path: Path) -> None:
 
 def test_the_format_is_told_and_is_part_of_the_state() -> None:
     built = {
-        form: build(
-            EngineConfig(model=str(BUNDLED), quantize=form, num_blocks=64, warmup=False, threads=1),
+        form: load_executor(
+            EngineConfig(
+                model=str(BUNDLED_MODEL), quantize=form, num_blocks=64, warmup=False, threads=1
+            ),
             lambda _what, _done: None,
         )
         for form in (None, *FORMATS)
@@ -269,7 +278,7 @@ def test_the_format_is_told_and_is_part_of_the_state() -> None:
 
 @cache
 def prompts_scored(form: IntFormat | None) -> list[quality.Prediction]:
-    return quality.predictions(BUNDLED, quality.held_out(2000), form)
+    return quality.predictions(BUNDLED_MODEL, quality.held_out(2000), form)
 
 
 @pytest.mark.parametrize(

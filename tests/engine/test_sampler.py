@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from argosy.engine.execution.random_numbers import uniform
+from argosy.engine.execution.random_numbers import uniform_random
 from argosy.engine.execution.sampler import Sampler
-from argosy.engine.scheduling import Admission
+from argosy.engine.scheduling import AdmittedSequence
 from argosy.protocol import SamplingParams
 
 VOCAB = 40
@@ -24,7 +24,7 @@ def sampler_of(*params: SamplingParams, tokens: list[int] | None = None) -> Samp
     sampler = Sampler(len(params), VOCAB, CPU)
     known = tokens or [1, 2, 3]
     for row, one in enumerate(params):
-        sampler.admit(Admission(row, known, min(3, len(known)), one, []), [0])
+        sampler.admit(AdmittedSequence(row, known, min(3, len(known)), one, []), [0])
     return sampler
 
 
@@ -100,14 +100,16 @@ def test_the_draw_depends_on_seed_and_position_alone() -> None:
 @given(st.integers(0, 2**63 - 1), st.integers(0, 10**6))
 def test_uniform_numbers(seed: int, position: int) -> None:
     seeds, positions = np.array([seed], np.uint64), np.array([position])
-    value = uniform(seeds, positions)[0]
+    value = uniform_random(seeds, positions)[0]
     assert 0.0 <= value < 1.0
-    assert value == uniform(seeds, positions)[0]
-    assert value != uniform(seeds, positions + 1)[0]
+    assert value == uniform_random(seeds, positions)[0]
+    assert value != uniform_random(seeds, positions + 1)[0]
 
 
 def test_uniform_numbers_are_uniform() -> None:
-    values = uniform(np.arange(100, dtype=np.uint64).repeat(100), np.tile(np.arange(100), 100))
+    values = uniform_random(
+        np.arange(100, dtype=np.uint64).repeat(100), np.tile(np.arange(100), 100)
+    )
     counts, _ = np.histogram(values, bins=20, range=(0, 1))
     assert abs(values.mean() - 0.5) < 0.01
     assert counts.min() > 400
@@ -161,7 +163,7 @@ def test_logprobs_are_those_of_the_untouched_logits() -> None:
     assert found.token == 4
     assert found.logprob == pytest.approx(float(raw[4]))
     assert found.rank == int((raw > raw[4]).sum()) + 1
-    assert [token for token, _ in found.top] == raw.topk(3).indices.tolist()
+    assert [token for token, _ in found.top_logprobs] == raw.topk(3).indices.tolist()
 
 
 def test_a_row_without_valid_numbers_is_reported_and_the_others_go_on() -> None:
@@ -170,7 +172,7 @@ def test_a_row_without_valid_numbers_is_reported_and_the_others_go_on() -> None:
     logits[1, 3] = float("nan")
     sampler = sampler_of(*[SamplingParams(temperature=0.0)] * 3)
     sampled = sampler(logits, torch.arange(3), torch.tensor([3, 3, 3]))
-    assert sampled.invalid == [1]
+    assert sampled.invalid_rows == [1]
     assert sampled.tokens[[0, 2]].tolist() == [expected[0], expected[2]]
 
 
@@ -178,7 +180,7 @@ def test_rows_are_reused_cleanly() -> None:
     sampler = sampler_of(
         SamplingParams(temperature=0.0, logit_bias={3: 9.0}, presence_penalty=2.0, logprobs=1)
     )
-    sampler.admit(Admission(0, [1], 1, SamplingParams(temperature=0.0), []), [0])
+    sampler.admit(AdmittedSequence(0, [1], 1, SamplingParams(temperature=0.0), []), [0])
     logits = logits_of(8)
     sampled = sampler(logits.clone(), torch.tensor([0]), torch.tensor([1]))
     assert sampled.tokens.tolist() == logits.argmax(-1).tolist()
@@ -213,4 +215,4 @@ def test_no_edit_hides_what_is_not_sound(bad: float, token: int) -> None:
     logits[:, token] = bad
     rows = torch.arange(len(EDITING))
     sampled = sampler_of(*EDITING)(logits, rows, torch.full_like(rows, 3))
-    assert sampled.invalid == rows.tolist()
+    assert sampled.invalid_rows == rows.tolist()

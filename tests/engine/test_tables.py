@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy.engine.execution.array_packing import ALIGNMENT, pack, unpack
-from argosy.engine.execution.persistent_batch import Inputs, Packed, SequenceTable
-from argosy.engine.scheduling import Admission, Plan
+from argosy.engine.execution.array_packing import ARRAY_ALIGNMENT_BYTES, pack_arrays, unpack_arrays
+from argosy.engine.execution.persistent_batch import DeviceInputs, PackedStep, PersistentBatch
+from argosy.engine.scheduling import AdmittedSequence, StepPlan
 from argosy.protocol import SamplingParams
 
 ROWS, LENGTH, BLOCK = 5, 40, 4
@@ -20,17 +20,17 @@ lists = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=9)
 
 @given(st.lists(lists, max_size=5).filter(any), st.lists(lists, max_size=5))
 def test_arrays_come_out_as_they_went_in(longs: list[list[int]], ints: list[list[int]]) -> None:
-    buffer, layout = pack(
+    buffer, layout = pack_arrays(
         [np.array(part, dtype=np.int64) for part in longs],
         [np.array(part, dtype=np.int64) for part in ints],
     )
-    wide, narrow = unpack(torch.from_numpy(buffer), layout)
+    wide, narrow = unpack_arrays(torch.from_numpy(buffer), layout)
     assert [part.tolist() for part in wide] == longs
     assert [part.tolist() for part in narrow] == ints
     assert all(part.dtype == torch.int64 for part in wide)
     assert all(part.dtype == torch.int32 for part in narrow)
     offsets = [part.storage_offset() * part.itemsize for part in [*wide, *narrow] if len(part)]
-    assert all(offset % ALIGNMENT == 0 for offset in offsets)
+    assert all(offset % ARRAY_ALIGNMENT_BYTES == 0 for offset in offsets)
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Model:
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> tuple[list[Admission], Plan]:
+def steps(draw: st.DrawFn) -> tuple[list[AdmittedSequence], StepPlan]:
     """Sequences that are admitted, and the chunks of them that are computed."""
     rows = draw(st.lists(st.integers(0, ROWS - 1), min_size=1, unique=True))
     admitted, starts, counts, samples = [], [], [], []
@@ -50,15 +50,15 @@ def steps(draw: st.DrawFn) -> tuple[list[Admission], Plan]:
     for row in rows:
         tokens = draw(st.lists(st.integers(0, 99), min_size=1, max_size=LENGTH - 1))
         blocks = [next(free) for _ in range(-(-len(tokens) // BLOCK))]
-        admitted.append(Admission(row, tokens, len(tokens), SamplingParams(), blocks))
+        admitted.append(AdmittedSequence(row, tokens, len(tokens), SamplingParams(), blocks))
         starts.append(draw(st.integers(0, len(tokens) - 1)))
         counts.append(draw(st.integers(1, len(tokens) - starts[-1])))
         samples.append(starts[-1] + counts[-1] == len(tokens))
-    return admitted, Plan(1, rows=rows, starts=starts, counts=counts, samples=samples)
+    return admitted, StepPlan(1, rows=rows, starts=starts, counts=counts, sample_flags=samples)
 
 
-def filled(admitted: list[Admission]) -> tuple[SequenceTable, Model]:
-    table = SequenceTable(ROWS, LENGTH, BLOCK, torch.device("cpu"))
+def filled(admitted: list[AdmittedSequence]) -> tuple[PersistentBatch, Model]:
+    table = PersistentBatch(ROWS, LENGTH, BLOCK, torch.device("cpu"))
     model = Model()
     for admission in admitted:
         table.admit(admission)
@@ -67,9 +67,9 @@ def filled(admitted: list[Admission]) -> tuple[SequenceTable, Model]:
     return table, model
 
 
-def check(table: SequenceTable, packed: Packed, plan: Plan, model: Model) -> None:
+def check(table: PersistentBatch, packed: PackedStep, plan: StepPlan, model: Model) -> None:
     """The batch is what the model says, and ends with padding that harms nobody."""
-    batch = table.gather(Inputs(packed.data, packed.shape))
+    batch = table.gather_batch(DeviceInputs(packed.buffer, packed.shape))
     flat = [
         (chunk, row, position)
         for chunk, (row, start, count) in enumerate(
@@ -81,20 +81,20 @@ def check(table: SequenceTable, packed: Packed, plan: Plan, model: Model) -> Non
     assert batch.token_ids[:total].tolist() == [model.tokens[row][at] for _, row, at in flat]
     assert batch.positions[:total].tolist() == [at for _, _, at in flat]
     slots = [model.blocks[row][at // BLOCK] * BLOCK + at % BLOCK for _, row, at in flat]
-    assert batch.slots[:total].tolist() == slots
-    assert bool((batch.slots[total:] < 0).all())
+    assert batch.slot_mapping[:total].tolist() == slots
+    assert bool((batch.slot_mapping[total:] < 0).all())
     ends = [start + count for start, count in zip(plan.starts, plan.counts, strict=True)]
     assert batch.seq_lens[:used].tolist() == ends
     assert not batch.seq_lens[used:].any()
-    assert batch.cu_q[: used + 1].tolist() == [0, *np.cumsum(plan.counts)]
+    assert batch.query_start_loc[: used + 1].tolist() == [0, *np.cumsum(plan.counts)]
     assert batch.rows[:used].tolist() == plan.rows
-    for pages, row, end in zip(batch.page_table, plan.rows, ends, strict=False):
+    for pages, row, end in zip(batch.block_table, plan.rows, ends, strict=False):
         held = -(-end // BLOCK)
         assert pages[:held].tolist() == model.blocks[row][:held]
-    sampled = [chunk for chunk, samples in enumerate(plan.samples) if samples]
+    sampled = [chunk for chunk, samples in enumerate(plan.sample_flags) if samples]
     assert packed.sample_rows.tolist() == [plan.rows[chunk] for chunk in sampled]
     assert packed.sample_positions.tolist() == [ends[chunk] for chunk in sampled]
-    last = [int(batch.cu_q[chunk + 1]) - 1 for chunk in sampled]
+    last = [int(batch.query_start_loc[chunk + 1]) - 1 for chunk in sampled]
     assert set(last) <= set(batch.logit_index.tolist())
     wanted = packed.logit_index.tolist()
     assert batch.logit_index[: len(wanted)].tolist() == wanted
@@ -102,47 +102,47 @@ def check(table: SequenceTable, packed: Packed, plan: Plan, model: Model) -> Non
 
 @given(steps(), st.data())
 def test_a_batch_holds_the_chunks_of_its_plan(
-    step: tuple[list[Admission], Plan], data: st.DataObject
+    step: tuple[list[AdmittedSequence], StepPlan], data: st.DataObject
 ) -> None:
     admitted, plan = step
     table, model = filled(admitted)
-    some = data.draw(st.none() | st.lists(st.integers(0, plan.tokens - 1), min_size=1))
+    some = data.draw(st.none() | st.lists(st.integers(0, plan.total_tokens - 1), min_size=1))
     wanted = None if some is None else np.array(sorted(set(some)))
-    packed = table.pack(plan, wanted)
+    packed = table.pack_step(plan, wanted)
     check(table, packed, plan, model)
-    assert sorted({*packed.sampled.tolist(), *(some or [])}) == packed.logit_index.tolist()
+    assert sorted({*packed.sample_index.tolist(), *(some or [])}) == packed.logit_index.tolist()
 
 
 @given(steps(), st.data())
 def test_decodes_are_the_same_padded_and_see_sampled_tokens_and_new_blocks(
-    step: tuple[list[Admission], Plan], data: st.DataObject
+    step: tuple[list[AdmittedSequence], StepPlan], data: st.DataObject
 ) -> None:
     admitted, _ = step
     table, model = filled(admitted)
     rows = sorted(model.tokens)
     ends, every = [len(model.tokens[row]) for row in rows], [True] * len(rows)
-    prefill = Plan(1, rows=rows, starts=[0] * len(rows), counts=ends, samples=every)
-    assert not table.uniform(Plan(0)), "the device has not been told of the tokens"
-    packed = table.pack(prefill)
-    inputs = Inputs(packed.data, packed.shape)
-    table.gather(inputs)
-    assert table.uniform(Plan(0))
+    prefill = StepPlan(1, rows=rows, starts=[0] * len(rows), counts=ends, sample_flags=every)
+    assert not table.is_uniform_decode(StepPlan(0)), "the device has not been told of the tokens"
+    packed = table.pack_step(prefill)
+    inputs = DeviceInputs(packed.buffer, packed.shape)
+    table.gather_batch(inputs)
+    assert table.is_uniform_decode(StepPlan(0))
     drawn = data.draw(st.lists(st.integers(0, 99), min_size=len(rows), max_size=len(rows)))
-    table.append(inputs, torch.tensor(drawn))
+    table.append_tokens(inputs, torch.tensor(drawn))
     placed = []
     for row, end, token in zip(rows, ends, drawn, strict=True):
         model.tokens[row].append(token)
         if end % BLOCK == 0:
             model.blocks[row].append(1000 + row)
             placed.append((row, end // BLOCK, 1000 + row))
-    table.place(placed)
-    plan = Plan(2, rows=rows, starts=ends, counts=[1] * len(rows), samples=every)
+    table.append_blocks(placed)
+    plan = StepPlan(2, rows=rows, starts=ends, counts=[1] * len(rows), sample_flags=every)
     size = data.draw(st.integers(len(rows), ROWS))
-    if table.uniform(plan) and data.draw(st.booleans()):
-        packed = table.pack_padded(plan, size)
-        empty = table.pack_padded(Plan(0), size)
+    if table.is_uniform_decode(plan) and data.draw(st.booleans()):
+        packed = table.pack_padded_step(plan, size)
+        empty = table.pack_padded_step(StepPlan(0), size)
         assert packed.shape == empty.shape, "one recording serves all steps of a size"
     else:
-        packed = table.pack(plan)
+        packed = table.pack_step(plan)
     check(table, packed, plan, model)
-    assert packed.sampled.tolist() == list(range(len(rows)))
+    assert packed.sample_index.tolist() == list(range(len(rows)))

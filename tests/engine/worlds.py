@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from argosy.engine.execution.attention_cpu import cpu_attention
-from argosy.engine.execution.batch import AttentionSpec, Batch, CacheShape
-from argosy.engine.execution.model_architecture import RopeSpec
-from argosy.engine.execution.rope import rope_rows, rope_table, rotated
+from argosy.engine.execution.attention_cpu import create_cpu_attention
+from argosy.engine.execution.batch import AttentionParams, Batch, KvCacheShape
+from argosy.engine.execution.model_architecture import RopeParams
+from argosy.engine.execution.rope import apply_rope, build_rope_table, gather_rope_rotation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from argosy.engine.execution.batch import Attention
-    from argosy.engine.execution.rope import RopeRows
+    from argosy.engine.execution.rope import RopeRotation
 
 type_of = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PathName = Literal["native", "torch"]
@@ -60,26 +60,28 @@ class World:
         return len(self.lengths) * -(-max(self.lengths) // self.block_size)
 
     @property
-    def spec(self) -> AttentionSpec:
+    def spec(self) -> AttentionParams:
         scale = 2.0 / math.sqrt(self.head_dim)
-        return AttentionSpec(self.layers - 1, scale, self.window, self.softcap)
+        return AttentionParams(self.layers - 1, scale, self.window, self.softcap)
 
-    def rope(self, positions: Tensor) -> RopeRows | None:
+    def rope(self, positions: Tensor) -> RopeRotation | None:
         if not self.rotary_dim:
             return None
-        spec = RopeSpec("default", 100.0, self.rotary_dim, max(self.lengths))
-        return rope_rows(rope_table(spec, max(self.lengths)), positions)
+        spec = RopeParams("default", 100.0, self.rotary_dim, max(self.lengths))
+        return gather_rope_rotation(build_rope_table(spec, max(self.lengths)), positions)
 
     def attention(self, path: PathName, threads: int = 2) -> Attention:
-        attention = cpu_attention(self.shape(type_of[self.dtype]), threads=threads, path=path)
+        attention = create_cpu_attention(
+            self.shape(type_of[self.dtype]), threads=threads, backend=path
+        )
         self.soil(attention)
         return attention
 
-    def shape(self, dtype: torch.dtype) -> CacheShape:
-        return CacheShape(
-            layers=self.layers,
-            heads=self.heads,
-            kv_heads=self.kv_heads,
+    def shape(self, dtype: torch.dtype) -> KvCacheShape:
+        return KvCacheShape(
+            num_layers=self.layers,
+            num_heads=self.heads,
+            num_kv_heads=self.kv_heads,
             head_dim=self.head_dim,
             num_blocks=self.num_blocks,
             block_size=self.block_size,
@@ -101,10 +103,10 @@ class World:
         return Batch(
             token_ids=torch.zeros_like(positions),
             positions=positions,
-            cu_q=counts.cumsum(0).int(),
+            query_start_loc=counts.cumsum(0).int(),
             seq_lens=torch.tensor([s + n for _, s, n in chunks], dtype=torch.int32),
-            page_table=table.int(),
-            slots=block * self.block_size + positions % self.block_size,
+            block_table=table.int(),
+            slot_mapping=block * self.block_size + positions % self.block_size,
             rows=torch.arange(len(chunks)),
             logit_index=torch.zeros(0, dtype=torch.long),
         )
@@ -116,7 +118,7 @@ class World:
         before = [(i, 0, s) for i, s, _ in steps[0] if s]
         if before:
             # Their keys and values are kept whatever they see, and to see little costs little.
-            self.step(attention, before, replace(self.spec, window=1))
+            self.step(attention, before, replace(self.spec, sliding_window=1))
         for chunks in steps:
             pieces = self.step(attention, chunks, self.spec)
             for (i, s, n), piece in zip(chunks, pieces, strict=True):
@@ -124,7 +126,7 @@ class World:
         return outputs
 
     def step(
-        self, attention: Attention, chunks: list[Chunk], spec: AttentionSpec
+        self, attention: Attention, chunks: list[Chunk], spec: AttentionParams
     ) -> Sequence[Tensor]:
         """The output of each chunk."""
         parts = [[x[s : s + n] for x in self.qkv[i]] for i, s, n in chunks]
@@ -144,7 +146,7 @@ class World:
         q, k, v = self.qkv[sequence]
         rope = self.rope(torch.arange(len(q)))
         if rope is not None:
-            q, k = rotated(q, rope), rotated(k, rope)
+            q, k = apply_rope(q, rope), apply_rope(k, rope)
         q, k, v = (x.double() for x in (q, k, v))
         k, v = (x.repeat_interleave(self.heads // self.kv_heads, 1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) * self.spec.scale

@@ -7,10 +7,22 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from argosy.bench import Arrivals, Lengths, Load, Result, Row, Settings, Wishes, Workload, run
+from argosy.bench import (
+    ArrivalProcess,
+    BenchResult,
+    BenchSettings,
+    LengthDistribution,
+    LoadSpec,
+    RequestRow,
+    TargetOptions,
+    Workload,
+    run_benchmark,
+)
 
-WORKLOAD = Workload(input=Lengths("uniform", 20, 40), output=Lengths("uniform", 2, 9))
-AT_ONCE = Arrivals(rate=None)
+WORKLOAD = Workload(
+    input=LengthDistribution("uniform", 20, 40), output=LengthDistribution("uniform", 2, 9)
+)
+AT_ONCE = ArrivalProcess(rate=None)
 
 
 @dataclass
@@ -18,25 +30,25 @@ class Watch:
     """Keeps what it saw."""
 
     labels: list[str] = field(default_factory=list)
-    rows: list[Row] = field(default_factory=list)
+    rows: list[RequestRow] = field(default_factory=list)
     on_row: Callable[[], None] = lambda: None
 
-    def begins(self, label: str, requests: int) -> None:
+    def on_run_start(self, label: str, requests: int) -> None:
         self.labels.append(label)
 
-    def ended(self, row: Row, in_flight: int) -> None:
+    def on_request_end(self, row: RequestRow, in_flight: int) -> None:
         self.rows.append(row)
         self.on_row()
 
 
-def settings(url: str, *loads: Load, **changes: object) -> Settings:
-    base = Settings(
-        wishes=Wishes(url=url),
+def settings(url: str, *loads: LoadSpec, **changes: object) -> BenchSettings:
+    base = BenchSettings(
+        target_options=TargetOptions(url=url),
         workload=WORKLOAD,
-        loads=loads or (Load(concurrency=4, requests=12),),
+        loads=loads or (LoadSpec(concurrency=4, requests=12),),
     )
     return msgspec.structs.replace(base, **changes)
 
 
-async def measure(url: str, *loads: Load, **changes: object) -> Result:
-    return await run(settings(url, *loads, **changes), {}, Watch())
+async def measure(url: str, *loads: LoadSpec, **changes: object) -> BenchResult:
+    return await run_benchmark(settings(url, *loads, **changes), {}, Watch())

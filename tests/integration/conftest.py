@@ -12,7 +12,7 @@ from tests.integration.organisations import World, gateway_with_store
 from tests.integration.serving import Served, serve
 
 from argosy.engine.serving.text.tokenizer import Tokenizer
-from argosy.models import BUNDLED
+from argosy.models import BUNDLED_MODEL
 from argosy.store import open_store
 
 REPLY = "Hello there. How can I help you today?"
@@ -20,7 +20,7 @@ REPLY = "Hello there. How can I help you today?"
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Tokenizer:
-    return Tokenizer.load(BUNDLED)
+    return Tokenizer.load(BUNDLED_MODEL)
 
 
 @pytest.fixture

@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from argosy.engine.serving.core_messages import (
+    CoreReady,
+    CoreStats,
     Delta,
+    EngineFinishReason,
     EngineRequest,
-    FinishReason,
-    Ready,
-    Stats,
     TokenLogprob,
 )
 from argosy.engine.serving.engine_core.delta_stream import DeltaStream
 from argosy.engine.serving.engine_core.engine_client import EngineFailedError
-from argosy.engine.serving.engine_core.kv_cache_view import KvLedger
+from argosy.engine.serving.engine_core.kv_cache_view import KvCacheView
 from argosy.engine.serving.text.tokenizer import Tokenizer
 
 State = Literal["starting", "ready", "restarting", "failed", "stopped"]
@@ -32,7 +32,7 @@ class Script:
 
     tokens: list[int]
     """The whole output, a resumed part included; cut at `max_tokens`."""
-    finish: FinishReason = "stop"
+    finish: EngineFinishReason = "stop"
     error: str | None = None
     stop_token: int | None = None
     pause_after: int | None = None
@@ -67,9 +67,9 @@ class FakeEngine:
     go_on: asyncio.Event = field(default_factory=asyncio.Event)
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
     """Notified when a request ends."""
-    stats: Stats = field(default_factory=Stats)
-    kv: KvLedger = field(default_factory=KvLedger)
-    on_step: Callable[[Stats], None] | None = None
+    stats: CoreStats = field(default_factory=CoreStats)
+    kv_cache_view: KvCacheView = field(default_factory=KvCacheView)
+    on_step: Callable[[CoreStats], None] | None = None
     may_start: asyncio.Event = field(default_factory=_set)
     refusal: Exception | None = None
     """Raised by `generate`."""
@@ -79,8 +79,8 @@ class FakeEngine:
     """Keeps the last of those who tell that a request was aborted."""
 
     @property
-    def info(self) -> Ready:
-        return Ready(
+    def info(self) -> CoreReady:
+        return CoreReady(
             max_model_len=self.max_model_len,
             vocab_size=self.tokenizer.vocab_size,
             eos_token_ids=self.tokenizer.eos_token_ids,
@@ -92,10 +92,10 @@ class FakeEngine:
             load_s=0.0,
             backend="fake",
             fingerprint="",
-            digest=self.digest,
+            model_digest=self.digest,
         )
 
-    async def start(self, on_step: Callable[[Stats], None] | None = None) -> Ready:
+    async def start(self, on_step: Callable[[CoreStats], None] | None = None) -> CoreReady:
         self.on_step = on_step
         await self.may_start.wait()
         if self.state == "failed":
@@ -106,13 +106,13 @@ class FakeEngine:
     async def close(self) -> None:
         self.state = "stopped"
 
-    def generate(self, request: EngineRequest) -> FakeDeltas:
+    def generate(self, request: EngineRequest) -> FakeDeltaStream:
         if self.refusal is not None:
             raise self.refusal
         self.requests.append(request)
         self.live.add(request.id)
         self.asked.set()
-        return FakeDeltas(self, request, self.script(request))
+        return FakeDeltaStream(self, request, self.script(request))
 
     async def nothing_runs(self) -> None:
         """Wait until every request has ended."""
@@ -120,7 +120,7 @@ class FakeEngine:
             await self.changed.wait_for(lambda: not self.live)
 
 
-class FakeDeltas:
+class FakeDeltaStream:
     """The deltas of one request."""
 
     def __init__(self, engine: FakeEngine, request: EngineRequest, script: Script) -> None:
@@ -129,42 +129,42 @@ class FakeDeltas:
         self._script = script
         self._stream = DeltaStream(request, request.id, 0.0, self._aborted)
         self._crash: Exception | None = None
-        self._heard: Callable[[], None] = _nothing
-        self._at = len(request.output)
+        self._listener: Callable[[], None] = _nothing
+        self._at = len(request.resumed_tokens)
         self._giving = asyncio.create_task(self._give())
 
-    def notify(self, heard: Callable[[], None]) -> None:
-        self._heard = heard
-        self._stream.notify(heard)
+    def set_listener(self, listener: Callable[[], None]) -> None:
+        self._listener = listener
+        self._stream.set_listener(listener)
 
-    def take(self) -> Delta | None:
-        delta = self._stream.take()
+    def drain(self) -> Delta | None:
+        delta = self._stream.drain()
         if delta is None and self._crash is not None:
             raise self._crash
         return delta
 
     def close(self) -> None:
-        self._heard = _nothing
+        self._listener = _nothing
         self._stream.close()
 
     async def _give(self) -> None:
         given = 0
-        while not self._stream.ended:
+        while not self._stream.is_ended:
             if self._script.pause_after == given:
                 self._engine.paused.set()
                 await self._engine.go_on.wait()
             await asyncio.sleep(0)
-            if self._stream.ended:
+            if self._stream.is_ended:
                 return
             delta = self._next(first=given == 0)
             if delta is None:
                 self._crash = self._script.crash
-                self._heard()
+                self._listener()
                 return
             given += 1
-            if delta.finish is not None:
+            if delta.finish_reason is not None:
                 await self._end()
-            self._stream.feed(delta)
+            self._stream.add_delta(delta)
 
     def _next(self, *, first: bool) -> Delta | None:
         """What the next step gives; None: it crashes."""
@@ -174,12 +174,12 @@ class FakeDeltas:
             return None
         tokens = output[self._at : self._at + 1]
         self._at += 1
-        finish: FinishReason | None = None
+        finish: EngineFinishReason | None = None
         if self._at >= len(output) and script.crash is None:
             cut = len(output) < len(script.tokens)
             finish = "length" if cut else script.finish
         stats = engine.stats
-        engine.stats = Stats(
+        engine.stats = CoreStats(
             step=stats.step + 1,
             running=min(len(engine.live), SEATS),
             waiting=max(0, len(engine.live) - SEATS),
@@ -197,7 +197,7 @@ class FakeDeltas:
             prompt_logprobs=self._logprobs(request.prompt[1:], request.params.prompt_logprobs)
             if first
             else [],
-            finish=finish,
+            finish_reason=finish,
             stop_token=script.stop_token if finish == "stop" else None,
             error=script.error,
             cached_tokens=min(engine.cached, len(request.prompt)) if first else None,

@@ -17,15 +17,15 @@ from tests.integration.serving import text_tools
 
 from argosy.engine.engine_config import EngineConfig
 from argosy.engine.serving.api_server.replica_server import ReplicaServer
-from argosy.engine.serving.api_server.replica_server_config import ServerConfig
+from argosy.engine.serving.api_server.replica_server_config import ReplicaServerConfig
 from argosy.engine.serving.core_messages import EngineRequest
-from argosy.models import BUNDLED
-from argosy.telemetry import configure_logs
+from argosy.models import BUNDLED_MODEL
+from argosy.telemetry import configure_logging
 
 REPLY = "Hello there."
 
 
-async def run(config: ServerConfig) -> None:
+async def run(config: ReplicaServerConfig) -> None:
     text = text_tools()
 
     def script(request: EngineRequest) -> Script:
@@ -41,9 +41,9 @@ async def run(config: ServerConfig) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, engine.go_on.set)
     server = ReplicaServer(
         config,
-        EngineConfig(model=str(BUNDLED)),
+        EngineConfig(model=str(BUNDLED_MODEL)),
         engine=engine,
-        load_text=lambda: text,
+        load_text_processing=lambda: text,
         on_ready=announce,
     )
     await server.run()
@@ -55,5 +55,5 @@ def announce(url: str) -> None:
 
 
 if __name__ == "__main__":
-    configure_logs("json")
-    uvloop.run(run(msgspec.json.decode(sys.argv[1], type=ServerConfig)))
+    configure_logging("json")
+    uvloop.run(run(msgspec.json.decode(sys.argv[1], type=ReplicaServerConfig)))

@@ -13,7 +13,7 @@ import httpx2
 from tests.integration.rough_server import rough_server
 
 from argosy.gateway import GatewayConfig, GatewayServer, ModelConfig, ReplicaConfig
-from argosy.store import Role, RoleScope, Store, StoreConfig, UsageRow, open_store
+from argosy.store import Role, RoleScope, Store, StoreConfig, UsageRecord, open_store
 
 Holding = Literal["gateway", "own", "other"]
 Json = dict[str, Any]
@@ -73,7 +73,7 @@ class World:
         accounts, organisation = self.store.accounts, self.organisation("customer")
         project = accounts.create_project(organisation, "web", actor="test").id
         user = accounts.create_user(organisation, f"{name()}@x.test", actor="test").id
-        limit = self.store.terms.set_limit(
+        limit = self.store.limits_and_prices.set_limit(
             "project", project, "requests", 9, window="day", actor="test"
         )
         key = await self.made("/admin/keys", {"project": project, "name": "web", "user": user})
@@ -81,7 +81,7 @@ class World:
         headers = {"authorization": f"Bearer {key['key']}"}
         answer = await self.client.post("/v1/completions", json=sent, headers=headers)
         request = answer.headers["x-request-id"]
-        row = UsageRow(
+        row = UsageRecord(
             request=name(),
             organisation=organisation,
             project=project,
@@ -89,7 +89,7 @@ class World:
             ended_at=2,
             status="completed",
         )
-        self.store.usage.add([row])
+        self.store.ledger.add_records([row])
         return Ids(organisation, project, user, key["id"], limit.id, request)
 
     async def made(self, path: str, body: Json) -> Json:

@@ -8,7 +8,7 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 
-from argosy.protocol import SSE_DONE, event
+from argosy.protocol import SSE_DONE, format_event
 
 MODELS = {"object": "list", "data": [{"id": "rough", "object": "model"}]}
 
@@ -38,13 +38,13 @@ class Asked:
     def say(self, text: str, finish: str | None = None) -> None:
         """A chunk of a completion."""
         choice = {"index": 0, "text": text, "finish_reason": finish}
-        self.send(event(json.dumps({"choices": [choice]}).encode()))
+        self.send(format_event(json.dumps({"choices": [choice]}).encode()))
 
     def end(self, *, tokens: int | None = None) -> None:
         """Usage, `[DONE]`, and the end."""
         if tokens is not None:
             usage = {"prompt_tokens": 1, "completion_tokens": tokens}
-            self.send(event(json.dumps({"choices": [], "usage": usage}).encode()))
+            self.send(format_event(json.dumps({"choices": [], "usage": usage}).encode()))
         self.send(SSE_DONE)
         self.writer.write(b"0\r\n\r\n")
 

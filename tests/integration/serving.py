@@ -15,18 +15,18 @@ import httpx2
 import msgspec
 
 from argosy.engine.engine_config import EngineConfig
-from argosy.engine.serving.api_server.replica_server import ReplicaServer, TextTools
-from argosy.engine.serving.api_server.replica_server_config import ServerConfig
-from argosy.engine.serving.api_server.replica_state import Engine, Replica
+from argosy.engine.serving.api_server.replica_server import ReplicaServer, TextProcessing
+from argosy.engine.serving.api_server.replica_server_config import ReplicaServerConfig
+from argosy.engine.serving.api_server.replica_state import ReplicaEngine, ReplicaState
 from argosy.engine.serving.engine_core.engine_client import EngineClient
 from argosy.engine.serving.text.chat_template import ChatTemplate
 from argosy.engine.serving.text.tokenizer import Tokenizer
-from argosy.models import BUNDLED
+from argosy.models import BUNDLED_MODEL
 from argosy.protocol import EventParser
 
 ROOT = Path(__file__).parents[2]
 MODEL = "test-model"
-CONFIG = ServerConfig(port=0, served_model_names=(MODEL,), drain_deadline_s=5.0)
+CONFIG = ReplicaServerConfig(port=0, served_model_names=(MODEL,), drain_deadline_s=5.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,31 +38,33 @@ class Served:
     client: httpx2.AsyncClient
 
     @property
-    def replica(self) -> Replica:
-        return self.server.replica
+    def replica(self) -> ReplicaState:
+        return self.server.replica_state
 
 
 @functools.cache
-def text_tools() -> TextTools:
+def text_tools() -> TextProcessing:
     """The bundled model's tokenizer and template."""
-    return TextTools(Tokenizer.load(BUNDLED), ChatTemplate.load(BUNDLED, None))
+    return TextProcessing(Tokenizer.load(BUNDLED_MODEL), ChatTemplate.load(BUNDLED_MODEL, None))
 
 
 def real_engine(blocks: int = 512) -> EngineClient:
     """The bundled model's, with so many KV blocks; not started yet."""
-    config = EngineConfig(model=str(BUNDLED), threads=1, num_blocks=blocks, warmup=False)
+    config = EngineConfig(model=str(BUNDLED_MODEL), threads=1, num_blocks=blocks, warmup=False)
     return EngineClient(config)
 
 
 @contextlib.asynccontextmanager
-async def serve(engine: Engine, config: ServerConfig = CONFIG) -> AsyncIterator[Served]:
+async def serve(
+    engine: ReplicaEngine, config: ReplicaServerConfig = CONFIG
+) -> AsyncIterator[Served]:
     """A server that is ready; stopped at the end, running requests ended."""
     url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     server = ReplicaServer(
         config,
-        EngineConfig(model=str(BUNDLED)),
+        EngineConfig(model=str(BUNDLED_MODEL)),
         engine=engine,
-        load_text=text_tools,
+        load_text_processing=text_tools,
         on_ready=url.set_result,
     )
     running = asyncio.create_task(server.run())
@@ -79,7 +81,7 @@ async def serve(engine: Engine, config: ServerConfig = CONFIG) -> AsyncIterator[
 
 @contextlib.asynccontextmanager
 async def replica_process(
-    config: ServerConfig = CONFIG,
+    config: ReplicaServerConfig = CONFIG,
 ) -> AsyncIterator[tuple[asyncio.subprocess.Process, httpx2.AsyncClient]]:
     """A `fake_replica` process and a client of it; killed at the end if it is still there."""
     process = await asyncio.create_subprocess_exec(

@@ -25,21 +25,21 @@ from schemathesis.specs.openapi.checks import (
 )
 from tests.waiting import still
 
-from argosy.gateway.admin import build_admin
-from argosy.gateway.admin.app import OPERATIONS
-from argosy.gateway.auth import AuthConfig, Identity
+from argosy.gateway.admin import build_admin_app
+from argosy.gateway.admin.app import ENDPOINTS
+from argosy.gateway.auth import AuthConfig, Authenticator
 from argosy.http_server import (
-    Exchange,
-    Listener,
+    HttpExchange,
+    HttpServer,
     Receive,
     Scope,
     Send,
-    answered,
-    bind,
+    bind_tcp,
     bind_unix,
-    url_of,
+    listen_url,
+    run_handler,
 )
-from argosy.store import Directory, Role, Store, UsageFilter, UsageLog, UsageRow, open_store
+from argosy.store import AccountSnapshot, Ledger, Role, Store, UsageFilter, UsageRecord, open_store
 
 Cards = Callable[[str], dict[str, Any] | None]
 Keys = dict[Role, dict[str, str]]
@@ -60,23 +60,23 @@ async def admin(
     cards: Cards = lambda _: None,
     *,
     changed: Callable[[], None] = lambda: None,
-    directory: Directory | None = None,
+    directory: AccountSnapshot | None = None,
     unix: Path | None = None,
 ) -> AsyncIterator[httpx2.AsyncClient]:
     """A client without a key. Callers are those of the directory, by default the store's."""
     if directory is None:
-        directory = Directory() if store is None else store.directory()
-    identity = Identity(directory, AuthConfig())
-    answer = build_admin(store, identity, lambda request, _: cards(request), changed)
+        directory = AccountSnapshot() if store is None else store.load_snapshot()
+    identity = Authenticator(directory, AuthConfig())
+    answer = build_admin_app(store, identity, lambda request, _: cards(request), changed)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange(scope, receive, send, Limits())
-        await answered(exchange, exchange.hand_to(answer))
+        exchange = HttpExchange(scope, receive, send, Limits())
+        await run_handler(exchange, exchange.delegate_to(answer))
 
-    bound = bind("127.0.0.1", 0) if unix is None else bind_unix(unix)
-    url = url_of(bound) if unix is None else "http://localhost"
+    bound = bind_tcp("127.0.0.1", 0) if unix is None else bind_unix(unix)
+    url = listen_url(bound) if unix is None else "http://localhost"
     transport = None if unix is None else httpx2.AsyncHTTPTransport(uds=str(unix))
-    listener = Listener(app)
+    listener = HttpServer(app)
     listening = asyncio.create_task(listener.serve(sockets=[bound]))
     try:
         async with httpx2.AsyncClient(base_url=url, transport=transport, timeout=30) as client:
@@ -170,9 +170,11 @@ async def test_a_key_is_rotated_with_overlap_and_revoked(store: Store, keys: Key
 
 async def test_whoever_keeps_accounts_is_told_of_changes(store: Store, keys: Keys) -> None:
     told_of: list[int] = []
-    async with admin(store, changed=lambda: told_of.append(store.directory().version)) as client:
+    async with admin(
+        store, changed=lambda: told_of.append(store.load_snapshot().version)
+    ) as client:
         client.headers |= keys["admin"]
-        before = store.directory().version
+        before = store.load_snapshot().version
         await done(await client.get("/admin/keys"))
         assert not told_of
         await done(await client.post("/admin/organisations", json={"name": "zeta"}))
@@ -275,8 +277,8 @@ async def test_a_list_goes_on_where_what_was_last_is_no_longer_there(
     store: Store, keys: Keys
 ) -> None:
     for key in store.accounts.list_keys():
-        store.terms.set_limit("key", key.id, "tokens", 1, window="day", actor="test")
-    ids = [limit.id for limit in store.terms.list_limits()]
+        store.limits_and_prices.set_limit("key", key.id, "tokens", 1, window="day", actor="test")
+    ids = [limit.id for limit in store.limits_and_prices.list_limits()]
     async with admin(store) as client:
         client.headers |= keys["operator"]
         part = await done(await client.get("/admin/limits?limit=2"))
@@ -377,7 +379,7 @@ async def test_what_is_wrong_is_named(
 
 async def test_a_store_that_is_down_is_no_fault_of_the_caller() -> None:
     down = open_store("postgresql://nobody:hunter2@127.0.0.1:1/argosy")
-    async with admin(down, directory=Directory()) as client:
+    async with admin(down, directory=AccountSnapshot()) as client:
         answer = await client.get("/admin/keys")
     assert told(answer)[:2] == (503, "store_unavailable")
     assert answer.headers["retry-after"] == "5"
@@ -395,7 +397,7 @@ async def test_a_gateway_without_a_store_still_explains() -> None:
 # --- reports -------------------------------------------------------------------------------------
 
 
-def used(request: str, key: str, project: str, **fields: object) -> UsageRow:
+def used(request: str, key: str, project: str, **fields: object) -> UsageRecord:
     usual: dict[str, Any] = {
         "started_at": 1_763_750_000.0,
         "ended_at": 1_763_750_001.0,
@@ -405,7 +407,7 @@ def used(request: str, key: str, project: str, **fields: object) -> UsageRow:
         "output_tokens": 5,
         "nano_dollars": 100,
     }
-    return UsageRow(**{"request": request, "key": key, "project": project} | usual | fields)
+    return UsageRecord(**{"request": request, "key": key, "project": project} | usual | fields)
 
 
 async def test_usage_is_summed_and_exported(store: Store, keys: Keys) -> None:
@@ -413,7 +415,7 @@ async def test_usage_is_summed_and_exported(store: Store, keys: Keys) -> None:
     own, project = by_role["caller"].id, by_role["caller"].project
     rows = [used(f"r{n}", own, project) for n in range(3)]
     rows.append(used("r3", "key_other", project, model="small", ended_at=1_763_850_001.0))
-    store.usage.add(rows)
+    store.ledger.add_records(rows)
     async with admin(store) as client:
         client.headers |= keys["viewer"]
         report = await done(await client.get("/admin/usage?group_by=model,day"))
@@ -441,13 +443,13 @@ async def test_an_export_ends_when_its_client_leaves(
 ) -> None:
     told = 0
 
-    def rows(_log: UsageLog, _where: UsageFilter) -> Iterator[list[UsageRow]]:
+    def rows(_log: Ledger, _where: UsageFilter) -> Iterator[list[UsageRecord]]:
         nonlocal told
         while told < 20_000:
             told += 1
             yield [used("r0", "key_other", "proj_other")] * 10
 
-    monkeypatch.setattr(UsageLog, "rows", rows)
+    monkeypatch.setattr(Ledger, "iter_records", rows)
     async with admin(store) as client:
         async with client.stream("GET", "/admin/usage.csv", headers=keys["viewer"]) as answer:
             assert answer.status_code == 200
@@ -457,7 +459,9 @@ async def test_an_export_ends_when_its_client_leaves(
 async def test_nobody_sees_the_usage_or_requests_of_others(store: Store, keys: Keys) -> None:
     (own,) = store.accounts.list_projects()
     project, organisation = own.id, own.organisation
-    store.usage.add([used("r0", "key_other", project), used("r1", "key_other", "proj_other")])
+    store.ledger.add_records(
+        [used("r0", "key_other", project), used("r1", "key_other", "proj_other")]
+    )
     cards = {
         "mine": {
             "object": "request.explanation",
@@ -521,7 +525,7 @@ async def test_the_document_promises_what_is_done(store: Store, keys: Keys) -> N
             for path, methods in document["paths"].items()
             for method in methods
         }
-        assert served == {(operation.method, operation.path) for operation in OPERATIONS}
+        assert served == {(operation.method, operation.path) for operation in ENDPOINTS}
         # What ends a key, or what it belongs to, would end the exploration; it is tested above.
         lasting = sorted(one for one in served if not one[1].endswith(("archive", "revoke")))
         accounts = store.accounts

@@ -32,7 +32,7 @@ async def test_nobody_gives_or_takes_over_more_than_they_have(world: World) -> N
     above, _ = accounts.create_key(
         customer.project, "above", role="operator", scope="gateway", actor="test"
     )
-    before = world.store.directory().version
+    before = world.store.load_snapshot().version
     for method, path, body in (
         ("POST", "/admin/keys", key_body(customer) | fleet),
         ("POST", f"/admin/keys/{above.id}/rotate", {}),
@@ -47,7 +47,7 @@ async def test_nobody_gives_or_takes_over_more_than_they_have(world: World) -> N
     ):
         answer = await client.request(method, path, json=body)
         assert refusal(answer) == "insufficient_role", path
-    assert world.store.directory().version == before
+    assert world.store.load_snapshot().version == before
     # A key that works no longer stands in nobody's way.
     later, _ = accounts.rotate_key(above.id, 0, actor="test")
     accounts.revoke_key(later.id, actor="test")
@@ -148,7 +148,7 @@ async def test_an_export_whose_store_fails_is_cut_off_with_one_line_in_the_log(
     world: World,
 ) -> None:
     database = Database(world.url)
-    with database.write() as connection:
+    with database.write_transaction() as connection:
         connection.execute(sa.text("DROP TABLE usage"))
     database.close()
     with capture_logs() as logs:

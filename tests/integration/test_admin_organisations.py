@@ -19,8 +19,8 @@ from tests.integration.organisations import (
     user_body,
 )
 
-from argosy.gateway.admin.app import OPERATIONS
-from argosy.gateway.admin.endpoints import Operation
+from argosy.gateway.admin.app import ENDPOINTS
+from argosy.gateway.admin.endpoints import AdminEndpoint
 from argosy.store import Role, RoleScope
 
 ROLES: tuple[Role, ...] = ("caller", "viewer", "operator", "admin")
@@ -100,19 +100,19 @@ CASES: dict[str, Case] = {
 }
 
 
-async def ask(world: World, operation: Operation, ids: Ids, headers: Json) -> httpx2.Response:
+async def ask(world: World, operation: AdminEndpoint, ids: Ids, headers: Json) -> httpx2.Response:
     return await send(world, operation, ids, headers, CASES[operation.name].body(ids))
 
 
 async def send(
-    world: World, operation: Operation, ids: Ids, headers: Json, body: Json
+    world: World, operation: AdminEndpoint, ids: Ids, headers: Json, body: Json
 ) -> httpx2.Response:
     case = CASES[operation.name]
     return await world.client.request(
         operation.method,
         operation.path.format(id=asdict(ids).get(case.id)),
         params=case.query(ids),
-        json=body if operation.body is not None else None,
+        json=body if operation.body_type is not None else None,
         headers=headers | {"x-request-id": "one"},
     )
 
@@ -126,20 +126,20 @@ def without_ids(answer: httpx2.Response, ids: Ids) -> tuple[int, str]:
 
 
 def test_no_operation_is_forgotten() -> None:
-    assert set(CASES) == {operation.name for operation in OPERATIONS}
-    told = {op.name: (op.scope, "{id}" in op.path) for op in OPERATIONS}
+    assert set(CASES) == {operation.name for operation in ENDPOINTS}
+    told = {op.name: (op.scope, "{id}" in op.path) for op in ENDPOINTS}
     assert told == {name: (case.scope, case.id != "") for name, case in CASES.items()}
 
 
-@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
-async def test_who_may(world: World, operation: Operation) -> None:
+@pytest.mark.parametrize("operation", ENDPOINTS, ids=lambda operation: operation.name)
+async def test_who_may(world: World, operation: AdminEndpoint) -> None:
     """With the role and within its reach, and nobody learns even that there is anything beyond it."""
     case = CASES[operation.name]
     holdings: tuple[Holding, ...] = ("gateway", "own", "other")
     customer = await world.customer()
     for holding, role in itertools.product(holdings, ROLES):
         headers = await world.holder(role, holding, customer)
-        before = world.store.directory().version
+        before = world.store.load_snapshot().version
         answer = await ask(world, operation, customer, headers)
         cell = f"{operation.name} by {role} of {holding}: {answer.text}"
         if ROLES.index(role) < ROLES.index(case.role):
@@ -153,15 +153,17 @@ async def test_who_may(world: World, operation: Operation) -> None:
             assert answer.status_code == 200, cell
             if operation.method == "GET" and not case.alike:
                 assert any(value in answer.text for value in asdict(customer).values()), cell
-            assert (world.store.directory().version > before) == (operation.method != "GET"), cell
+            assert (world.store.load_snapshot().version > before) == (operation.method != "GET"), (
+                cell
+            )
             if operation.method != "GET":
                 customer = await world.customer()  # of this one something has ended, or changed
             continue
-        assert world.store.directory().version == before, cell
+        assert world.store.load_snapshot().version == before, cell
 
 
 async def unknown(
-    world: World, operation: Operation, customer: Ids, headers: Json, answer: httpx2.Response
+    world: World, operation: AdminEndpoint, customer: Ids, headers: Json, answer: httpx2.Response
 ) -> None:
     """What is another organisation's is answered as what is nobody's, wherever its id stands."""
     asked = await ask(world, operation, Ids(), headers)
@@ -178,7 +180,7 @@ async def unknown(
 async def test_nothing_is_moved_into_or_taken_from_another_organisation(world: World) -> None:
     mine, theirs = await world.customer(), await world.customer()
     headers = await world.headers("admin", "organisation", mine.organisation)
-    before = world.store.directory().version
+    before = world.store.load_snapshot().version
     refused = [
         ("PATCH", f"/admin/users/{mine.user}", {"project": theirs.project}),
         ("POST", "/admin/users", user_body(mine) | {"project": theirs.project}),
@@ -189,13 +191,13 @@ async def test_nothing_is_moved_into_or_taken_from_another_organisation(world: W
     for method, path, body in refused:
         answer = await world.client.request(method, path, json=body, headers=headers)
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found"), path
-    assert world.store.directory().version == before
+    assert world.store.load_snapshot().version == before
 
 
 async def test_lists_without_a_filter_hold_ones_own_only(world: World) -> None:
     mine, theirs = await world.customer(), await world.customer()
     headers = await world.headers("viewer", "organisation", mine.organisation)
-    for operation in OPERATIONS:
+    for operation in ENDPOINTS:
         if operation.method == "GET" and "{id}" not in operation.path:
             params = {"group_by": "organisation,project,key"} if "usage" in operation.path else {}
             answer = await world.client.get(operation.path, params=params, headers=headers)

@@ -11,10 +11,10 @@ import pytest
 from tests.integration.benching import AT_ONCE, WORKLOAD, Watch, measure, settings
 from tests.integration.rough_server import Answer, Asked, plain, rough_server
 
-from argosy.bench import Load, run
-from argosy.bench.client import Client
-from argosy.bench.response import Reply
-from argosy.protocol import event, parse_endpoint
+from argosy.bench import LoadSpec, run_benchmark
+from argosy.bench.client import BenchClient
+from argosy.bench.response import BenchResponse
+from argosy.protocol import format_event, parse_endpoint
 
 
 async def cut_head(asked: Asked) -> None:
@@ -81,7 +81,7 @@ async def countless(asked: Asked) -> None:
     asked.stream()
     for count in (1, 10**12):
         chunk = {"choices": [{"text": "a"}], "usage": {"completion_tokens": count}}
-        asked.send(event(json.dumps(chunk).encode()))
+        asked.send(format_event(json.dumps(chunk).encode()))
     asked.end()
 
 
@@ -130,8 +130,10 @@ async def test_a_failure_costs_one_request(script: Answer, error: str) -> None:
 
     async with rough_server(each_third) as server:
         timeout_s = 2.0 if script is silence else 60.0
-        result = await measure(server.url, Load(concurrency=2, requests=12), timeout_s=timeout_s)
-    summary = result.points[0].summary
+        result = await measure(
+            server.url, LoadSpec(concurrency=2, requests=12), timeout_s=timeout_s
+        )
+    summary = result.runs[0].summary
     assert set(summary.errors) <= {error}
     # Only a kept connection that is cut before the answer begins is given a second chance.
     assert summary.failed + summary.resent == count // 3
@@ -142,8 +144,8 @@ async def test_a_failure_costs_one_request(script: Answer, error: str) -> None:
 
 async def test_bytes_that_are_no_text_are_said_to_be_none() -> None:
     async with rough_server(half_a_character) as server:
-        result = await measure(server.url, Load(concurrency=1, requests=1))
-    assert "no UTF-8" in result.points[0].rows[0].detail
+        result = await measure(server.url, LoadSpec(concurrency=1, requests=1))
+    assert "no UTF-8" in result.runs[0].rows[0].detail
 
 
 async def test_what_a_server_says_moves_no_terminal() -> None:
@@ -151,8 +153,8 @@ async def test_what_a_server_says_moves_no_terminal() -> None:
         asked.json(500, {"error": {"message": "\x1b]0;mine\x07\x1b[2J\nall is well"}})
 
     async with rough_server(paints) as server:
-        result = await measure(server.url, Load(concurrency=1, requests=1))
-    detail = result.points[0].rows[0].detail
+        result = await measure(server.url, LoadSpec(concurrency=1, requests=1))
+    detail = result.runs[0].rows[0].detail
     assert detail.isprintable()
     assert "all is well" in detail
 
@@ -163,8 +165,8 @@ async def test_what_comes_after_an_answer_costs_nothing(caplog: pytest.LogCaptur
         asked.writer.write(b"and another thing")
 
     async with rough_server(chatty) as server:
-        result = await measure(server.url, Load(concurrency=1, requests=5))
-    assert result.points[0].summary.completed == 5
+        result = await measure(server.url, LoadSpec(concurrency=1, requests=5))
+    assert result.runs[0].summary.completed == 5
     assert not caplog.records
 
 
@@ -180,13 +182,15 @@ async def test_a_server_that_is_slow_to_connect_makes_no_lag_of_the_client() -> 
 
     async with await asyncio.start_server(never_shakes_hands, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
-        client = Client(parse_endpoint(f"https://127.0.0.1:{port}"), time.perf_counter, {}, 0.2)
+        client = BenchClient(
+            parse_endpoint(f"https://127.0.0.1:{port}"), time.perf_counter, {}, 0.2
+        )
         before = time.perf_counter()
-        reply = await client.post("/v1/completions", b"{}", Reply())
+        reply = await client.post("/v1/completions", b"{}", BenchResponse())
         await left.wait()
     assert reply.error == "timeout"
     assert reply.sent_at is not None
-    assert before <= reply.sent_at <= reply.now - 0.19
+    assert before <= reply.sent_at <= reply.received_at - 0.19
 
 
 async def test_a_connection_closed_while_idle_costs_nothing() -> None:
@@ -196,15 +200,15 @@ async def test_a_connection_closed_while_idle_costs_nothing() -> None:
         asked.writer.close()
 
     async with rough_server(answer_and_close) as server:
-        result = await measure(server.url, Load(concurrency=3, requests=30))
-    assert result.points[0].summary.completed == 30
+        result = await measure(server.url, LoadSpec(concurrency=3, requests=30))
+    assert result.runs[0].summary.completed == 30
 
 
 async def test_a_server_that_dies_fails_the_rest() -> None:
     async with rough_server() as server:
         watch = Watch()
         task = asyncio.create_task(
-            run(settings(server.url, Load(concurrency=1, requests=400)), {}, watch)
+            run_benchmark(settings(server.url, LoadSpec(concurrency=1, requests=400)), {}, watch)
         )
 
         def die() -> None:
@@ -213,7 +217,7 @@ async def test_a_server_that_dies_fails_the_rest() -> None:
 
         watch.on_row = die
         result = await task
-    summary = result.points[0].summary
+    summary = result.runs[0].summary
     assert summary.completed == 5
     assert summary.failed == 395
 
@@ -221,8 +225,8 @@ async def test_a_server_that_dies_fails_the_rest() -> None:
 async def test_a_failed_turn_ends_its_conversation() -> None:
     async with rough_server(refused) as server:
         workload = msgspec.structs.replace(WORKLOAD, turns=3)
-        result = await measure(server.url, Load(concurrency=1, requests=6), workload=workload)
-    summary = result.points[0].summary
+        result = await measure(server.url, LoadSpec(concurrency=1, requests=6), workload=workload)
+    summary = result.runs[0].summary
     assert (summary.failed, summary.cancelled) == (2, 4)
     assert len(server.asked) == 2
 
@@ -230,8 +234,8 @@ async def test_a_failed_turn_ends_its_conversation() -> None:
 async def test_an_interrupted_run_keeps_what_it_has() -> None:
     async with rough_server() as server:
         watch = Watch()
-        loads = (Load(concurrency=1, requests=100), Load(concurrency=2, requests=100))
-        task = asyncio.create_task(run(settings(server.url, *loads), {}, watch))
+        loads = (LoadSpec(concurrency=1, requests=100), LoadSpec(concurrency=2, requests=100))
+        task = asyncio.create_task(run_benchmark(settings(server.url, *loads), {}, watch))
 
         def interrupt() -> None:
             if len(watch.rows) == 7:
@@ -240,9 +244,9 @@ async def test_an_interrupted_run_keeps_what_it_has() -> None:
 
         watch.on_row = interrupt
         result = await task
-    assert len(result.points) == 1
-    assert result.points[0].interrupted
-    summary = result.points[0].summary
+    assert len(result.runs) == 1
+    assert result.runs[0].interrupted
+    summary = result.runs[0].summary
     assert summary.completed >= 7
     assert summary.cancelled <= 1
     assert summary.failed == 0
@@ -250,8 +254,8 @@ async def test_an_interrupted_run_keeps_what_it_has() -> None:
 
 async def test_an_interrupted_run_counts_those_that_waited_for_room() -> None:
     async with rough_server() as server:
-        load = Load(arrivals=AT_ONCE, concurrency=1, requests=10)
-        task = asyncio.create_task(run(settings(server.url, load), {}, Watch()))
+        load = LoadSpec(arrivals=AT_ONCE, concurrency=1, requests=10)
+        task = asyncio.create_task(run_benchmark(settings(server.url, load), {}, Watch()))
 
         async def interrupt(asked: Asked) -> None:
             task.cancel()
@@ -259,7 +263,7 @@ async def test_an_interrupted_run_counts_those_that_waited_for_room() -> None:
 
         server.script = interrupt
         result = await task
-    summary = result.points[0].summary
+    summary = result.runs[0].summary
     assert (summary.completed, summary.cancelled) == (0, 10)
 
 
@@ -272,7 +276,7 @@ async def test_what_the_server_does_not_take_is_left_out() -> None:
     async with rough_server(strict) as server:
         server.refuses = {"ignore_eos", "continuous_usage_stats"}
         result = await measure(server.url)
-    assert result.points[0].summary.completed == 12
+    assert result.runs[0].summary.completed == 12
     assert not result.target.ignore_eos
     assert not result.target.chunk_usage
 
@@ -287,6 +291,6 @@ async def test_without_usage_chunks_are_counted() -> None:
 
     async with rough_server(no_usage) as server:
         result = await measure(server.url)
-    summary = result.points[0].summary
-    assert summary.uncounted == 12
+    summary = result.runs[0].summary
+    assert summary.missing_usage == 12
     assert summary.output_tokens == 36

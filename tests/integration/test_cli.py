@@ -13,8 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from argosy.cli.app import app
-from argosy.cli.sizes import show_count, show_size
-from argosy.models import BUNDLED
+from argosy.cli.sizes import format_count, format_size
+from argosy.models import BUNDLED_MODEL
 
 runner = CliRunner()
 
@@ -40,7 +40,7 @@ def test_who_reads_on_a_full_disk_is_told_so_in_one_sentence(command: str) -> No
 
 
 LOGS = """import structlog, argosy.telemetry as telemetry
-telemetry.configure_logs("console")
+telemetry.configure_logging("console")
 structlog.get_logger("argosy").warning("wrong")
 """
 
@@ -203,9 +203,9 @@ def test_models_inspects_the_bundled_model() -> None:
     table = runner.invoke(app, ["models"])
     assert table.exit_code == 0
     assert "LlamaForCausalLM" in table.output
-    result = runner.invoke(app, ["models", "inspect", str(BUNDLED), "--output", "json"])
+    result = runner.invoke(app, ["models", "inspect", str(BUNDLED_MODEL), "--output", "json"])
     fit = json.loads(result.stdout)
-    config = json.loads((BUNDLED / "config.json").read_text())
+    config = json.loads((BUNDLED_MODEL / "config.json").read_text())
     assert fit["vocab_size"] == config["vocab_size"]
     assert fit["kv_bytes_per_token"] == (
         2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * 2
@@ -239,5 +239,5 @@ def test_a_bad_size_is_refused() -> None:
 
 
 def test_sizes_are_shown() -> None:
-    assert [show_size(n) for n in (512, 4096, 3 * 2**30)] == ["512 B", "4 KiB", "3 GiB"]
-    assert [show_count(n) for n in (12, 8_130_000, 7e9)] == ["12", "8.13 M", "7 B"]
+    assert [format_size(n) for n in (512, 4096, 3 * 2**30)] == ["512 B", "4 KiB", "3 GiB"]
+    assert [format_count(n) for n in (12, 8_130_000, 7e9)] == ["12", "8.13 M", "7 B"]

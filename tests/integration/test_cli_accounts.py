@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from argosy.cli.app import app
-from argosy.store import Store, UsageRow, digest, open_store
+from argosy.store import Store, UsageRecord, hash_key, open_store
 
 runner = CliRunner()
 
@@ -55,11 +55,11 @@ def opened(url: str) -> Store:
 def test_the_first_key_takes_one_command(url: str) -> None:
     plain = run("keys", "create").strip()
     store = opened(url)
-    (key,) = store.directory().keys
-    (project,) = store.directory().projects
-    (first,) = store.audit.entries(limit=1)
+    (key,) = store.load_snapshot().keys
+    (project,) = store.load_snapshot().projects
+    (first,) = store.audit_log.list_entries(limit=1)
     store.close()
-    assert (key.digest, key.role, key.name) == (digest(plain), "caller", "key-1")
+    assert (key.digest, key.role, key.name) == (hash_key(plain), "caller", "key-1")
     assert (project.name, first.action) == ("default", "key.create")
     assert first.actor.startswith("cli")
     assert plain[18:] not in run("keys", "list")
@@ -150,10 +150,10 @@ def test_tenants_change_and_end(url: str) -> None:
     assert "premium" in run("tenants", "list")
     changed = told("tenants", "change", "chat", "--share-cache", "--network", "10.0.0.0/8")
     assert (changed["share_cache"], changed["tier"]) == (True, "premium")
-    assert told("tenants", "change", "chat", "--anywhere")["networks"] == []
+    assert told("tenants", "change", "chat", "--clear-networks")["networks"] == []
     assert told("tenants", "change", "chat", "--flag", "new")["flags"] == ["new"]
-    assert told("tenants", "change", "chat", "--no-flags")["flags"] == []
-    assert "not both" in refused("tenants", "change", "chat", "--no-flags", "--flag", "new")
+    assert told("tenants", "change", "chat", "--clear-flags")["flags"] == []
+    assert "not both" in refused("tenants", "change", "chat", "--clear-flags", "--flag", "new")
     run("tenants", "organisations", "rename", "acme", "zeta")
     run("tenants", "users", "create", "ann@acme.test", "-o", "zeta")
     user = told("tenants", "users", "change", "ann@acme.test", "--role", "viewer", "-p", "chat")
@@ -176,7 +176,7 @@ def test_limits_and_prices_are_exact(url: str) -> None:
     shown = run(*limits, "list")
     assert "$12.50" in shown
     assert "100,000" in shown
-    run(*limits, "lift", money["id"])
+    run(*limits, "delete", money["id"])
     assert len(told(*limits, "list")) == 2
     prices = ("tenants", "prices")
     price = told(*prices, "set", "big", "--input", "0.15", "--cached", "0.075", "--output", "0.6")
@@ -240,7 +240,7 @@ def test_what_cannot_be_done_is_one_sentence(url: str, command: tuple[str, ...],
     [
         (("tenants", "change", "web"), "give what to change"),
         (("tenants", "change", "web", "--name", ""), "length >= 1 - at `$.name`"),
-        (("tenants", "change", "web", "--network", "::/0", "--anywhere"), "not both"),
+        (("tenants", "change", "web", "--network", "::/0", "--clear-networks"), "not both"),
         (("tenants", "users", "change", "ann@acme.test"), "give what to change"),
         (
             ("tenants", "users", "change", "ann@acme.test", "--email", ""),
@@ -270,7 +270,7 @@ def test_nobody_commands_the_terminal_of_an_operator(url: str) -> None:
         "started_at": 1.0,
         "ended_at": 2.0,
     }
-    store.usage.add([UsageRow(status="completed", **row)])
+    store.ledger.add_records([UsageRecord(status="completed", **row)])
     store.close()
     assert "\ufffd[2Jann" in run("usage", "--by", "user")
 
@@ -293,7 +293,7 @@ def test_usage_of_who_has_ended_is_told_apart_from_who_has_their_name(url: str) 
     store = opened(url)
     for project, count in ((gone, 1), (now, 2)):
         for number in range(count):
-            row = UsageRow(
+            row = UsageRecord(
                 request=f"{project['id']}-{number}",
                 organisation=project["organisation"],
                 project=project["id"],
@@ -301,7 +301,7 @@ def test_usage_of_who_has_ended_is_told_apart_from_who_has_their_name(url: str) 
                 ended_at=time.time(),
                 status="completed",
             )
-            store.usage.add([row])
+            store.ledger.add_records([row])
     store.close()
     shown = run("usage", "--by", "project")
     assert f"shop ({gone['id']})" in shown
@@ -320,7 +320,7 @@ def test_usage_of_who_has_ended_is_told_apart_from_who_has_their_name(url: str) 
 def test_usage_is_summed_by_name_and_exported(url: str, tmp_path: Path) -> None:
     key = told("keys", "create", "app")
     store = opened(url)
-    row = UsageRow(
+    row = UsageRecord(
         request="r1",
         organisation=store.accounts.get_project(key["project"]).organisation,
         project=key["project"],
@@ -336,7 +336,7 @@ def test_usage_is_summed_by_name_and_exported(url: str, tmp_path: Path) -> None:
         output_tokens=234,
         nano_dollars=1_500_000,
     )
-    store.usage.add([row])
+    store.ledger.add_records([row])
     store.close()
     shown = run("usage", "--by", "project,key", "--since", "1d", "--key", "app")
     assert "default" in shown
@@ -372,7 +372,7 @@ def test_all_is_shown_whole(url: str, monkeypatch: pytest.MonkeyPatch, terminal:
     name = "long" * 50
     key = told("keys", "create", name)
     run("tenants", "prices", "set", name, "--input", "123456.789", "--output", "0.001")
-    row = UsageRow(
+    row = UsageRecord(
         request="r1",
         project=key["project"],
         key=key["id"],
@@ -384,7 +384,7 @@ def test_all_is_shown_whole(url: str, monkeypatch: pytest.MonkeyPatch, terminal:
         nano_dollars=12_345_678_901_234,
     )
     store = opened(url)
-    store.usage.add([row])
+    store.ledger.add_records([row])
     store.close()
     for shown in (run("usage", "--by", "key,model"), run("tenants", "prices", "list")):
         assert name in shown

@@ -17,7 +17,7 @@ from tests.integration.serving import MODEL, Served
 from typer.testing import CliRunner
 from typer.testing import Result as Ran
 
-from argosy.bench import load
+from argosy.bench import load_result
 from argosy.cli.app import app
 
 
@@ -33,7 +33,7 @@ async def test_the_command_writes_what_compare_reads(served: Served, tmp_path: P
     assert ran.exit_code == 0, ran.output
     assert "Successful requests:                     8" in ran.output
     assert "Request goodput" in ran.output
-    assert load(a).points[0].summary.completed == 8
+    assert load_result(a).runs[0].summary.completed == 8
     assert "secret-key" not in a.read_text()
     assert page.read_text().startswith("<!doctype html>")
     ran = await asyncio.to_thread(cli, *common, "--save", str(b))

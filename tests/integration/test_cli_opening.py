@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from argosy.cli.auth_bootstrap import Auth, Doorkeeping, Opening
-from argosy.cli.startup_display import Display
+from argosy.cli.auth_bootstrap import AuthBootstrap, AuthModeName, AuthSetup
+from argosy.cli.startup_display import StartupDisplay
 from argosy.store import open_store
 
 LOCAL, ANYWHERE = "127.0.0.1", "0.0.0.0"  # noqa: S104 - nothing listens
@@ -24,14 +24,14 @@ LOCAL, ANYWHERE = "127.0.0.1", "0.0.0.0"  # noqa: S104 - nothing listens
     ],
 )
 def test_callers_need_keys_once_there_are_some(
-    tmp_path: Path, auth: Auth, host: str, *, before: bool, after: bool
+    tmp_path: Path, auth: AuthModeName, host: str, *, before: bool, after: bool
 ) -> None:
     url = f"sqlite:///{tmp_path}/argosy.db"
-    door = Doorkeeping(url, auth, host)
-    opening = door.prepare()
-    assert (opening.keyed, opening.first_key is not None) == (before, before)
+    door = AuthBootstrap(url, auth, host)
+    opening = door.prepare_store()
+    assert (opening.key_required, opening.first_key is not None) == (before, before)
     _make_key(url)
-    assert door.prepare() == Opening(None, after)
+    assert door.prepare_store() == AuthSetup(None, after)
 
 
 def _make_key(url: str) -> None:
@@ -46,5 +46,5 @@ def _make_key(url: str) -> None:
 def test_the_panel_says_whether_it_takes_a_key(
     capsys: pytest.CaptureFixture[str], *, keyed: bool, said: str
 ) -> None:
-    Display().ready("http://127.0.0.1:8000", "m", keyed=keyed)
+    StartupDisplay().show_ready("http://127.0.0.1:8000", "m", key_required=keyed)
     assert said in capsys.readouterr().err

@@ -50,7 +50,7 @@ from argosy.gateway import (
     Timeouts,
     load_config,
 )
-from argosy.gateway.backends import Carry
+from argosy.gateway.backends import ResumeMode
 from argosy.policy import BLOCK_TOKENS
 
 Family = type[Double]
@@ -90,11 +90,11 @@ async def test_what_it_is_and_its_load_are_found_by_asking(family: Family) -> No
         kind, waiting, kv_used, capacity = FOUND[family]
         await until(lambda: replica.load.running)
         load = replica.load
-        told = (replica.kind, load.running, load.waiting, load.kv_used, load.capacity)
+        told = (replica.kind, load.running, load.waiting, load.kv_usage_ratio, load.max_seqs)
         assert told == (kind, 3, waiting, kv_used, capacity)
         if family is Vllm:  # 40 blocks of 16: more prompts than that it cannot have cached
-            replica.prefixes.sent([b"%d" % number for number in range(1000)])
-            assert len(replica.prefixes) == 40 * 16 // BLOCK_TOKENS
+            replica.prefix_index.on_prompt_sent([b"%d" % number for number in range(1000)])
+            assert len(replica.prefix_index) == 40 * 16 // BLOCK_TOKENS
         assert replica.max_model_len == (64 if family is Vllm else None)
 
 
@@ -128,7 +128,7 @@ async def test_a_server_without_metrics_is_still_served_by(family: Family) -> No
     async with running(double), gateway(behind(double)) as (server, client):
         assert server.replicas[0].kind == FOUND[family][0]
         await until(lambda: "/health" in double.got)
-        assert server.replicas[0].breaker.closed
+        assert server.replicas[0].breaker.is_closed
         assert (await stream(client, COMPLETION)).text == WHOLE
 
 
@@ -146,7 +146,7 @@ async def test_a_server_that_tells_its_load_from_its_first_request_on_is_asked_a
             await until(lambda: double.got.count("/health") > 1)
             assert (await stream(client, COMPLETION)).text == WHOLE
             await until(lambda: server.replicas[0].load.running == 3)
-    assert [told["event"] for told in logs].count("load_not_read") == 1
+    assert [told["event"] for told in logs].count("load_report_invalid") == 1
 
 
 # --- streams pass --------------------------------------------------------------------------------
@@ -227,7 +227,9 @@ async def test_a_stream_goes_on_wherever_its_server_dies(family: Family) -> None
 @each_family
 async def test_errors_in_the_stream_and_stalls_are_deaths_too(family: Family) -> None:
     one, two = family(), family()
-    timeouts = Timeouts(first_token_s=5.0, between_tokens_s=0.3, recovery_s=2.0)
+    timeouts = Timeouts(
+        first_token_timeout_s=5.0, stream_idle_timeout_s=0.3, failover_timeout_s=2.0
+    )
     async with (
         running(one, two),
         gateway(behind(one), behind(two), timeouts=timeouts) as (_, client),
@@ -331,7 +333,7 @@ async def test_what_is_more_than_text_ends_with_an_error_that_says_so(
 
 
 @pytest.mark.parametrize(("carry", "text"), [("none", "Once upon a"), ("prefill", WHOLE)])
-async def test_the_configuration_says_how_far_it_may_go(carry: Carry, text: str) -> None:
+async def test_the_configuration_says_how_far_it_may_go(carry: ResumeMode, text: str) -> None:
     one, two = Vllm(), Vllm()
     async with (
         running(one, two),
@@ -387,7 +389,7 @@ async def test_where_nobody_else_can_go_on_who_began_is_asked_again_or_that_is_t
 @pytest.mark.parametrize("path", [CHAT, COMPLETION])
 async def test_a_stop_string_over_two_servers_ends_the_answer_at_once(path: str) -> None:
     one, two = Vllm(), Vllm()
-    patient = Timeouts(first_token_s=600, between_tokens_s=600)
+    patient = Timeouts(first_token_timeout_s=600, stream_idle_timeout_s=600)
     async with (
         running(one, two),
         gateway(behind(one), behind(two), timeouts=patient) as (server, client),
@@ -399,7 +401,7 @@ async def test_a_stop_string_over_two_servers_ends_the_answer_at_once(path: str)
         tokens = 4 if path == CHAT else 5
         assert (seen.counts, seen.errors, seen.done) == ([(len(PROMPT_IDS), tokens)], [], 1)
         assert all(replica.load.in_flight == 0 for replica in server.replicas)
-        assert all(replica.breaker.closed for replica in server.replicas)
+        assert all(replica.breaker.is_closed for replica in server.replicas)
         one.faults.clear()
         assert (await stream(client, path)).text == WHOLE
 
@@ -413,7 +415,7 @@ async def test_full_servers_are_left_alone_for_a_moment(family: Family) -> None:
     async with running(one, two), gateway(behind(one), behind(two)) as (server, client):
         one.faults.append(Fault("refuse", status=503))
         assert (await stream(client, CHAT)).text == WHOLE
-        assert all(replica.breaker.closed for replica in server.replicas)
+        assert all(replica.breaker.is_closed for replica in server.replicas)
         assert len(one.asked) + len(two.asked) == 2
 
 
@@ -428,12 +430,12 @@ async def test_servers_that_are_not_well_are_left_out_until_they_are(priority: b
         server, client = it
         one.healthy = False
         breaker = next(r.breaker for r in server.replicas if r.name == one.url)
-        await until(lambda: not breaker.closed)
+        await until(lambda: not breaker.is_closed)
         for _ in range(4):
             assert (await stream(client, CHAT)).text == WHOLE
         assert not one.asked
         one.healthy = True
-        await until(lambda: breaker.closed)
+        await until(lambda: breaker.is_closed)
         for _ in range(2):
             assert (await stream(client, CHAT)).text == WHOLE
         probe, asked = one.asked

@@ -16,11 +16,11 @@ from tests.integration.fake_engine import FakeEngine, always, says
 from tests.integration.fake_replica import REPLY as PROCESS_REPLY
 from tests.integration.serving import CONFIG, Served, chat, events, replica_process
 
-from argosy.engine.serving.api_server.replica_server_config import ServerConfig
+from argosy.engine.serving.api_server.replica_server_config import ReplicaServerConfig
 from argosy.engine.serving.text.tokenizer import Tokenizer
 
 
-def draining(deadline_s: float) -> ServerConfig:
+def draining(deadline_s: float) -> ReplicaServerConfig:
     return msgspec.structs.replace(CONFIG, drain_deadline_s=deadline_s)
 
 

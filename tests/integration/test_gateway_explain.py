@@ -14,19 +14,19 @@ from tests.integration.gateway.harness import Watching, front
 from tests.integration.rough_server import Asked, rough_server
 from tests.integration.test_metrics import value
 
-from argosy.cli.explain import show, steps
+from argosy.cli.explain import print_explanation, timeline_steps
 from argosy.gateway import ReplicaConfig
-from argosy.gateway.principal import Caller
+from argosy.gateway.principal import Principal
 from argosy.gateway.request_trace import (
+    AttemptTrace,
     ExplainConfig,
-    KeyLine,
-    LedgerLine,
-    LimitLine,
-    Trace,
-    Traces,
-    Try,
+    IdempotencyTrace,
+    LimitTrace,
+    RequestTrace,
+    TraceStore,
+    UsageTrace,
 )
-from argosy.policy import Cost, Rates
+from argosy.policy import Rates, RoutingCost
 from argosy.protocol import ApiError
 
 BODY = {"model": "big", "prompt": "Say something", "max_tokens": 3}
@@ -55,7 +55,7 @@ async def test_a_request_that_was_tried_twice_is_explained() -> None:
             assert answer.headers["x-request-id"] == f"mine-{number}"
             trace = running.traces.find(f"mine-{number}")
             assert trace is not None
-            told.append(trace.tell())
+            told.append(trace.to_dict())
         text = (await running.client.get("/metrics")).text
     retried = max(told, key=lambda one: len(one["attempts"]))
     failed, answered = retried["attempts"]
@@ -85,10 +85,10 @@ async def test_why_a_request_was_refused_is_told_and_counted() -> None:
         assert answer.status_code == 429
         trace = running.traces.find("refused")
         assert trace is not None
-        told = trace.tell()
+        told = trace.to_dict()
         text = (await running.client.get("/metrics")).text
     assert (told["status"], told["error"]) == ("refused", "rate_limit_exceeded")
-    assert value(text, "argosy_gateway_requests_unanswered_total", code="rate_limit_exceeded") == 1
+    assert value(text, "argosy_gateway_request_errors_total", code="rate_limit_exceeded") == 1
 
 
 async def test_a_running_request_is_explained_too() -> None:
@@ -113,7 +113,7 @@ async def test_a_running_request_is_explained_too() -> None:
         await asked_for.wait()
         trace = running.traces.find("now")
         assert trace is not None
-        assert trace.tell()["status"] == "running"
+        assert trace.to_dict()["status"] == "running"
         more.set()
         await asking
 
@@ -135,105 +135,114 @@ async def test_promtool_is_content() -> None:
 
 
 def test_what_is_kept_is_bounded_in_number_and_age() -> None:
-    traces = Traces(ExplainConfig(requests=3, seconds=10.0))
+    traces = TraceStore(ExplainConfig(max_requests=3, retention_s=10.0))
     for number in range(5):
-        trace = Trace(id=f"a{number}", request="same")
-        traces.begin(trace)
-        traces.end(trace, float(number))
+        trace = RequestTrace(response_id=f"a{number}", request_id="same")
+        traces.add(trace)
+        traces.complete(trace, float(number))
     assert len(traces) == 3
     assert traces.find("a1") is None
     found = traces.find("same")
     assert found is not None
-    assert found.id == "a4"
-    late = Trace(id="late", request="other")
-    traces.begin(late)
-    traces.end(late, 100.0)
+    assert found.response_id == "a4"
+    late = RequestTrace(response_id="late", request_id="other")
+    traces.add(late)
+    traces.complete(late, 100.0)
     assert len(traces) == 1
     assert traces.find("same") is None
 
 
 def test_nobody_hides_an_answer_by_choosing_its_id_for_a_request() -> None:
-    traces = Traces(ExplainConfig())
-    mine, other = Trace(id="chatcmpl-1", request="a"), Trace(id="chatcmpl-2", request="chatcmpl-1")
+    traces = TraceStore(ExplainConfig())
+    mine, other = (
+        RequestTrace(response_id="chatcmpl-1", request_id="a"),
+        RequestTrace(response_id="chatcmpl-2", request_id="chatcmpl-1"),
+    )
     for trace in (mine, other):
-        traces.begin(trace)
+        traces.add(trace)
         assert traces.find("chatcmpl-1") is mine
     for trace in (mine, other):
-        traces.end(trace, 1.0)
+        traces.complete(trace, 1.0)
     assert traces.find("chatcmpl-1") == mine
 
 
 def test_no_organisation_hides_a_request_of_another_by_calling_its_own_like_it() -> None:
-    traces = Traces(ExplainConfig(requests=2))
+    traces = TraceStore(ExplainConfig(max_requests=2))
     for number, organisation in enumerate(("acme", "zeta")):
-        trace = Trace(id=f"a{number}", request="same", caller=Caller(organisation=organisation))
-        traces.begin(trace)
-        traces.end(trace, float(number))
+        trace = RequestTrace(
+            response_id=f"a{number}",
+            request_id="same",
+            principal=Principal(organisation=organisation),
+        )
+        traces.add(trace)
+        traces.complete(trace, float(number))
     found = [traces.find("same", organisation) for organisation in ("acme", "zeta", None, "other")]
-    assert [trace and trace.id for trace in found] == ["a0", "a1", "a1", None]
+    assert [trace and trace.response_id for trace in found] == ["a0", "a1", "a1", None]
     for number in (2, 3):
-        trace = Trace(id=f"a{number}", request="other")
-        traces.begin(trace)
-        traces.end(trace, float(number))
+        trace = RequestTrace(response_id=f"a{number}", request_id="other")
+        traces.add(trace)
+        traces.complete(trace, float(number))
     assert traces.find("same", "acme") is None
 
 
 def test_what_is_told_of_a_request_is_kept_when_it_has_ended() -> None:
-    costs = (Cost("http://a", 0.1, 0.2, 0.3, 0.0, 0.0),)
-    trace = Trace(
-        id="cmpl-1",
-        caller=Caller(key="k", models=frozenset({"big"})),
-        tries=[Try("http://a", 1.2, 0, costs, 1.2, 1.3, 1.5, "success")],
-        finished={0: "stop"},
-        limits=[LimitLine("key", "tokens", "minute", None, 100, 0, 5, None)],
-        ledger=LedgerLine(5, 0, 0, 15, Rates(3, 1, 5)),
+    costs = (RoutingCost("http://a", 0.1, 0.2, 0.3, 0.0, 0.0),)
+    trace = RequestTrace(
+        response_id="cmpl-1",
+        principal=Principal(key="k", allowed_models=frozenset({"big"})),
+        attempts=[AttemptTrace("http://a", 1.2, 0, costs, 1.2, 1.3, 1.5, "success")],
+        finish_reasons={0: "stop"},
+        limits=[LimitTrace("key", "tokens", "minute", None, 100, 0, 5, None)],
+        usage=UsageTrace(5, 0, 0, 15, Rates(3, 1, 5)),
     )
-    told = msgspec.json.encode(trace.tell())
+    told = msgspec.json.encode(trace.to_dict())
     assert msgspec.json.decode(told)["limits"][0]["asked"] == 5
     assert msgspec.json.decode(told)["ledger"]["rates"]["output"] == 5
-    traces = Traces(ExplainConfig())
-    traces.end(trace, 1.0)
+    traces = TraceStore(ExplainConfig())
+    traces.complete(trace, 1.0)
     kept = traces.find("cmpl-1")
     assert kept is not None
     assert kept is not trace
-    assert msgspec.json.encode(kept.tell()) == told
+    assert msgspec.json.encode(kept.to_dict()) == told
 
 
 def test_attempts_and_candidates_are_bounded() -> None:
-    trace = Trace()
-    costs = tuple(Cost(f"http://{n}", float(n), 0.0, 0.0, 0.0, 0.0) for n in range(100))
+    trace = RequestTrace()
+    costs = tuple(RoutingCost(f"http://{n}", float(n), 0.0, 0.0, 0.0, 0.0) for n in range(100))
     for number in range(1000):
-        trace.begin_try(f"http://{number % 100}", float(number), 0, costs[::-1])
-    told = trace.tell()["attempts"]
+        trace.begin_attempt(f"http://{number % 100}", float(number), 0, costs[::-1])
+    told = trace.to_dict()["attempts"]
     assert len(told) == 64
     assert [told[0]["replica"], told[-1]["replica"]] == ["http://0", "http://99"]
     assert [one["replica"] for one in told[0]["candidates"]] == [f"http://{n}" for n in range(16)]
 
 
 def test_the_terminal_shows_steps_candidates_and_what_stages_added() -> None:
-    costs = tuple(Cost(name, 0.1, 0.2, 0.3, 0.0, 0.0) for name in ("http://a", "http://b"))
-    trace = Trace(
-        id="cmpl-1",
+    costs = tuple(RoutingCost(name, 0.1, 0.2, 0.3, 0.0, 0.0) for name in ("http://a", "http://b"))
+    trace = RequestTrace(
+        response_id="cmpl-1",
         model="big",
         path="/v1/completions",
         stream=True,
-        arrived=1.0,
-        read=1.001,
-        admitted=1.002,
-        queued=1.002,
-        ahead=4,
-        first=1.6,
-        last=2.0,
-        ended=2.0,
-        rule="least-cost",
-        tries=[
-            Try("http://a", 1.2, 0, costs, 1.2, 1.3, 1.5, "failure", "the replica closed"),
-            Try("http://b", 1.55, 7, costs[1:], 1.56, 1.6, 2.0, "success"),
-            Try("http://c", 1.57, sent=1.57, ended=1.6, outcome="ended", hedge=True),
+        arrived_at=1.0,
+        parsed_at=1.001,
+        admitted_at=1.002,
+        queued_at=1.002,
+        queued_ahead=4,
+        first_token_at=1.6,
+        last_token_at=2.0,
+        ended_at=2.0,
+        routing_policy="least-cost",
+        attempts=[
+            AttemptTrace("http://a", 1.2, 0, costs, 1.2, 1.3, 1.5, "failure", "the replica closed"),
+            AttemptTrace("http://b", 1.55, 7, costs[1:], 1.56, 1.6, 2.0, "success"),
+            AttemptTrace(
+                "http://c", 1.57, sent_at=1.57, ended_at=1.6, outcome="ended", is_hedge=True
+            ),
         ],
         status="completed",
-        finished={0: "stop"},
-        idempotency=KeyLine("again", "cmpl-0"),
+        finish_reasons={0: "stop"},
+        idempotency=IdempotencyTrace("again", "cmpl-0"),
     )
     text = shown(trace, 160)
     for part in (
@@ -245,22 +254,22 @@ def test_the_terminal_shows_steps_candidates_and_what_stages_added() -> None:
 
 def test_no_replica_commands_the_terminal() -> None:
     said = "\x1b]0;mine\x07"
-    failed = Try("a", 1.2, ended=1.3, outcome="failure", reason=said)
-    text = shown(Trace(ended=2.0, tries=[failed], finished={0: said}), 160)
+    failed = AttemptTrace("a", 1.2, ended_at=1.3, outcome="failure", reason=said)
+    text = shown(RequestTrace(ended_at=2.0, attempts=[failed], finish_reasons={0: said}), 160)
     assert "\x1b" not in text
     assert text.count("\ufffd]0;mine\ufffd") == 2
 
 
 def test_the_terminal_shows_what_limits_and_prices_come_to() -> None:
-    trace = Trace(
-        ended=2.0,
+    trace = RequestTrace(
+        ended_at=2.0,
         limits=[
-            LimitLine("organisation", "nano_dollars", "month", None, 10**18, 1_265 * 10**9, 42),
-            LimitLine("key", "tokens", "minute", "big", 1_000_000, 7, 12_345, 3.21, fits=False),
-            LimitLine("key", "tokens", "day", None, 5, 0, 9, None, fits=False),
-            LimitLine("user", "concurrency", "", None, 2, 2, 1, 0.0, fits=False),
+            LimitTrace("organisation", "nano_dollars", "month", None, 10**18, 1_265 * 10**9, 42),
+            LimitTrace("key", "tokens", "minute", "big", 1_000_000, 7, 12_345, 3.21, fits=False),
+            LimitTrace("key", "tokens", "day", None, 5, 0, 9, None, fits=False),
+            LimitTrace("user", "concurrency", "", None, 2, 2, 1, 0.0, fits=False),
         ],
-        ledger=LedgerLine(1_105, 5, 70, 3_702, Rates(3, 1, 5)),
+        usage=UsageTrace(1_105, 5, 70, 3_702, Rates(3, 1, 5)),
     )
     lines = [" ".join(line.split()) for line in shown(trace, 100).splitlines()]
     for line in (
@@ -274,21 +283,23 @@ def test_the_terminal_shows_what_limits_and_prices_come_to() -> None:
     assert f"ledger: $0.000003702 = {priced}" in " ".join(lines)
 
 
-def shown(trace: Trace, columns: int) -> str:
+def shown(trace: RequestTrace, columns: int) -> str:
     """An explanation in a terminal."""
     console = Console(record=True, width=columns, file=io.StringIO())
-    show(console, trace.tell())
+    print_explanation(console, trace.to_dict())
     return console.export_text()
 
 
 def test_a_long_reason_is_seen_to_be_cut() -> None:
     closed = "the replica closed the connection (before the end)"
     tries = [
-        Try("a", 1.2, ended=1.3, outcome="failure", reason=closed),
-        Try("b", 1.4, ended=1.5, outcome="failure", reason="x" * 300),
+        AttemptTrace("a", 1.2, ended_at=1.3, outcome="failure", reason=closed),
+        AttemptTrace("b", 1.4, ended_at=1.5, outcome="failure", reason="x" * 300),
     ]
     whole, cut = [
-        step.name for step in steps(Trace(ended=2.0, tries=tries).tell()) if step.style == "red"
+        step.name
+        for step in timeline_steps(RequestTrace(ended_at=2.0, attempts=tries).to_dict())
+        if step.style == "red"
     ]
     assert whole == f"a: failure ({closed})"
     assert cut.endswith("x…)")
@@ -298,17 +309,24 @@ def test_a_long_reason_is_seen_to_be_cut() -> None:
 @pytest.mark.parametrize("last", ["success", "failure", "ended", "none", "refused"])
 def test_the_steps_leave_no_time_out(last: str) -> None:
     tries = [
-        Try("http://a", 1.2, 0, (), 1.2, 1.3, 1.5, "failure", "the replica closed"),
-        Try("http://b", 2.5, 7, (), 2.5, None, 2.6, "backpressure", "status 429"),
-        Try("http://c", 2.55, 7, (), 2.56, 2.58, 2.8, last, hedge=True),
+        AttemptTrace("http://a", 1.2, 0, (), 1.2, 1.3, 1.5, "failure", "the replica closed"),
+        AttemptTrace("http://b", 2.5, 7, (), 2.5, None, 2.6, "backpressure", "status 429"),
+        AttemptTrace("http://c", 2.55, 7, (), 2.56, 2.58, 2.8, last, is_hedge=True),
     ]
-    trace = Trace(arrived=1.0, read=1.1, admitted=1.15, queued=1.15, ended=3.4, tries=tries)
+    trace = RequestTrace(
+        arrived_at=1.0,
+        parsed_at=1.1,
+        admitted_at=1.15,
+        queued_at=1.15,
+        ended_at=3.4,
+        attempts=tries,
+    )
     if last == "none":
-        trace.tries = []
+        trace.attempts = []
     if last == "refused":
-        trace.tries, trace.admitted, trace.queued = [], None, None
+        trace.attempts, trace.admitted_at, trace.queued_at = [], None, None
     covered = 0.0
-    for step in steps(trace.tell()):
-        assert step.begin <= covered, step
-        covered = max(covered, step.end)
+    for step in timeline_steps(trace.to_dict()):
+        assert step.begin_ms <= covered, step
+        covered = max(covered, step.end_ms)
     assert covered == 2400.0

@@ -14,7 +14,7 @@ from tests.integration.serving import MODEL, serve
 
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.gateway import QueueConfig, ReplicaConfig
-from argosy.gateway.request_context import Journey, Visit
+from argosy.gateway.request_context import FilterState, RequestContext
 
 BODY = {"model": "big", "prompt": "Say something", "max_tokens": 3}
 
@@ -128,7 +128,7 @@ async def test_a_replica_with_another_model_gets_no_requests(tokenizer: Tokenize
                 for _ in range(4):
                     answer = await running.client.post("/v1/completions", json=BODY)
                     assert answer.status_code == 200
-        (told,) = (entry for entry in logs if entry["event"] == "replica_has_other_models")
+        (told,) = (entry for entry in logs if entry["event"] == "replica_model_missing")
         assert (told["replica"], told["wanted"]) == (wrong.url, "big")
         for only in (wrong, ReplicaConfig(url=two.url, kind="argosy")):
             async with front([], only) as running:
@@ -147,16 +147,16 @@ async def test_lower_tiers_are_turned_away_first() -> None:
     class Tiers(Watching):
         """The request says of which tier it is: here nobody looks at keys."""
 
-        async def enter(self, journey: Journey) -> Visit:
-            journey.tier = int(journey.exchange.header(b"x-tier"))
-            return await super().enter(journey)
+        async def on_request(self, context: RequestContext) -> FilterState:
+            context.tier = int(context.exchange.get_header(b"x-tier"))
+            return await super().on_request(context)
 
     async with (
         rough_server(busy) as rough,
         front(
             [Tiers()],
             ReplicaConfig(url=rough.url, kind="openai", max_requests=1),
-            queue=QueueConfig(requests=4),
+            queue=QueueConfig(max_requests=4),
         ) as running,
     ):
 

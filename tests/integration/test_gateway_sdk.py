@@ -65,7 +65,7 @@ async def fleet(served: Served, tmp_path: Path) -> AsyncIterator[tuple[str, Keys
         port=0,
         models=[ModelConfig(name=MODEL, replicas=[ReplicaConfig(url=served.url, model=BEHIND)])],
         store=StoreConfig(url=store),
-        auth=AuthConfig(mode="keys"),
+        auth=AuthConfig(mode="required"),
     )
     with tenants(store) as people:
         keys = make_keys(people)

@@ -22,7 +22,7 @@ from argosy.cli.app import app
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.gateway import GatewayConfig, GatewayServer, ModelConfig, ReplicaConfig
 from argosy.gateway.request_trace import ExplainConfig
-from argosy.store import Price, Project, Store, StoreConfig, UsageRow, open_store
+from argosy.store import Price, Project, Store, StoreConfig, UsageRecord, open_store
 
 TOKENS = list(range(100, 130))
 BODY: dict[str, Any] = {
@@ -53,11 +53,11 @@ class Shop:
         headers = {} if who is None else {"authorization": f"Bearer {self.keys[who]}"}
         return httpx2.AsyncClient(base_url=self.url, headers=headers, timeout=30)
 
-    async def rows(self, count: int) -> list[UsageRow]:
+    async def rows(self, count: int) -> list[UsageRecord]:
         """The ledger's, once there are so many."""
         until = time.monotonic() + 30
         while time.monotonic() < until:
-            rows = [row for some in self.store.usage.rows() for row in some]
+            rows = [row for some in self.store.ledger.iter_records() for row in some]
             if len(rows) >= count:
                 return rows
             await asyncio.sleep(0.05)
@@ -86,7 +86,7 @@ async def shop(
             1
         ],
     }
-    terms, alias = store.terms, "largest"
+    terms, alias = store.limits_and_prices, "largest"
     terms.set_limit(
         "project", web.id, "output_tokens", daily, window="day", model=alias, actor=actor
     )
@@ -103,7 +103,7 @@ async def shop(
                 )
             ],
             store=StoreConfig(url=store_url),
-            explain=ExplainConfig(seconds=explained_s),
+            explain=ExplainConfig(retention_s=explained_s),
             drain_deadline_s=0.5,
         )
         url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -158,7 +158,7 @@ async def test_a_replica_is_told_who_shares_a_requests_prompt_and_who_is_served_
             async with here.client(who) as client:
                 assert (await client.post(CHATS, json=BODY)).status_code == 200
         web, other = here.web, here.other
-        assert [(r.tenant, r.domain, r.tier, r.weight) for r in here.engine.requests] == [
+        assert [(r.tenant, r.cache_domain, r.tier, r.weight) for r in here.engine.requests] == [
             (web.id, web.id, 1, 1.0),
             (other.id, other.organisation, 0, 2.5),
         ]
@@ -199,7 +199,7 @@ async def test_a_limit_ends_a_stream_and_the_ledger_has_what_was_delivered(
             assert (told["status"], told["finish_reasons"]) == ("stopped", {"0": "limit"})
             assert [limit["fits"] for limit in told["limits"]] == [True, False]
             text = (await client.get("/metrics")).text
-        assert value(text, "argosy_gateway_limit_refusals_total", unit="output_tokens") == 1
+        assert value(text, "argosy_gateway_limit_rejections_total", unit="output_tokens") == 1
         (stopped,) = await here.rows(1)  # what was refused has none
         assert stopped.status == "stopped"
         assert stopped.request == answer_id
@@ -257,10 +257,10 @@ async def test_metrics_are_for_those_who_look_after_the_gateway(
             text = (await client.get("/metrics")).text
         tenant = {"tenant": here.web.id, "model": "big"}
         assert value(text, "argosy_gateway_tokens_total", kind="output", **tenant) == 30
-        assert value(text, "argosy_gateway_cost_nano_dollars_total", **tenant) > 600
+        assert value(text, "argosy_gateway_cost_dollars_total", **tenant) > 600e-9
         assert value(text, "argosy_gateway_requests_total", status="completed", **tenant) == 1
         assert value(text, "argosy_gateway_inter_token_latency_seconds_count") > 0
-        assert value(text, "argosy_gateway_replica_state", state="ready") == 1
+        assert value(text, "argosy_gateway_replica_status", status="ready") == 1
 
 
 async def test_what_does_not_end_before_the_gateway_leaves_is_counted(

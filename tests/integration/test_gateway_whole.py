@@ -103,9 +103,9 @@ async def test_a_whole_answer_is_carried_on_elsewhere(tokenizer: Tokenizer) -> N
             answer = await running.client.post("/v1/completions", json=body)
             assert answer.json()["choices"][0]["token_ids"] == tokens
             assert answer.json()["usage"]["completion_tokens"] == 20
-        traces = [running.traces.find(journey.id) for journey in watching.left]
-    assert max(len(trace.tries) for trace in traces if trace) == 2
-    assert any(request.output == tokens[:7] for request in good.requests)
+        traces = [running.traces.find(context.response_id) for context in watching.left]
+    assert max(len(trace.attempts) for trace in traces if trace) == 2
+    assert any(request.resumed_tokens == tokens[:7] for request in good.requests)
 
 
 async def test_a_resumed_stream_is_carried_on_after_what_its_client_had(
@@ -137,4 +137,4 @@ async def test_a_resumed_stream_is_carried_on_after_what_its_client_had(
             answer = await running.client.post("/v1/chat/completions", json=asked)
             deltas = [json.loads(one)["choices"][0]["delta"] for one in events(answer.content)[:-1]]
             assert ["role" in delta for delta in deltas] == [True] + [False] * (len(deltas) - 1)
-    assert any(request.output == tokens[:9] for request in good.requests)
+    assert any(request.resumed_tokens == tokens[:9] for request in good.requests)

@@ -112,8 +112,8 @@ async def still_serves(served: Served) -> None:
     answer = await served.client.post(CHAT, json=chat())
     assert answer.status_code == 200
     assert answer.json()["choices"][0]["message"]["content"] == REPLY
-    await served.replica.drained()
-    assert served.replica.in_flight == 0
+    await served.replica.wait_drained()
+    assert served.replica.http_requests_in_flight == 0
 
 
 def assert_refusal(status: int, body: bytes) -> dict[str, Any]:
@@ -269,7 +269,7 @@ async def test_disconnect_aborts(
     request.cancel()
     await engine.nothing_runs()
     assert len(engine.aborted) == 2
-    await served.replica.drained()
+    await served.replica.wait_drained()
 
 
 async def test_disconnect_before_the_body_is_complete(served: Served, engine: FakeEngine) -> None:
@@ -277,10 +277,10 @@ async def test_disconnect_before_the_body_is_complete(served: Served, engine: Fa
     _, writer = await asyncio.open_connection(host, int(port))
     writer.write(head(100) + b"{")
     await writer.drain()
-    while not served.replica.in_flight:  # noqa: ASYNC110 - the server shows it in no other way
+    while not served.replica.http_requests_in_flight:  # noqa: ASYNC110 - the server shows it in no other way
         await asyncio.sleep(0)
     writer.close()
-    await served.replica.drained()
+    await served.replica.wait_drained()
     assert not engine.requests
     await still_serves(served)
 
@@ -314,9 +314,9 @@ async def test_reader_that_stalls_is_aborted(engine: FakeEngine, tokenizer: Toke
             await engine.asked.wait()
             await engine.nothing_runs()
             assert engine.aborted
-            await served.replica.drained()
+            await served.replica.wait_drained()
         assert CUT in (await served.client.get("/metrics")).text
-        assert not served.server.replica.in_flight
+        assert not served.server.replica_state.http_requests_in_flight
 
 
 async def test_reader_that_stalls_is_cut_off() -> None:

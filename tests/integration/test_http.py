@@ -253,7 +253,7 @@ async def test_keep_alive_comments(engine: FakeEngine, tokenizer: Tokenizer) -> 
     script = says(tokenizer, REPLY)
     script.pause_after = 2
     engine.script = always(script)
-    config = CONFIG.__class__(port=0, served_model_names=(MODEL,), keep_alive_s=0.05)
+    config = CONFIG.__class__(port=0, served_model_names=(MODEL,), sse_keepalive_interval_s=0.05)
     async with serve(engine, config) as served:
         seen = b""
         async with served.client.stream(
@@ -331,13 +331,13 @@ async def test_request_id_is_echoed_or_made(served: Served) -> None:
 async def test_trusted_headers_reach_the_engine(served: Served, engine: FakeEngine) -> None:
     headers = {
         "x-argosy-tenant": "acme",
-        "x-argosy-domain": "acme-private",
+        "x-argosy-cache-domain": "acme-private",
         "x-argosy-tier": "0",
         "x-argosy-weight": "2.5",
     }
     await served.client.post("/v1/chat/completions", json=chat(), headers=headers)
     request = engine.requests[0]
-    assert (request.tenant, request.domain) == ("acme", "acme-private")
+    assert (request.tenant, request.cache_domain) == ("acme", "acme-private")
     assert (request.tier, request.weight) == (0, 2.5)
 
 

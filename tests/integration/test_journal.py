@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 from tests.integration.serving import Served, chat, completion, real_engine, serve
 
-from argosy.protocol import unpack_names
+from argosy.protocol import unpack_block_names
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -38,8 +38,8 @@ class Told:
 
 async def stream(real: Served, path: str, body: dict[str, Any], given: str = "") -> list[Told]:
     """What was told after each block, and at the end; `given`: how many tokens the client itself had go on after."""
-    headers = {"x-argosy-journal": "1", "x-argosy-answer": ANSWER}
-    headers |= {"x-argosy-given": given} if given else {}
+    headers = {"x-argosy-resume-metadata": "1", "x-argosy-response-id": ANSWER}
+    headers |= {"x-argosy-resume-given": given} if given else {}
     answer = await real.client.post(path, json=body | {"stream": True}, headers=headers)
     assert answer.status_code == 200, answer.text
     states, now = [], Told()
@@ -47,7 +47,7 @@ async def stream(real: Served, path: str, body: dict[str, Any], given: str = "")
         if block.startswith(": argosy prompt "):
             words = block.split()
             now.prompt = (int(words[3]), int(words[4]))
-            now.blocks = set(unpack_names(a2b_base64("".join(words[5:]))))
+            now.blocks = set(unpack_block_names(a2b_base64("".join(words[5:]))))
         elif block.startswith(": argosy "):
             index, ids = int(block.split(" ")[2]), block.split(" ")[3]
             told = [int(i) for i in ids.split(",") if i]
@@ -136,7 +136,7 @@ async def test_a_stream_that_goes_on_after_what_its_client_had_begins_as_any(
         return body | {"resume": {"token_ids": ids if len(ids) > 1 else ids[0]}}
 
     streamed = after(Told()) | {"stream": True}
-    direct = await real.client.post(path, json=streamed, headers={"x-argosy-answer": ANSWER})
+    direct = await real.client.post(path, json=streamed, headers={"x-argosy-response-id": ANSWER})
     expected = [json.loads(line[6:]) for line in direct.text.split("\n\n")[:-2]]
     *states, journaled = await stream(real, path, after(Told()), given)
     assert merged(journaled.chunks) == merged(expected)
@@ -147,13 +147,13 @@ async def test_a_stream_that_goes_on_after_what_its_client_had_begins_as_any(
 
 async def test_what_is_no_count_of_tokens_is_refused(real: Served) -> None:
     path, body = BODIES["chat"]
-    refused = await real.client.post(path, json=body, headers={"x-argosy-given": "-1,x"})
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "x-argosy-given")
+    refused = await real.client.post(path, json=body, headers={"x-argosy-resume-given": "-1,x"})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "x-argosy-resume-given")
 
 
 async def test_another_model_does_not_go_on(real: Served) -> None:
     path, body = BODIES["chat"]
-    journal = {"x-argosy-journal": "1"}
+    journal = {"x-argosy-resume-metadata": "1"}
     told = await real.client.post(path, json=body | {"max_tokens": 2}, headers=journal)
     assert told.status_code == 200
     same = {"x-argosy-model-digest": told.headers["x-argosy-model-digest"]}
@@ -180,7 +180,9 @@ async def test_the_journal_names_the_blocks_that_the_prompt_became(real: Served)
     *_, whole = await stream(real, path, body | {"ignore_eos": True})
     assert whole.prompt is not None
     assert len(whole.blocks) == whole.prompt[0] // 16 > 0
-    assert whole.blocks < real.replica.engine.kv.held  # the answer's own are held too
+    assert (
+        whole.blocks < real.replica.engine.kv_cache_view.block_names
+    )  # the answer's own are held too
     *_, again = await stream(real, path, body)
     assert again.blocks == whole.blocks
     *_, salted = await stream(real, path, body | {"cache_salt": "mine"})
@@ -199,14 +201,14 @@ async def test_without_the_header_there_is_no_journal(real: Served) -> None:
 @pytest.mark.parametrize("told", ["x", "-1", "1.5", "99999999999999"])
 async def test_nonsense_for_a_count_is_refused(real: Served, told: str) -> None:
     path, body = BODIES["completion"]
-    answer = await real.client.post(path, json=body, headers={"x-argosy-cached": told})
+    answer = await real.client.post(path, json=body, headers={"x-argosy-cached-tokens": told})
     assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "x-argosy-cached"
+    assert answer.json()["error"]["param"] == "x-argosy-cached-tokens"
 
 
 @pytest.mark.parametrize("told", ["x", "id", "id 1.5", "two ids 12", "id 99999999999999"])
 async def test_nonsense_for_an_identity_is_refused(real: Served, told: str) -> None:
     path, body = BODIES["completion"]
-    answer = await real.client.post(path, json=body, headers={"x-argosy-answer": told})
+    answer = await real.client.post(path, json=body, headers={"x-argosy-response-id": told})
     assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "x-argosy-answer"
+    assert answer.json()["error"]["param"] == "x-argosy-response-id"

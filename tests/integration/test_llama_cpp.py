@@ -17,7 +17,7 @@ from tests.integration.gateway.doubles.behind import CHAT, COMPLETION, Seen, gat
 from tests.waiting import until
 
 from argosy.gateway import ReplicaConfig
-from argosy.models import BUNDLED
+from argosy.models import BUNDLED_MODEL
 
 ROOT = Path(__file__).parents[2]
 PEER = Path(os.environ.get("ARGOSY_LLAMA_CPP", ROOT / ".venv-peers" / "llama-cpp"))
@@ -37,7 +37,9 @@ pytestmark = pytest.mark.skipif(
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bundled model as GGUF."""
     path = tmp_path_factory.mktemp("gguf") / "mini.gguf"
-    subprocess.run([PEER / "bin" / "python", "-m", EXPORT, BUNDLED, path], cwd=ROOT, check=True)
+    subprocess.run(
+        [PEER / "bin" / "python", "-m", EXPORT, BUNDLED_MODEL, path], cwd=ROOT, check=True
+    )
     return path
 
 
@@ -123,7 +125,7 @@ async def test_a_story_goes_on_when_its_server_is_killed(
         replicas = [ReplicaConfig(url=f"unix:{server.socket}", model="mini") for server in both]
         async with gateway(*replicas) as (running, client):
             assert {replica.kind for replica in running.replicas} == {"llama.cpp"}
-            assert {replica.load.capacity for replica in running.replicas} == {2}
+            assert {replica.load.max_seqs for replica in running.replicas} == {2}
             whole = await story(client, path, asks=asks)
             assert (whole.done, len(whole.finish)) == (1, 1)
             second = await story(client, path, both[1], asks)  # they take turns
@@ -167,7 +169,7 @@ async def test_what_it_cannot_read_is_the_requests_own_fault(
             body = {"model": "big", "stream": stream, "messages": [message]}
             for _ in range(4):
                 assert (await client.post(CHAT, json=body)).status_code == 400
-            assert running.replicas[0].breaker.closed
+            assert running.replicas[0].breaker.is_closed
 
 
 async def test_a_whole_answer_comes_from_the_server_that_lives(model: Path) -> None:

@@ -5,10 +5,15 @@ from contextlib import aclosing
 import pytest
 
 from argosy import LLM, ApiError, AsyncLLM, EngineConfig, RequestOutput, SamplingParams
-from argosy.models import BUNDLED
+from argosy.models import BUNDLED_MODEL
 
 CONFIG = EngineConfig(
-    model=str(BUNDLED), dtype="float32", threads=1, max_model_len=256, num_blocks=256, warmup=False
+    model=str(BUNDLED_MODEL),
+    dtype="float32",
+    threads=1,
+    max_model_len=256,
+    num_blocks=256,
+    warmup=False,
 )
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
 TALK = [{"role": "user", "content": "Hello! How are you?"}]

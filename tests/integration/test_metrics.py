@@ -15,7 +15,7 @@ from tests.integration.fake_engine import FakeEngine, Script, always
 from tests.integration.serving import CONFIG, MODEL, Served, chat, completion, serve
 from tests.waiting import until
 
-from argosy.telemetry import Metrics
+from argosy.telemetry import ReplicaMetrics
 
 
 def samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
@@ -42,8 +42,8 @@ async def some_traffic(served: Served) -> None:
 async def test_counts(served: Served) -> None:
     await some_traffic(served)
     text = (await served.client.get("/metrics")).text
-    assert value(text, "argosy_requests_total", finish_reason="stop", model=MODEL) == 2
-    assert value(text, "argosy_requests_total", finish_reason="length") == 2
+    assert value(text, "argosy_sequences_finished_total", finish_reason="stop", model=MODEL) == 2
+    assert value(text, "argosy_sequences_finished_total", finish_reason="length") == 2
     assert value(text, "argosy_requests_rejected_total", status="400") == 1
     assert value(text, "argosy_time_to_first_token_seconds_count") == 4
     assert value(text, "argosy_request_queue_seconds_count") == 4
@@ -61,15 +61,15 @@ async def test_many_who_ask_at_once_are_told_the_same(
 ) -> None:
     """Made for each, it kept all others waiting for seconds."""
     made, go_on = 0, threading.Event()
-    exposition = Metrics.exposition
+    exposition = ReplicaMetrics.exposition
 
-    def counted(metrics: Metrics) -> bytes:
+    def counted(metrics: ReplicaMetrics) -> bytes:
         nonlocal made
         made += 1
         assert go_on.wait(30)
         return exposition(metrics)
 
-    monkeypatch.setattr(Metrics, "exposition", counted)
+    monkeypatch.setattr(ReplicaMetrics, "exposition", counted)
     address = served.url.removeprefix("http://").split(":")
     clients = [await asyncio.open_connection(*address) for _ in range(20)]
     for _, writer in clients:
@@ -108,10 +108,10 @@ async def test_aborts_are_counted_by_reason(served: Served, engine: FakeEngine) 
     request = asyncio.create_task(served.client.post("/v1/chat/completions", json=chat()))
     await engine.paused.wait()
     request.cancel()
-    await served.replica.drained()
+    await served.replica.wait_drained()
     text = (await served.client.get("/metrics")).text
     assert value(text, "argosy_requests_aborted_total", reason="client_closed_request") == 1
-    assert value(text, "argosy_requests_total", finish_reason="cancelled") == 1
+    assert value(text, "argosy_sequences_finished_total", finish_reason="cancelled") == 1
 
 
 async def test_promtool_is_content(served: Served) -> None:

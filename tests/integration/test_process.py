@@ -17,7 +17,7 @@ from tests.waiting import until
 
 from argosy.engine.engine_config import EngineConfig
 from argosy.engine.serving.core_messages import Delta, EngineRequest
-from argosy.engine.serving.engine_core.core_start import EarlyCore
+from argosy.engine.serving.engine_core.core_start import PrestartedCore
 from argosy.engine.serving.engine_core.engine_client import EngineClient, EngineFailedError
 from argosy.protocol import ApiError, SamplingParams
 
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 async def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[EngineClient]:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    client = EngineClient(EngineConfig(model=str(tmp_path)), core=CORE)
+    client = EngineClient(EngineConfig(model=str(tmp_path)), core_factory=CORE)
     await client.start()
     yield client
     await client.close()
@@ -59,8 +59,8 @@ async def test_many_requests_at_once_each_get_their_own_tokens(client: EngineCli
     for r, deltas in zip(wanted, answers, strict=True):
         assert {delta.id for delta in deltas} == {r.id}
         assert tokens_of(deltas) == expected(r.prompt, r.params.max_tokens)
-        assert [d.finish for d in deltas if d.finish] == ["length"]
-        assert deltas[-1].finish == "length"
+        assert [d.finish_reason for d in deltas if d.finish_reason] == ["length"]
+        assert deltas[-1].finish_reason == "length"
     assert client.in_flight == 0
 
 
@@ -74,7 +74,7 @@ async def test_same_id_twice_at_once(client: EngineClient) -> None:
 
 async def test_slow_reader_gets_one_merged_delta(client: EngineClient) -> None:
     slow = client.generate(request(prompt(salt=1), max_tokens=200, prompt_logprobs=0))
-    await until(lambda: slow.ended)
+    await until(lambda: slow.is_ended)
     deltas = await all_deltas(slow)
     assert len(deltas) == 1
     assert deltas[0].tokens == expected(prompt(salt=1), 200)
@@ -125,7 +125,7 @@ async def test_close_ends_the_process_and_what_was_running(client: EngineClient)
     await client.close()
     await client.close()
     assert not psutil.pid_exists(pid)
-    assert (await all_deltas(stream))[-1].finish == "error"
+    assert (await all_deltas(stream))[-1].finish_reason == "error"
     assert client.state == "stopped"
     with pytest.raises(ApiError, match="stopping"):
         client.generate(request(prompt()))
@@ -133,7 +133,7 @@ async def test_close_ends_the_process_and_what_was_running(client: EngineClient)
 
 async def test_close_while_starting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    client = EngineClient(EngineConfig(model=str(tmp_path)), core=CORE)
+    client = EngineClient(EngineConfig(model=str(tmp_path)), core_factory=CORE)
     start = asyncio.create_task(client.start())
     await asyncio.sleep(0)
     with pytest.raises(RuntimeError, match="not ready"):
@@ -148,8 +148,8 @@ async def test_progress_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     heard: list[tuple[str, float]] = []
     client = EngineClient(
         EngineConfig(model=str(tmp_path)),
-        core=CORE,
-        progress=lambda what, done: heard.append((what, done)),
+        core_factory=CORE,
+        on_load_progress=lambda what, done: heard.append((what, done)),
     )
     ready = await client.start()
     await client.close()
@@ -162,9 +162,11 @@ async def test_a_process_started_early_becomes_the_core(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     others = set(psutil.Process().children())
-    with EarlyCore(CORE) as early:
+    with PrestartedCore(CORE) as early:
         (process,) = set(psutil.Process().children()) - others
-        client = EngineClient(EngineConfig(model=str(tmp_path)), core=CORE, early=early)
+        client = EngineClient(
+            EngineConfig(model=str(tmp_path)), core_factory=CORE, prestarted_core=early
+        )
         await client.start()
     assert client.core_pid == process.pid
     crashing = prompt(Command.KILL, at=1)
@@ -176,7 +178,7 @@ async def test_a_process_started_early_becomes_the_core(
 @pytest.mark.parametrize("core", [CORE, "there.is.no:such_core"])
 def test_a_process_started_early_for_nobody_ends(core: str) -> None:
     others = set(psutil.Process().children())
-    with EarlyCore(core):
+    with PrestartedCore(core):
         (process,) = set(psutil.Process().children()) - others
     assert gone(process.pid)
 
@@ -184,8 +186,10 @@ def test_a_process_started_early_for_nobody_ends(core: str) -> None:
 async def test_an_early_import_that_fails_is_told_once_there_is_a_parent_to_tell(
     tmp_path: Path,
 ) -> None:
-    with EarlyCore("there.is.no:such_core") as early:
-        client = EngineClient(EngineConfig(model=str(tmp_path)), core="no.core:x", early=early)
+    with PrestartedCore("there.is.no:such_core") as early:
+        client = EngineClient(
+            EngineConfig(model=str(tmp_path)), core_factory="no.core:x", prestarted_core=early
+        )
         with pytest.raises(EngineFailedError, match="No module named 'no'"):
             await client.start()
 

@@ -23,8 +23,8 @@ BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": [{"role": "user", "content": "Tell me a story about a cat."}]},
     COMPLETION: {"prompt": "Once upon a time"},
 }
-BUSY = Timeouts(first_token_s=20.0, between_tokens_s=1.5, recovery_s=5.0)
-PATIENT = Timeouts(first_token_s=60.0, between_tokens_s=20.0, recovery_s=60.0)
+BUSY = Timeouts(first_token_timeout_s=20.0, stream_idle_timeout_s=1.5, failover_timeout_s=5.0)
+PATIENT = Timeouts(first_token_timeout_s=60.0, stream_idle_timeout_s=20.0, failover_timeout_s=60.0)
 """Nobody who lives is taken for stalled, however busy the machine is."""
 GREEDY = {"temperature": 0, "max_tokens": 40, "stream_options": {"include_usage": True}}
 
@@ -90,7 +90,11 @@ async def test_it_is_found_and_read(servers: list[VllmServer]) -> None:
     async with behind(servers) as (running, _, _):
         for replica in running.replicas:
             assert (replica.kind, replica.max_model_len) == ("vllm", CONTEXT)
-            assert (replica.load.running, replica.load.waiting, replica.load.kv_used) == (0, 0, 0.0)
+            assert (replica.load.running, replica.load.waiting, replica.load.kv_usage_ratio) == (
+                0,
+                0,
+                0.0,
+            )
 
 
 @paths
@@ -188,7 +192,7 @@ async def test_what_it_refuses_in_a_stream_is_the_requests_own_fault(
             seen = await story(client, path, asks)
             assert [error["code"] for error in seen.errors] == ["refused_by_replica"]
             assert (seen.text, seen.done) == ("", 0)
-        assert all(replica.breaker.closed for replica in running.replicas)
+        assert all(replica.breaker.is_closed for replica in running.replicas)
 
 
 @paths
@@ -213,7 +217,7 @@ async def keep_busy(
         return sum(replica.load.in_flight for replica in replicas) + done == len(asked)
 
     while not all(replica.load.in_flight for replica in replicas):
-        await until(lambda: all(replica.breaker.closed for replica in replicas))
+        await until(lambda: all(replica.breaker.is_closed for replica in replicas))
         asked.append(asyncio.create_task(client.post(COMPLETION, json=body)))
         await until(placed)
     return asked

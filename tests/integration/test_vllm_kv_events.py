@@ -22,9 +22,9 @@ from tests.integration.vllm_server import PEER, PYTHON, VllmServer, started
 from tests.waiting import until
 
 from argosy.gateway import ReplicaConfig
-from argosy.gateway.backends import KvAddress
-from argosy.gateway.pool.pool import Picked
-from argosy.policy import BLOCK_BYTES, ExactIndex, PrefixIndex, block_names
+from argosy.gateway.backends import KvEventAddress
+from argosy.gateway.pool.pool import RoutingDecision
+from argosy.policy import BLOCK_BYTES, EstimatedPrefixIndex, EventPrefixIndex, compute_block_names
 
 pytestmark = [
     pytest.mark.skipif(not PYTHON.exists(), reason=f"there is no vLLM at {PEER}: set ARGOSY_VLLM"),
@@ -66,12 +66,12 @@ class Pair:
         self.running = running
         self._watch = watch
 
-    async def ask(self, path: str, prompt: str, **extra: object) -> Picked:
+    async def ask(self, path: str, prompt: str, **extra: object) -> RoutingDecision:
         """Ask through the gateway; how that was routed."""
         body = {"model": "big", "max_tokens": 2, "stream": True} | asks(path, prompt) | extra
         answer = await self.running.client.post(path, json=body)
         assert answer.status_code == 200, answer.text
-        picked = self._watch.left[-1].picked
+        picked = self._watch.left[-1].decision
         assert picked is not None
         return picked
 
@@ -84,22 +84,22 @@ class Pair:
         assert answer.status_code == 200, answer.text
         return dict(answer.json())
 
-    def index(self, number: int) -> ExactIndex:
-        index = self.running.replicas[number].prefixes
-        assert isinstance(index, ExactIndex)
+    def index(self, number: int) -> EventPrefixIndex:
+        index = self.running.replicas[number].prefix_index
+        assert isinstance(index, EventPrefixIndex)
         return index
 
     async def to_compute(self, path: str, prompt: str, **extra: object) -> list[bool]:
         """Which of them would have to compute most of the prompt, as the explanation has it; it is asked."""
-        rates = [replica.load.prefill_rate for replica in self.running.replicas]
+        rates = [replica.load.prefill_tokens_per_s for replica in self.running.replicas]
         await self.ask(path, prompt, **extra)
-        journey = self._watch.left[-1]
-        told = self.running.traces.find(journey.trace.id)
+        context = self._watch.left[-1]
+        told = self.running.traces.find(context.trace.response_id)
         assert told is not None
-        tried = told.tell()["attempts"][0]["candidates"]
+        tried = told.to_dict()["attempts"][0]["candidates"]
         seconds = {each["replica"]: each["prefill_s"] for each in tried}
         return [
-            seconds[replica.name] * rate > journey.ask.prompt_tokens / 2
+            seconds[replica.name] * rate > context.fields.estimated_prompt_tokens / 2
             for replica, rate in zip(self.running.replicas, rates, strict=True)
         ]
 
@@ -111,7 +111,7 @@ def asks(path: str, prompt: str | list[int]) -> dict[str, object]:
 
 
 @pytest.fixture(name="servers", scope="module")
-def two_servers() -> Iterator[tuple[list[VllmServer], KvAddress]]:
+def two_servers() -> Iterator[tuple[list[VllmServer], KvEventAddress]]:
     """Both, and where the second one publishes."""
     with TemporaryDirectory() as folder:  # pytest's own may be too long for a socket
         ports = [f"tcp://*:{port}" for port in _free_ports()]
@@ -121,11 +121,11 @@ def two_servers() -> Iterator[tuple[list[VllmServer], KvAddress]]:
             for number, addresses in enumerate((ports, sockets))
         ]
         with started(*servers):
-            yield servers, KvAddress(endpoint=sockets[0], replay=sockets[1])
+            yield servers, KvEventAddress(endpoint=sockets[0], replay=sockets[1])
 
 
 @pytest_asyncio.fixture(name="pair", loop_scope="module")
-async def a_pair(servers: tuple[list[VllmServer], KvAddress]) -> AsyncIterator[Pair]:
+async def a_pair(servers: tuple[list[VllmServer], KvEventAddress]) -> AsyncIterator[Pair]:
     """With nothing cached, and a gateway that has just been started."""
     both, address = servers
     async with contextlib.AsyncExitStack() as stack:
@@ -149,7 +149,7 @@ async def a_pair(servers: tuple[list[VllmServer], KvAddress]) -> AsyncIterator[P
         for number, replica in enumerate(pair.running.replicas):
             assert (await direct[number].post("/reset_prefix_cache")).json() == {"success": True}
             await pair.elsewhere(number, COMPLETION, STORY * 3)
-            await until(lambda: isinstance(replica.prefixes, ExactIndex))  # noqa: B023
+            await until(lambda: isinstance(replica.prefix_index, EventPrefixIndex))  # noqa: B023
             await until(lambda: 0 < len(pair.index(number).blocks) < 3)  # noqa: B023
         yield pair
 
@@ -162,24 +162,24 @@ async def test_what_came_there_for_others_is_known(pair: Pair, path: str, story:
     first = await pair.ask(path, story)
     other = 1 - pair.running.replicas.index(first.replica)
     await pair.elsewhere(other, path, story)
-    await until(lambda: len(pair.index(other).find(first.keys)) >= 4)
+    await until(lambda: len(pair.index(other).match_prefix(first.block_keys)) >= 4)
     assert await pair.to_compute(path, story) == [False, False]
 
 
 async def test_what_was_evicted_is_known_to_be_gone(pair: Pair, story: str) -> None:
     first = await pair.ask(COMPLETION, story)
     warm = pair.running.replicas.index(first.replica)
-    await until(lambda: pair.index(warm).find(first.keys)[:4] == [0] * 4)
+    await until(lambda: pair.index(warm).match_prefix(first.block_keys)[:4] == [0] * 4)
     for number in range(6):
         await pair.elsewhere(warm, COMPLETION, f"{number}: " + "Something else was told. " * 60)
-    await until(lambda: not pair.index(warm).find(first.keys))
+    await until(lambda: not pair.index(warm).match_prefix(first.block_keys))
     assert await pair.to_compute(COMPLETION, story) == [True, True]
 
 
 async def test_a_reset_is_noticed_with_the_next_step(pair: Pair, story: str) -> None:
     first = await pair.ask(COMPLETION, story)
     warm = pair.running.replicas.index(first.replica)
-    await until(lambda: pair.index(warm).find(first.keys)[:4] == [0] * 4)
+    await until(lambda: pair.index(warm).match_prefix(first.block_keys)[:4] == [0] * 4)
     assert (await pair.direct[warm].post("/reset_prefix_cache")).json() == {"success": True}
     await pair.elsewhere(warm, COMPLETION, "Hello")
     await until(lambda: not pair.index(warm).blocks)
@@ -192,25 +192,25 @@ async def test_a_salt_keeps_prompts_apart(pair: Pair, story: str) -> None:
     mine = pair.running.replicas.index(salted.replica)
     await pair.elsewhere(1 - mine, COMPLETION, story, cache_salt="yours")
     for number in range(2):
-        await until(lambda: pair.index(number).find(plain[0].keys)[:4] == [0] * 4)  # noqa: B023
-    await until(lambda: pair.index(mine).find(salted.keys)[:4] == [0] * 4)
-    assert not pair.index(1 - mine).find(salted.keys)
+        await until(lambda: pair.index(number).match_prefix(plain[0].block_keys)[:4] == [0] * 4)  # noqa: B023
+    await until(lambda: pair.index(mine).match_prefix(salted.block_keys)[:4] == [0] * 4)
+    assert not pair.index(1 - mine).match_prefix(salted.block_keys)
     await pair.elsewhere(1 - mine, COMPLETION, story, cache_salt="mine")
-    await until(lambda: pair.index(1 - mine).find(salted.keys)[:4] == [0] * 4)
+    await until(lambda: pair.index(1 - mine).match_prefix(salted.block_keys)[:4] == [0] * 4)
     assert await pair.to_compute(COMPLETION, story, cache_salt="others") == [True, True]
 
 
 async def test_a_gateway_that_comes_later_is_told_again(
-    pair: Pair, servers: tuple[list[VllmServer], KvAddress], story: str
+    pair: Pair, servers: tuple[list[VllmServer], KvEventAddress], story: str
 ) -> None:
     await pair.elsewhere(1, COMPLETION, story)
     await until(lambda: len(pair.index(1).blocks) > 5)
     late = ReplicaConfig(url=f"unix:{servers[0][1].socket}", model="mini", kv_events=servers[1])
     async with front([], late) as running:
         (replica,) = running.replicas
-        await until(lambda: isinstance(replica.prefixes, ExactIndex))
-        index = replica.prefixes
-        assert isinstance(index, ExactIndex)
+        await until(lambda: isinstance(replica.prefix_index, EventPrefixIndex))
+        index = replica.prefix_index
+        assert isinstance(index, EventPrefixIndex)
         await until(lambda: index.blocks == pair.index(1).blocks)
 
 
@@ -229,7 +229,7 @@ async def test_what_is_known_is_what_the_server_then_finds(pair: Pair) -> None:
     hits = set[int]()
     for _ in range(150):
         ids = draws.choice(prompts)
-        names = block_names("", array("I", ids), SIZE)
+        names = compute_block_names("", array("I", ids), SIZE)
         known = set(pair.index(0).blocks)
         held = next((n for n, name in enumerate(names) if name not in known), len(names))
         answer = await pair.elsewhere(0, COMPLETION, ids, max_tokens=1)
@@ -241,19 +241,19 @@ async def test_what_is_known_is_what_the_server_then_finds(pair: Pair) -> None:
 
 
 async def test_a_server_that_was_started_anew_is_known_to_be_cold(
-    pair: Pair, servers: tuple[list[VllmServer], KvAddress], story: str
+    pair: Pair, servers: tuple[list[VllmServer], KvEventAddress], story: str
 ) -> None:
     told = await pair.elsewhere(0, COMPLETION, story, return_token_ids=True)
-    names = set(block_names("", array("I", told["choices"][0]["prompt_token_ids"]), SIZE))
+    names = set(compute_block_names("", array("I", told["choices"][0]["prompt_token_ids"]), SIZE))
     await until(lambda: names <= pair.index(0).blocks)
     replica, server = pair.running.replicas[0], servers[0][0]
     server.end()
     try:
-        await until(lambda: isinstance(replica.prefixes, PrefixIndex))
+        await until(lambda: isinstance(replica.prefix_index, EstimatedPrefixIndex))
     finally:
         server.start()
         await asyncio.to_thread(server.wait)
     await pair.elsewhere(0, COMPLETION, "Another story. " * 30)
-    await until(lambda: isinstance(replica.prefixes, ExactIndex))
+    await until(lambda: isinstance(replica.prefix_index, EventPrefixIndex))
     await until(lambda: pair.index(0).blocks)
     assert not names & pair.index(0).blocks

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from argosy.models import BUNDLED
+from argosy.models import BUNDLED_MODEL
 
 ROOT = Path(__file__).parents[2]
 PEER = Path(os.environ.get("ARGOSY_VLLM", ROOT / ".venv-peers" / "vllm"))
@@ -39,7 +39,7 @@ class VllmServer:
         self.socket.unlink(missing_ok=True)
         self.process = subprocess.Popen(
             [
-                *(PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", BUNDLED),
+                *(PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", BUNDLED_MODEL),
                 *("--served-model-name", "mini", "--uds", self.socket, "--dtype", "bfloat16"),
                 *("--max-model-len", str(CONTEXT), "--max-num-seqs", "4", "--enforce-eager"),
                 *("--uvicorn-log-level", "warning", *self.options),

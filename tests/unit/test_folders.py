@@ -9,7 +9,7 @@ import pytest
 
 from argosy import native
 from argosy.folders import cache_folder, state_folder
-from argosy.store import StoreError, default_url, usage_folder
+from argosy.store import StoreError, default_store_url, usage_log_folder
 
 
 @pytest.fixture
@@ -36,17 +36,17 @@ def test_what_is_told_comes_before_the_home(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.usefixtures("nobody")
 def test_a_user_without_a_home_is_told_what_to_set() -> None:
     with pytest.raises(StoreError, match="set HOME or XDG_STATE_HOME, or name a database"):
-        default_url()
+        default_store_url()
     with pytest.raises(StoreError, match="set HOME or XDG_STATE_HOME"):
-        usage_folder("postgresql://host/db")
-    assert usage_folder("sqlite:////data/a.db") == Path("/data/a.db.usage")
+        usage_log_folder("postgresql://host/db")
+    assert usage_log_folder("sqlite:////data/a.db") == Path("/data/a.db.usage")
 
 
 @pytest.mark.usefixtures("nobody")
 def test_what_can_be_made_again_needs_no_home(tmp_path: Path) -> None:
     (tmp_path / "sources").mkdir()
     (tmp_path / "sources" / "nothing.cpp").touch()
-    built = native.build(tmp_path / "sources", ("-fPIC",))
+    built = native.build_library(tmp_path / "sources", ("-fPIC",))
     assert built.exists()
     assert [file.name for file in tmp_path.iterdir()] == ["sources"]
 
@@ -69,7 +69,7 @@ def test_what_can_be_made_again_needs_no_home(tmp_path: Path) -> None:
     ],
 )
 def test_the_usage_of_two_databases_does_not_mix(one: str, other: str) -> None:
-    assert usage_folder(one) != usage_folder(other)
+    assert usage_log_folder(one) != usage_log_folder(other)
 
 
 @pytest.mark.parametrize("name", ["PGHOST", "PGHOSTADDR", "PGPORT", "PGSERVICE", "PGDATABASE"])
@@ -79,10 +79,12 @@ def test_nor_does_it_where_the_environment_says_which(
     folders = []
     for value in ("1", "2"):
         monkeypatch.setenv(name, value)
-        folders.append(usage_folder("postgresql://"))
+        folders.append(usage_log_folder("postgresql://"))
     assert folders[0] != folders[1]
 
 
 @pytest.mark.parametrize("scheme", ["postgres", "postgresql", "postgresql+psycopg"])
 def test_one_database_keeps_its_usage_however_it_is_written(scheme: str) -> None:
-    assert usage_folder(f"{scheme}://ann:secret@host/db") == usage_folder("postgresql://host/db")
+    assert usage_log_folder(f"{scheme}://ann:secret@host/db") == usage_log_folder(
+        "postgresql://host/db"
+    )

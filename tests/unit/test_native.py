@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from argosy.native import CompilerFailed, NativeUnavailable, build
+from argosy.native import CompilerError, NativeUnavailableError, build_library
 
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
 
@@ -31,18 +31,18 @@ def sources(tmp_path: Path) -> Path:
 def test_what_a_power_failure_left_of_a_build_is_built_again(
     sources: Path, tmp_path: Path, left: int
 ) -> None:
-    first = build(sources, FLAGS, folder=tmp_path)
+    first = build_library(sources, FLAGS, build_folder=tmp_path)
     whole = first.read_bytes()
     first.write_bytes(whole[:left].ljust(len(whole), b"\0") if left else b"")
-    again = build(sources, FLAGS, folder=tmp_path)
+    again = build_library(sources, FLAGS, build_folder=tmp_path)
     assert again == first
     assert ctypes.CDLL(str(again)).answer() == 42
 
 
 def test_a_whole_build_is_kept(sources: Path, tmp_path: Path) -> None:
-    first = build(sources, FLAGS, folder=tmp_path)
+    first = build_library(sources, FLAGS, build_folder=tmp_path)
     made = first.stat().st_ino
-    assert build(sources, FLAGS, folder=tmp_path).stat().st_ino == made
+    assert build_library(sources, FLAGS, build_folder=tmp_path).stat().st_ino == made
 
 
 MEETING = """#!/bin/sh
@@ -56,9 +56,9 @@ exec c++ "$@"
 BUILDS = """
 import sys
 from pathlib import Path
-from argosy.native import build
+from argosy.native import build_library
 sources, compiler, folder = sys.argv[1:4]
-print(build(Path(sources), sys.argv[4:], compiler=compiler, folder=Path(folder)))
+print(build_library(Path(sources), sys.argv[4:], compiler=compiler, build_folder=Path(folder)))
 """
 
 
@@ -82,12 +82,12 @@ def test_without_a_cache_there_is_one_folder_of_the_user(
     (tmp_path / "no folder").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "no folder"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    first = build(sources, FLAGS)
-    assert build(sources, FLAGS) == first
+    first = build_library(sources, FLAGS)
+    assert build_library(sources, FLAGS) == first
     kept = first.parents[1]
     assert stat.S_IMODE(kept.stat().st_mode) == 0o700
     kept.chmod(0o777)
-    assert build(sources, FLAGS).parents[1] != kept
+    assert build_library(sources, FLAGS).parents[1] != kept
 
 
 def test_a_full_disk_is_not_taken_for_flags_that_are_unknown(sources: Path, tmp_path: Path) -> None:
@@ -96,6 +96,6 @@ def test_a_full_disk_is_not_taken_for_flags_that_are_unknown(sources: Path, tmp_
         "#!/bin/sh\n[ $# = 1 ] || { echo x.o: No space left on device >&2; exit 1; }"
     )
     compiler.chmod(0o755)
-    with pytest.raises(NativeUnavailable, match="make room") as refused:
-        build(sources, FLAGS, compiler=str(compiler), folder=tmp_path)
-    assert not isinstance(refused.value, CompilerFailed)
+    with pytest.raises(NativeUnavailableError, match="make room") as refused:
+        build_library(sources, FLAGS, compiler=str(compiler), build_folder=tmp_path)
+    assert not isinstance(refused.value, CompilerError)

@@ -1,60 +1,75 @@
 """The load generator: plans of requests, a client that measures them, reports and comparisons."""
 
-from argosy.bench.arrivals import Arrivals, arrival_times
-from argosy.bench.comparison import Ratio, compare, comparison_text
+from argosy.bench.arrivals import ArrivalProcess, draw_arrival_times
+from argosy.bench.comparison import MeasureRatio, compare_results, format_comparison
 from argosy.bench.errors import BenchError
-from argosy.bench.export import prometheus_text, rows_csv
-from argosy.bench.lengths import Lengths, parse_lengths
-from argosy.bench.metrics import Objectives, Row, Stats, Summary, stats, summarize, values
-from argosy.bench.noise_floor import NoiseFloor, noise_report, self_check
+from argosy.bench.export import format_csv, format_prometheus
+from argosy.bench.lengths import LengthDistribution, parse_length_distribution
+from argosy.bench.metrics import (
+    Objectives,
+    RequestRow,
+    RunSummary,
+    SampleStats,
+    compute_stats,
+    metric_values,
+    summarize,
+)
+from argosy.bench.noise_floor import NoiseFloor, measure_noise_floor, render_noise_floor
 from argosy.bench.objectives import parse_objectives
-from argosy.bench.plan import Plan, PlannedRequest
-from argosy.bench.report_html import html_report
-from argosy.bench.report_text import text_report
-from argosy.bench.result import Point, Result, Settings, load, save, write
-from argosy.bench.runner import Watcher, run
-from argosy.bench.target import Wishes
-from argosy.bench.traces import Traced, read_trace
-from argosy.bench.workload import Load, Workload, make_plan
+from argosy.bench.plan import LoadPlan, PlannedRequest
+from argosy.bench.report_html import render_html_report
+from argosy.bench.report_text import render_text_report
+from argosy.bench.result import (
+    BenchResult,
+    BenchSettings,
+    RunResult,
+    load_result,
+    save_result,
+    write_file,
+)
+from argosy.bench.runner import ProgressListener, run_benchmark
+from argosy.bench.target import TargetOptions
+from argosy.bench.traces import TraceRequest, read_trace
+from argosy.bench.workload import LoadSpec, Workload, build_plan
 
 __all__ = [
-    "Arrivals",
+    "ArrivalProcess",
     "BenchError",
-    "Lengths",
-    "Load",
+    "BenchResult",
+    "BenchSettings",
+    "LengthDistribution",
+    "LoadPlan",
+    "LoadSpec",
+    "MeasureRatio",
     "NoiseFloor",
     "Objectives",
-    "Plan",
     "PlannedRequest",
-    "Point",
-    "Ratio",
-    "Result",
-    "Row",
-    "Settings",
-    "Stats",
-    "Summary",
-    "Traced",
-    "Watcher",
-    "Wishes",
+    "ProgressListener",
+    "RequestRow",
+    "RunResult",
+    "RunSummary",
+    "SampleStats",
+    "TargetOptions",
+    "TraceRequest",
     "Workload",
-    "arrival_times",
-    "compare",
-    "comparison_text",
-    "html_report",
-    "load",
-    "make_plan",
-    "noise_report",
-    "parse_lengths",
+    "build_plan",
+    "compare_results",
+    "compute_stats",
+    "draw_arrival_times",
+    "format_comparison",
+    "format_csv",
+    "format_prometheus",
+    "load_result",
+    "measure_noise_floor",
+    "metric_values",
+    "parse_length_distribution",
     "parse_objectives",
-    "prometheus_text",
     "read_trace",
-    "rows_csv",
-    "run",
-    "save",
-    "self_check",
-    "stats",
+    "render_html_report",
+    "render_noise_floor",
+    "render_text_report",
+    "run_benchmark",
+    "save_result",
     "summarize",
-    "text_report",
-    "values",
-    "write",
+    "write_file",
 ]

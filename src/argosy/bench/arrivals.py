@@ -10,7 +10,7 @@ import numpy as np
 from argosy.bench.errors import BenchError
 
 
-class Arrivals(msgspec.Struct, frozen=True, kw_only=True):
+class ArrivalProcess(msgspec.Struct, frozen=True, kw_only=True):
     """Gamma-distributed gaps. Raises BenchError where the numbers make no sense."""
 
     rate: float | None
@@ -30,8 +30,8 @@ class Arrivals(msgspec.Struct, frozen=True, kw_only=True):
             raise BenchError("A ramp takes 0 seconds or more.")
 
 
-def arrival_times(
-    arrivals: Arrivals, *, seed: int, count: int | None, duration_s: float | None
+def draw_arrival_times(
+    arrivals: ArrivalProcess, *, seed: int, count: int | None, duration_s: float | None
 ) -> list[float]:
     """Ascending seconds after the start: `count` of them, those before `duration_s`, or what both allow.
 
@@ -48,23 +48,23 @@ def arrival_times(
     times: list[float] = []
     load = 0.0
     while count is None or len(times) < count:
-        for gap in _unit_gaps(rng, arrivals.burstiness):
+        for gap in _draw_unit_gaps(rng, arrivals.burstiness):
             load += gap
-            at = _when(load, arrivals.rate, arrivals.ramp_s)
+            at = _time_of_load(load, arrivals.rate, arrivals.ramp_s)
             if (duration_s is not None and at >= duration_s) or len(times) == count:
                 return times
             times.append(at)
     return times
 
 
-def _unit_gaps(rng: np.random.Generator, burstiness: float | None) -> list[float]:
+def _draw_unit_gaps(rng: np.random.Generator, burstiness: float | None) -> list[float]:
     if burstiness is None:
         return [1.0] * 256
     gaps: list[float] = rng.gamma(burstiness, 1.0 / burstiness, 256).tolist()
     return gaps
 
 
-def _when(load: float, rate: float, ramp_s: float) -> float:
+def _time_of_load(load: float, rate: float, ramp_s: float) -> float:
     """The time by which `load` requests are expected: the inverse of the integral of the rate."""
     in_ramp = rate * ramp_s / 2
     if load < in_ramp:

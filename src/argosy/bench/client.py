@@ -15,22 +15,22 @@ from typing import cast
 
 import httptools
 
-from argosy.bench.response import Reply
+from argosy.bench.response import BenchResponse
 from argosy.protocol import Endpoint
 
 Clock = Callable[[], float]
 
 
-class Connection(asyncio.Protocol):
+class BenchConnection(asyncio.Protocol):
     """One connection, one request at a time."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
-        self._reply: Reply | None = None
+        self._response: BenchResponse | None = None
         self._done: asyncio.Future[None] | None = None
-        self.used = 0
+        self.completed_responses = 0
         """Answers that came whole."""
         self.closed = False
 
@@ -38,9 +38,9 @@ class Connection(asyncio.Protocol):
         """Keep the transport."""
         self._transport = cast("asyncio.Transport", transport)
 
-    async def ask(self, request: bytes, reply: Reply) -> None:
+    async def send_request(self, request: bytes, response: BenchResponse) -> None:
         """Send `request` and return when `reply` has ended, well or not. Cancelling closes the connection."""
-        self._reply = reply
+        self._response = response
         self._done = asyncio.get_running_loop().create_future()
         if self._transport is not None:
             self._transport.write(request)
@@ -59,17 +59,17 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Bytes came: stamp, then parse."""
         now = self._clock()
-        if self._reply is None:  # nobody asked
+        if self._response is None:  # nobody asked
             self.abort()
             return
-        self._reply.now = now
+        self._response.received_at = now
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            if self._reply is not None:  # else the answer is whole, and this came after it
-                self._reply.fail("malformed", f"The answer is not HTTP: {error}")
+            if self._response is not None:  # else the answer is whole, and this came after it
+                self._response.record_error("malformed", f"The answer is not HTTP: {error}")
             self.abort()
-            self._end()
+            self._finish_response()
 
     def eof_received(self) -> None:
         """The server will send no more."""
@@ -78,45 +78,47 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """An answer that has not ended was cut."""
         self.closed = True
-        if self._reply is not None:
-            self._reply.now = self._clock()
-            if not (exc is None and self._reply.whole_at_eof):
-                self._reply.fail("cut", "The server closed the connection before the end.")
-            self._end()
+        if self._response is not None:
+            self._response.received_at = self._clock()
+            if not (exc is None and self._response.ends_at_eof):
+                self._response.record_error(
+                    "cut", "The server closed the connection before the end."
+                )
+            self._finish_response()
 
     def on_header(self, name: bytes, value: bytes) -> None:  # noqa: ARG002 - the parser's face
         """Remember what says where a body ends."""
-        if self._reply is not None and name.lower() in {b"content-length", b"transfer-encoding"}:
-            self._reply.has_length = True
+        if self._response is not None and name.lower() in {b"content-length", b"transfer-encoding"}:
+            self._response.has_body_length = True
 
     def on_headers_complete(self) -> None:
         """The status is known."""
-        if self._reply is not None:
-            self._reply.status = self._parser.get_status_code()
+        if self._response is not None:
+            self._response.status = self._parser.get_status_code()
 
     def on_body(self, body: bytes) -> None:
         """A piece of the body."""
-        if self._reply is not None:
-            self._reply.feed(body)
+        if self._response is not None:
+            self._response.on_body(body)
 
     def on_message_complete(self) -> None:
         """The answer is whole."""
-        if self._reply is not None and self._reply.status >= 200:
-            self.used += 1
+        if self._response is not None and self._response.status >= 200:
+            self.completed_responses += 1
             if not self._parser.should_keep_alive():
                 self.closed = True
-            self._end()
+            self._finish_response()
 
-    def _end(self) -> None:
-        if self._reply is not None:
-            self._reply.end()
-        self._reply = None
+    def _finish_response(self) -> None:
+        if self._response is not None:
+            self._response.on_end()
+        self._response = None
         self._parser = httptools.HttpResponseParser(self)
         if self._done is not None and not self._done.done():
             self._done.set_result(None)
 
 
-class Client:
+class BenchClient:
     """All connections to one server."""
 
     def __init__(
@@ -126,17 +128,19 @@ class Client:
         self._clock = clock
         self._timeout_s = timeout_s
         self._headers = {"host": address.authority, "user-agent": "argosy-bench", **headers}
-        self._idle: list[Connection] = []
+        self._idle: list[BenchConnection] = []
         self._tls = ssl.create_default_context() if address.tls else None
 
-    async def post(self, path: str, body: bytes, reply: Reply, request_id: str = "") -> Reply:
+    async def post(
+        self, path: str, body: bytes, response: BenchResponse, request_id: str = ""
+    ) -> BenchResponse:
         """POST JSON. Whatever happens is in the reply; only a cancellation raises."""
         headers = {"x-request-id": request_id} if request_id else {}
-        return await self._exchange("POST", path, body, reply, headers)
+        return await self._send_timed("POST", path, body, response, headers)
 
-    async def get(self, path: str, reply: Reply) -> Reply:
+    async def get(self, path: str, response: BenchResponse) -> BenchResponse:
         """GET. As `post`."""
-        return await self._exchange("GET", path, b"", reply, {})
+        return await self._send_timed("GET", path, b"", response, {})
 
     def close(self) -> None:
         """Close the idle connections."""
@@ -144,58 +148,62 @@ class Client:
             connection.abort()
         self._idle.clear()
 
-    async def _exchange(
-        self, method: str, path: str, body: bytes, reply: Reply, headers: Mapping[str, str]
-    ) -> Reply:
-        request = self._head(method, path, len(body), headers) + body
-        reply.sent(self._clock())  # to connect is the server's part, too
+    async def _send_timed(
+        self, method: str, path: str, body: bytes, reply: BenchResponse, headers: Mapping[str, str]
+    ) -> BenchResponse:
+        request = self._render_head(method, path, len(body), headers) + body
+        reply.on_sent(self._clock())  # to connect is the server's part, too
         try:
             async with asyncio.timeout(self._timeout_s):
-                await self._send(request, reply)
+                await self._send_on_connection(request, reply)
         except TimeoutError:
-            reply.now = self._clock()
-            reply.fail("timeout", f"No whole answer within {self._timeout_s:g} s.")
-            reply.end()
+            reply.received_at = self._clock()
+            reply.record_error("timeout", f"No whole answer within {self._timeout_s:g} s.")
+            reply.on_end()
         except (OSError, UnicodeError) as error:  # the latter for names that no resolver takes
-            reply.now = self._clock()
-            reply.fail("connect", f"Cannot connect to {self._address.name}: {error}")
-            reply.end()
+            reply.received_at = self._clock()
+            reply.record_error(
+                "connect", f"Cannot connect to {self._address.display_name}: {error}"
+            )
+            reply.on_end()
         return reply
 
-    async def _send(self, request: bytes, reply: Reply) -> None:
-        connection = self._take()
+    async def _send_on_connection(self, request: bytes, reply: BenchResponse) -> None:
+        connection = self._pop_idle()
         kept = connection is not None
         if connection is None:
             connection = await self._connect()
-        await connection.ask(request, reply)
-        if kept and reply.untouched:
+        await connection.send_request(request, reply)
+        if kept and reply.closed_before_response:
             # A kept connection that the server closed meanwhile: it never saw the request.
-            reply.start_over()
+            reply.on_resend()
             connection = await self._connect()
-            await connection.ask(request, reply)
+            await connection.send_request(request, reply)
         if not connection.closed:
             self._idle.append(connection)
 
-    def _take(self) -> Connection | None:
+    def _pop_idle(self) -> BenchConnection | None:
         while self._idle:
             connection = self._idle.pop()
             if not connection.closed:
                 return connection
         return None
 
-    async def _connect(self) -> Connection:
+    async def _connect(self) -> BenchConnection:
         loop, address = asyncio.get_running_loop(), self._address
-        made = partial(Connection, self._clock)
-        if address.unix is not None:
-            _, connection = await loop.create_unix_connection(made, address.unix)
+        made = partial(BenchConnection, self._clock)
+        if address.socket_path is not None:
+            _, connection = await loop.create_unix_connection(made, address.socket_path)
         else:
             _, connection = await loop.create_connection(
                 made, address.host, address.port, ssl=self._tls
             )
         return connection
 
-    def _head(self, method: str, path: str, length: int, headers: Mapping[str, str]) -> bytes:
-        lines = [f"{method} {self._address.path}{path} HTTP/1.1"]
+    def _render_head(
+        self, method: str, path: str, length: int, headers: Mapping[str, str]
+    ) -> bytes:
+        lines = [f"{method} {self._address.path_prefix}{path} HTTP/1.1"]
         lines += [f"{name}: {value}" for name, value in (self._headers | dict(headers)).items()]
         if method == "POST":
             lines += ["content-type: application/json", f"content-length: {length}"]

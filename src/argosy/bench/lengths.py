@@ -10,11 +10,11 @@ import numpy as np
 
 from argosy.bench.errors import BenchError
 
-LONGEST = 10_000_000
-FORMS = "128, uniform:32-512, normal:256,64 or lognormal:200,0.8"
+MAX_LENGTH_TOKENS = 10_000_000
+LENGTH_SYNTAX = "128, uniform:32-512, normal:256,64 or lognormal:200,0.8"
 
 
-class Lengths(msgspec.Struct, frozen=True):
+class LengthDistribution(msgspec.Struct, frozen=True):
     """A distribution of token counts, of at least 1."""
 
     kind: Literal["fixed", "uniform", "normal", "lognormal"]
@@ -34,10 +34,10 @@ class Lengths(msgspec.Struct, frozen=True):
                 drawn = rng.normal(self.a, self.b)
             case "lognormal":
                 drawn = self.a * rng.lognormal(0.0, self.b)
-        return int(min(max(round(drawn), 1), LONGEST))
+        return int(min(max(round(drawn), 1), MAX_LENGTH_TOKENS))
 
 
-def parse_lengths(text: str) -> Lengths:
+def parse_length_distribution(text: str) -> LengthDistribution:
     """`128`, `uniform:32-512`, `normal:256,64`, `lognormal:200,0.8`. Raises BenchError for the rest."""
     kind, colon, numbers = text.strip().partition(":")
     if not colon:
@@ -46,17 +46,17 @@ def parse_lengths(text: str) -> Lengths:
         parts = [float(part) for part in numbers.replace("-", ",").split(",")]
     except ValueError:
         parts = []
-    fits = parts and all(math.isfinite(part) and 0 <= part <= LONGEST for part in parts)
+    fits = parts and all(math.isfinite(part) and 0 <= part <= MAX_LENGTH_TOKENS for part in parts)
     if fits and parts[0] >= 1:
         match kind, len(parts):
             case "fixed", 1:
-                return Lengths("fixed", parts[0])
+                return LengthDistribution("fixed", parts[0])
             case "uniform", 2 if parts[0] <= parts[1]:
-                return Lengths("uniform", float(int(parts[0])), float(int(parts[1])))
+                return LengthDistribution("uniform", float(int(parts[0])), float(int(parts[1])))
             case "normal", 2:
-                return Lengths("normal", *parts)
+                return LengthDistribution("normal", *parts)
             case "lognormal", 2:
-                return Lengths("lognormal", *parts)
+                return LengthDistribution("lognormal", *parts)
             case _:
                 pass
-    raise BenchError(f"{text!r} is no length: write {FORMS}.")
+    raise BenchError(f"{text!r} is no length: write {LENGTH_SYNTAX}.")

@@ -16,21 +16,21 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from argosy.bench.plan import Phase
+from argosy.bench.plan import RequestPhase
 
-Outcome = Literal["ok", "error", "cancelled"]
-Metric = Literal["ttft", "tpot", "itl", "icl", "e2e", "ntpot", "send_ttft", "lag"]
+RequestOutcome = Literal["ok", "error", "cancelled"]
+MetricName = Literal["ttft", "tpot", "itl", "icl", "e2e", "ntpot", "send_ttft", "lag"]
 PERCENTILES = (50.0, 90.0, 95.0, 99.0, 99.9)
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
     """One request as it went. Times are in seconds after the start of the run."""
 
     index: int
     session: int
     turn: int
-    phase: Phase
-    outcome: Outcome
+    phase: RequestPhase
+    outcome: RequestOutcome
     error: str = ""
     detail: str = ""
     status: int = 0
@@ -56,7 +56,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """Sent again on a new connection, as the kept one was closed without a byte."""
 
 
-class Stats(msgspec.Struct, frozen=True, kw_only=True):
+class SampleStats(msgspec.Struct, frozen=True, kw_only=True):
     """A sample in ten numbers; zeros when it is empty."""
 
     count: int = 0
@@ -71,13 +71,13 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     max: float = 0.0
 
 
-def stats(values: Sequence[float]) -> Stats:
+def compute_stats(values: Sequence[float]) -> SampleStats:
     """Percentiles interpolate linearly between order statistics; `std` is that of the population."""
     if not len(values):
-        return Stats()
+        return SampleStats()
     array = np.asarray(values, dtype=np.float64)
     p50, p90, p95, p99, p999 = (float(value) for value in np.percentile(array, PERCENTILES))
-    return Stats(
+    return SampleStats(
         count=len(array),
         mean=float(array.mean()),
         std=float(array.std()),
@@ -91,7 +91,7 @@ def stats(values: Sequence[float]) -> Stats:
     )
 
 
-def values(row: Row, metric: Metric) -> list[float]:
+def metric_values(row: RequestRow, metric: MetricName) -> list[float]:
     """The values of `metric` that this request contributes, in milliseconds."""
     if metric == "lag":
         return [1e3 * (row.sent_s - row.scheduled_s)]
@@ -113,10 +113,10 @@ def values(row: Row, metric: Metric) -> list[float]:
         case "icl":
             return [1e3 * (after - before) for before, after in itertools.pairwise(row.chunks_s)]
         case "itl":
-            return _token_gaps(row)
+            return _token_gaps_ms(row)
 
 
-def _token_gaps(row: Row) -> list[float]:
+def _token_gaps_ms(row: RequestRow) -> list[float]:
     tokens = row.chunk_tokens or [1] * len(row.chunks_s)
     gaps = [0.0] * (max(tokens[0], 1) - 1)
     for (before, after), count in zip(itertools.pairwise(row.chunks_s), tokens[1:], strict=True):
@@ -125,7 +125,7 @@ def _token_gaps(row: Row) -> list[float]:
     return gaps
 
 
-class Summary(msgspec.Struct, frozen=True, kw_only=True):
+class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     """A run in numbers. Rates are per second of `duration_s`."""
 
     duration_s: float
@@ -147,7 +147,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """In the best second."""
     mean_concurrency: float
     peak_concurrency: int
-    good: int | None = None
+    good_requests: int | None = None
     """Requests that met every objective; None without objectives."""
     goodput: float | None = None
     attainment: float | None = None
@@ -155,30 +155,39 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     input_mismatches: int = 0
     """Requests whose prompt the server counts otherwise than planned."""
     output_mismatches: int = 0
-    uncounted: int = 0
+    missing_usage: int = 0
     """Requests for which the server gave no usage; their chunks were counted."""
     resent: int = 0
     """Requests whose kept connection was closed without a byte, and that went out again."""
-    many_token_chunks: int = 0
+    multi_token_responses: int = 0
     """Requests with more tokens than chunks."""
-    latency: dict[Metric, Stats]
+    latency: dict[MetricName, SampleStats]
 
 
-METRICS: tuple[Metric, ...] = ("ttft", "tpot", "itl", "icl", "e2e", "ntpot", "send_ttft", "lag")
+METRIC_NAMES: tuple[MetricName, ...] = (
+    "ttft",
+    "tpot",
+    "itl",
+    "icl",
+    "e2e",
+    "ntpot",
+    "send_ttft",
+    "lag",
+)
 
 
-def summarize(rows: Sequence[Row], objectives: Objectives | None = None) -> Summary:
+def summarize(rows: Sequence[RequestRow], objectives: Objectives | None = None) -> RunSummary:
     """The summary of what was measured: neither warm-up nor ramp."""
     measured = [row for row in rows if row.phase == "measured"]
     ok = [row for row in measured if row.outcome == "ok"]
     start = min((row.scheduled_s for row in measured), default=0.0)
     end = max((row.end_s for row in measured), default=0.0)
     duration = max(end - start, 1e-9)
-    good = None if objectives is None else sum(objectives.met_by(row) for row in measured)
+    good = None if objectives is None else sum(objectives.is_met_by(row) for row in measured)
     told = [row.cached_tokens for row in ok if row.cached_tokens is not None]
     outputs = sum(row.output_tokens for row in ok)
     inputs = sum(row.input_tokens or row.planned_input or 0 for row in ok)
-    return Summary(
+    return RunSummary(
         duration_s=end - start,
         completed=len(ok),
         failed=sum(row.outcome == "error" for row in measured),
@@ -194,7 +203,7 @@ def summarize(rows: Sequence[Row], objectives: Objectives | None = None) -> Summ
         peak_output_token_rate=max(token_series(ok, 1.0), default=0.0),
         mean_concurrency=sum(row.end_s - row.sent_s for row in ok) / duration,
         peak_concurrency=max((level for _, level in concurrency_series(measured)), default=0),
-        good=good,
+        good_requests=good,
         goodput=None if good is None else good / duration,
         attainment=None if good is None else good / max(len(measured), 1),
         input_mismatches=sum(
@@ -204,17 +213,17 @@ def summarize(rows: Sequence[Row], objectives: Objectives | None = None) -> Summ
             for row in ok
         ),
         output_mismatches=sum(row.output_tokens != row.planned_output for row in ok),
-        uncounted=sum(not row.counted_by_server for row in ok),
+        missing_usage=sum(not row.counted_by_server for row in ok),
         resent=sum(row.resent for row in measured),
-        many_token_chunks=sum(row.output_tokens > len(row.chunks_s) for row in ok),
+        multi_token_responses=sum(row.output_tokens > len(row.chunks_s) for row in ok),
         latency={
-            metric: stats([value for row in ok for value in values(row, metric)])
-            for metric in METRICS
+            metric: compute_stats([value for row in ok for value in metric_values(row, metric)])
+            for metric in METRIC_NAMES
         },
     )
 
 
-def token_series(rows: Sequence[Row], bin_s: float) -> list[float]:
+def token_series(rows: Sequence[RequestRow], bin_s: float) -> list[float]:
     """Output tokens per second in each `bin_s` seconds after the first scheduled send."""
     stamps = [at for row in rows for at in row.chunks_s]
     if not stamps:
@@ -230,7 +239,7 @@ def token_series(rows: Sequence[Row], bin_s: float) -> list[float]:
     return series
 
 
-def concurrency_series(rows: Sequence[Row]) -> list[tuple[float, int]]:
+def concurrency_series(rows: Sequence[RequestRow]) -> list[tuple[float, int]]:
     """(time, requests in flight from then on), in order of time."""
     steps = sorted([(row.sent_s, 1) for row in rows] + [(row.end_s, -1) for row in rows])
     level = 0
@@ -244,12 +253,12 @@ def concurrency_series(rows: Sequence[Row]) -> list[tuple[float, int]]:
 class Objectives(msgspec.Struct, frozen=True):
     """What each request has to keep, in milliseconds; `itl` means every gap of it."""
 
-    limits_ms: dict[Metric, float]
+    limits_ms: dict[MetricName, float]
 
-    def met_by(self, row: Row) -> bool:
+    def is_met_by(self, row: RequestRow) -> bool:
         """Whether the request succeeded and kept all of them."""
         return row.outcome == "ok" and all(
             value <= limit
             for metric, limit in self.limits_ms.items()
-            for value in values(row, metric)
+            for value in metric_values(row, metric)
         )

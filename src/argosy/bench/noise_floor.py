@@ -11,33 +11,33 @@ from collections.abc import AsyncIterator
 
 import msgspec
 
-from argosy.bench.arrivals import Arrivals
-from argosy.bench.client import Client
+from argosy.bench.arrivals import ArrivalProcess
+from argosy.bench.client import BenchClient
 from argosy.bench.driver import Driver
 from argosy.bench.errors import BenchError
-from argosy.bench.lengths import Lengths
-from argosy.bench.metrics import Row, Stats, stats
-from argosy.bench.plan import Plan
-from argosy.bench.request_body_builder import Writer
-from argosy.bench.response import Plain
-from argosy.bench.stub_server import MODEL, Delays, Served
-from argosy.bench.target import Target
-from argosy.bench.workload import Load, Workload, make_plan
+from argosy.bench.lengths import LengthDistribution
+from argosy.bench.metrics import RequestRow, SampleStats, compute_stats
+from argosy.bench.plan import LoadPlan
+from argosy.bench.request_body_builder import RequestBodyBuilder
+from argosy.bench.response import JsonResponse
+from argosy.bench.stub_server import STUB_MODEL, StubDelays, StubRequestTimes
+from argosy.bench.target import BenchTarget
+from argosy.bench.workload import LoadSpec, Workload, build_plan
 from argosy.protocol import parse_endpoint
 
-_RUN = "check"
-_SLOW = Delays(first_s=0.05, gap_s=0.01)
+_RUN_ID = "check"
+_STUB_DELAYS = StubDelays(first_token_s=0.05, token_gap_s=0.01)
 
 
 class NoiseFloor(msgspec.Struct, frozen=True, kw_only=True):
     """What the client adds. Milliseconds where nothing else is said."""
 
     requests: int
-    added_ttft: Stats
+    added_ttft: SampleStats
     """TTFT from the actual send, less the time from request to first token inside the stub."""
-    itl_error: Stats
+    itl_error: SampleStats
     """Absolute difference between a gap as received and as sent."""
-    lag: Stats
+    lag: SampleStats
     max_requests_per_s: float
     """Answers of one token, 32 at once, stub and client on this machine."""
     max_chunks_per_s: float
@@ -46,36 +46,50 @@ class NoiseFloor(msgspec.Struct, frozen=True, kw_only=True):
     """Processor time of this process for each of those chunks."""
 
 
-async def self_check(seed: int = 0) -> NoiseFloor:
+async def measure_noise_floor(seed: int = 0) -> NoiseFloor:
     """Measure against a stub in a process of its own; takes about ten seconds."""
-    load = Load(arrivals=Arrivals(rate=40), requests=200)
-    plan = make_plan(Workload(input=Lengths("fixed", 32), output=Lengths("fixed", 16)), load, seed)
-    async with _stub(_SLOW) as client:
-        rows, _ = await _drive(client, plan)
-        reply = await client.get("/served", Plain())
-        served = msgspec.json.decode(reply.body, type=dict[str, Served])
-    async with _stub(Delays()) as client:
-        ones, ones_s = await _drive(client, _flood(requests=3000, output=1, seed=seed))
+    load = LoadSpec(arrivals=ArrivalProcess(rate=40), requests=200)
+    plan = build_plan(
+        Workload(input=LengthDistribution("fixed", 32), output=LengthDistribution("fixed", 16)),
+        load,
+        seed,
+    )
+    async with _run_stub(_STUB_DELAYS) as client:
+        rows, _ = await _run_plan(client, plan)
+        reply = await client.get("/served", JsonResponse())
+        served = msgspec.json.decode(reply.body, type=dict[str, StubRequestTimes])
+    async with _run_stub(StubDelays()) as client:
+        ones, ones_s = await _run_plan(
+            client, _build_flood_plan(requests=3000, output=1, seed=seed)
+        )
         before = time.process_time()
-        many, many_s = await _drive(client, _flood(requests=96, output=400, seed=seed))
+        many, many_s = await _run_plan(
+            client, _build_flood_plan(requests=96, output=400, seed=seed)
+        )
         cpu_s = time.process_time() - before
     chunks = sum(len(row.chunks_s) for row in many)
-    if not chunks or len(rows) != plan.size or any(row.outcome != "ok" for row in rows):
+    if not chunks or len(rows) != plan.request_count or any(row.outcome != "ok" for row in rows):
         raise BenchError("The self-check failed: its own server did not answer every request.")
     return NoiseFloor(
         requests=len(rows),
-        added_ttft=stats([_added_ttft(row, served[f"{_RUN}-{row.index}"]) for row in rows]),
-        itl_error=stats(
-            [error for row in rows for error in _gap_errors(row, served[f"{_RUN}-{row.index}"])]
+        added_ttft=compute_stats(
+            [_added_ttft_ms(row, served[f"{_RUN_ID}-{row.index}"]) for row in rows]
         ),
-        lag=stats([1e3 * (row.sent_s - row.scheduled_s) for row in rows]),
+        itl_error=compute_stats(
+            [
+                error
+                for row in rows
+                for error in _gap_errors_ms(row, served[f"{_RUN_ID}-{row.index}"])
+            ]
+        ),
+        lag=compute_stats([1e3 * (row.sent_s - row.scheduled_s) for row in rows]),
         max_requests_per_s=len(ones) / ones_s,
         max_chunks_per_s=chunks / many_s,
         cpu_us_per_chunk=1e6 * cpu_s / chunks,
     )
 
 
-def noise_report(floor: NoiseFloor) -> str:
+def render_noise_floor(floor: NoiseFloor) -> str:
     """For people."""
     lines = [f"{'':<28}{'p50':>9}{'p90':>9}{'p99':>9}{'p99.9':>9}{'max':>9}"]
     for name, each in (
@@ -96,14 +110,16 @@ def noise_report(floor: NoiseFloor) -> str:
     )
 
 
-def _flood(*, requests: int, output: int, seed: int) -> Plan:
-    workload = Workload(input=Lengths("fixed", 32), output=Lengths("fixed", output))
-    return make_plan(workload, Load(concurrency=32, requests=requests), seed)
+def _build_flood_plan(*, requests: int, output: int, seed: int) -> LoadPlan:
+    workload = Workload(
+        input=LengthDistribution("fixed", 32), output=LengthDistribution("fixed", output)
+    )
+    return build_plan(workload, LoadSpec(concurrency=32, requests=requests), seed)
 
 
-async def _drive(client: Client, plan: Plan) -> tuple[list[Row], float]:
-    target = Target(
-        model=MODEL,
+async def _run_plan(client: BenchClient, plan: LoadPlan) -> tuple[list[RequestRow], float]:
+    target = BenchTarget(
+        model=STUB_MODEL,
         api="completions",
         ignore_eos=True,
         chunk_usage=True,
@@ -113,10 +129,10 @@ async def _drive(client: Client, plan: Plan) -> tuple[list[Row], float]:
     driver = Driver(
         plan,
         client,
-        Writer(target),
+        RequestBodyBuilder(target),
         clock=time.perf_counter,
         on_row=lambda _: None,
-        run_id=_RUN,
+        run_id=_RUN_ID,
     )
     before = time.perf_counter()
     rows = await driver.run()
@@ -125,20 +141,20 @@ async def _drive(client: Client, plan: Plan) -> tuple[list[Row], float]:
     return rows, time.perf_counter() - before
 
 
-def _added_ttft(row: Row, served: Served) -> float:
-    return 1e3 * ((row.chunks_s[0] - row.sent_s) - (served.sent_at[0] - served.asked_at))
+def _added_ttft_ms(row: RequestRow, served: StubRequestTimes) -> float:
+    return 1e3 * ((row.chunks_s[0] - row.sent_s) - (served.token_sent_at[0] - served.received_at))
 
 
-def _gap_errors(row: Row, served: Served) -> list[float]:
+def _gap_errors_ms(row: RequestRow, served: StubRequestTimes) -> list[float]:
     received = itertools.pairwise(row.chunks_s)
-    sent = itertools.pairwise(served.sent_at)
+    sent = itertools.pairwise(served.token_sent_at)
     return [
         1e3 * abs((r1 - r0) - (s1 - s0)) for (r0, r1), (s0, s1) in zip(received, sent, strict=True)
     ]
 
 
 @contextlib.asynccontextmanager
-async def _stub(delays: Delays) -> AsyncIterator[Client]:
+async def _run_stub(delays: StubDelays) -> AsyncIterator[BenchClient]:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", "from argosy.bench.stub_server import main; main()"),
         msgspec.json.encode(delays).decode(),
@@ -152,7 +168,7 @@ async def _stub(delays: Delays) -> AsyncIterator[Client]:
         url = (await process.stdout.readline()).decode().strip()
         if not url:
             raise BenchError("The self-check failed: its own server did not start.")
-        client = Client(parse_endpoint(url), time.perf_counter, {}, 60.0)
+        client = BenchClient(parse_endpoint(url), time.perf_counter, {}, 60.0)
         with contextlib.closing(client):
             yield client
     finally:

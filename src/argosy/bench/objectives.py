@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 from argosy.bench.errors import BenchError
-from argosy.bench.metrics import Metric, Objectives
+from argosy.bench.metrics import MetricName, Objectives
 
-_NAMES: dict[str, Metric] = {
+_METRIC_BY_NAME: dict[str, MetricName] = {
     "ttft": "ttft",
     "tpot": "tpot",
     "itl": "itl",
@@ -19,12 +19,12 @@ _NAMES: dict[str, Metric] = {
 
 def parse_objectives(text: str) -> Objectives:
     """Raises BenchError for a name that is no objective, a limit that is no number, or one given twice."""
-    limits: dict[Metric, float] = {}
+    limits: dict[MetricName, float] = {}
     for part in text.replace(" ", ",").split(","):
         if not part:
             continue
         name, _, number = part.partition(":")
-        metric = _NAMES.get(name.strip().lower())
+        metric = _METRIC_BY_NAME.get(name.strip().lower())
         if metric is None:
             raise BenchError(
                 f"{name!r} is no objective: write them like ttft:200,tpot:50,e2el:4000."

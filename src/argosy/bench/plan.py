@@ -7,20 +7,20 @@ from typing import Any, Literal
 
 import msgspec
 
-Phase = Literal["warmup", "ramp", "measured"]
+RequestPhase = Literal["warmup", "ramp", "measured"]
 
 
-class Span(msgspec.Struct, frozen=True):
+class SyntheticSpan(msgspec.Struct, frozen=True):
     """`tokens` synthetic tokens that are a function of `seed`; equal spans are equal text."""
 
     seed: int
     tokens: int
 
 
-class Spans(msgspec.Struct, frozen=True, tag="spans"):
+class SyntheticPrompt(msgspec.Struct, frozen=True, tag="spans"):
     """A synthetic prompt: its spans one after the other."""
 
-    spans: tuple[Span, ...]
+    spans: tuple[SyntheticSpan, ...]
 
     @property
     def tokens(self) -> int:
@@ -28,19 +28,19 @@ class Spans(msgspec.Struct, frozen=True, tag="spans"):
         return sum(span.tokens for span in self.spans)
 
 
-class Text(msgspec.Struct, frozen=True, tag="text"):
+class TextPrompt(msgspec.Struct, frozen=True, tag="text"):
     """A prompt out of a file, as it stands there."""
 
     text: str
 
 
-class Messages(msgspec.Struct, frozen=True, tag="messages"):
+class ChatPrompt(msgspec.Struct, frozen=True, tag="messages"):
     """A conversation out of a file, as it stands there; for the chat API."""
 
     messages: tuple[dict[str, Any], ...]
 
 
-Prompt = Spans | Text | Messages
+PlannedPrompt = SyntheticPrompt | TextPrompt | ChatPrompt
 
 
 class PlannedRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,12 +54,12 @@ class PlannedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Scheduled send, in seconds after the start. None: when there is room (closed loop), or
     `think_s` after the answer before it."""
     think_s: float = 0.0
-    prompt: Prompt
+    prompt: PlannedPrompt
     output_tokens: int
-    phase: Phase = "measured"
+    phase: RequestPhase = "measured"
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class LoadPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Conversations (most of one turn) in the order in which they begin."""
 
     warmup: tuple[PlannedRequest, ...] = ()
@@ -73,7 +73,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """A closed loop begins nothing after so many seconds."""
 
     @property
-    def size(self) -> int:
+    def request_count(self) -> int:
         """Requests, without those that warm up."""
         return sum(len(session) for session in self.sessions)
 
@@ -82,7 +82,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return hashlib.blake2b(msgspec.json.encode(self), digest_size=8).hexdigest()
 
 
-def mix(*parts: int) -> int:
+def derive_seed(*parts: int) -> int:
     """A seed below 2**63 out of seeds and places; different parts, different seeds."""
     packed = b"".join(part.to_bytes(16, "little", signed=True) for part in parts)
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1

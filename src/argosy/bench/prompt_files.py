@@ -8,17 +8,17 @@ from typing import Any
 import msgspec
 
 from argosy.bench.errors import BenchError
-from argosy.bench.plan import Messages, Text
+from argosy.bench.plan import ChatPrompt, TextPrompt
 
 
 class FilePrompt(msgspec.Struct, frozen=True):
     """A prompt and the output length that the file gives for it, if it does."""
 
-    prompt: Text | Messages
+    prompt: TextPrompt | ChatPrompt
     output_tokens: int | None = None
 
 
-class _Line(msgspec.Struct):
+class _PromptLine(msgspec.Struct):
     prompt: str | None = None
     text: str | None = None
     messages: tuple[dict[str, Any], ...] | None = None
@@ -26,7 +26,7 @@ class _Line(msgspec.Struct):
     max_tokens: int | None = None
 
 
-def read_prompts(path: Path) -> list[FilePrompt]:
+def read_prompt_file(path: Path) -> list[FilePrompt]:
     """The prompts of `path`. Raises BenchError.
 
     A name ending in `.jsonl` or `.json` means an object on each line, with `prompt`, `text` or
@@ -41,21 +41,21 @@ def read_prompts(path: Path) -> list[FilePrompt]:
     if not numbered:
         raise BenchError(f"{path} has no prompt in it.")
     if path.suffix in {".jsonl", ".json"}:
-        return [_parse(path, number, line) for number, line in numbered]
-    return [FilePrompt(Text(line)) for _, line in numbered]
+        return [_parse_line(path, number, line) for number, line in numbered]
+    return [FilePrompt(TextPrompt(line)) for _, line in numbered]
 
 
-def _parse(path: Path, number: int, line: str) -> FilePrompt:
+def _parse_line(path: Path, number: int, line: str) -> FilePrompt:
     try:
-        row = msgspec.json.decode(line, type=_Line)
+        row = msgspec.json.decode(line, type=_PromptLine)
     except msgspec.DecodeError as error:
         raise BenchError(f"{path}, line {number}: {error}.") from error
     output_tokens = row.output_tokens if row.output_tokens is not None else row.max_tokens
     if output_tokens is not None and output_tokens < 1:
         raise BenchError(f"{path}, line {number}: an answer has 1 token or more.")
     if row.messages:
-        return FilePrompt(Messages(row.messages), output_tokens)
+        return FilePrompt(ChatPrompt(row.messages), output_tokens)
     text = row.prompt if row.prompt is not None else row.text
     if not text:
         raise BenchError(f"{path}, line {number}: give `prompt`, `text` or `messages`.")
-    return FilePrompt(Text(text), output_tokens)
+    return FilePrompt(TextPrompt(text), output_tokens)

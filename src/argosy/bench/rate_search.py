@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Generator
 
-MOST_TRIALS = 24
-LEAST = 1 / 64
+MAX_TRIALS = 24
+MIN_RATE_FRACTION = 1 / 64
 """Of the first rate: below that a trial takes too long to be worth it."""
 
 
-def rate_search(first: float, precision: float) -> Generator[float, bool, float | None]:
+def search_rate(initial_rate: float, precision: float) -> Generator[float, bool, float | None]:
     """Yields rates to try and is sent whether each held; returns the highest that did, or None.
 
     Ends when a rate that failed is at most (1 + `precision`) times one that held, when not even
@@ -19,8 +19,8 @@ def rate_search(first: float, precision: float) -> Generator[float, bool, float 
     """
     low: float | None = None
     high: float | None = None
-    rate = first
-    for _ in range(MOST_TRIALS):
+    rate = initial_rate
+    for _ in range(MAX_TRIALS):
         held = yield rate
         if held:
             low = rate
@@ -32,7 +32,7 @@ def rate_search(first: float, precision: float) -> Generator[float, bool, float 
             rate *= 2
         elif low is None:
             rate /= 2
-            if rate < first * LEAST:
+            if rate < initial_rate * MIN_RATE_FRACTION:
                 break
         else:
             rate = math.sqrt(low * high)

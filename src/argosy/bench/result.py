@@ -12,66 +12,66 @@ from typing import Any
 import msgspec
 
 from argosy.bench.errors import BenchError
-from argosy.bench.metrics import Objectives, Row, Summary
-from argosy.bench.target import Target, Wishes
-from argosy.bench.workload import Load, Workload
+from argosy.bench.metrics import Objectives, RequestRow, RunSummary
+from argosy.bench.target import BenchTarget, TargetOptions
+from argosy.bench.workload import LoadSpec, Workload
 
 SCHEMA = "argosy-bench/1"
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
+class BenchSettings(msgspec.Struct, frozen=True, kw_only=True):
     """A whole benchmark as asked for. `loads` are run one after the other, on the same workload."""
 
-    wishes: Wishes
+    target_options: TargetOptions
     workload: Workload
-    loads: tuple[Load, ...]
+    loads: tuple[LoadSpec, ...]
     """With `search`, the first of them and its rate begin the search."""
     seed: int = 0
     objectives: Objectives | None = None
-    search: bool = False
+    find_rate: bool = False
     """Find the highest rate that holds the objectives."""
-    hold: float = 0.99
+    min_attainment: float = 0.99
     """It holds them when so large a share of the requests does."""
     precision: float = 0.05
     """Of the rate that is found, as a share of it."""
     timeout_s: float = 600.0
 
 
-class Point(msgspec.Struct, frozen=True, kw_only=True):
+class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     """One run."""
 
     label: str
-    load: Load
-    plan: str
+    load: LoadSpec
+    plan_digest: str
     """The digest of its plan."""
-    started: str
-    summary: Summary
-    rows: list[Row]
+    started_at: str
+    summary: RunSummary
+    rows: list[RequestRow]
     interrupted: bool = False
-    held: bool | None = None
+    met_objectives: bool | None = None
     """Whether it held the objectives; None without any."""
 
     @property
-    def succeeded(self) -> list[Row]:
+    def succeeded(self) -> list[RequestRow]:
         """Of the requests that were measured, those that were answered."""
         return [row for row in self.rows if row.phase == "measured" and row.outcome == "ok"]
 
 
-class Result(msgspec.Struct, frozen=True, kw_only=True):
+class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
     """All runs of a benchmark."""
 
     schema: str = SCHEMA
     version: str
-    created: str
+    created_at: str
     machine: dict[str, Any]
-    settings: Settings
-    target: Target
-    points: list[Point]
+    settings: BenchSettings
+    target: BenchTarget
+    runs: list[RunResult]
     best_rate: float | None = None
     """What the search found; None when even the least rate failed, or nothing was searched."""
 
 
-def now() -> str:
+def utc_timestamp() -> str:
     """This moment, in UTC."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
@@ -82,7 +82,7 @@ def describe_machine() -> dict[str, Any]:
 
     return {
         "system": platform.platform(),
-        "processor": _processor(),
+        "processor": _processor_name(),
         "cores": os.cpu_count(),
         "memory_bytes": int(psutil.virtual_memory().total),
         "load_average": list(os.getloadavg()),
@@ -94,7 +94,7 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
-def _processor() -> str:
+def _processor_name() -> str:
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
@@ -104,12 +104,12 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def save(result: Result, path: Path) -> None:
+def save_result(result: BenchResult, path: Path) -> None:
     """Write it as JSON. Raises BenchError."""
-    write(path, msgspec.json.encode(result))
+    write_file(path, msgspec.json.encode(result))
 
 
-def write(path: Path, content: bytes) -> None:
+def write_file(path: Path, content: bytes) -> None:
     """Write a file; its readers see all of it or what was there before. Raises BenchError."""
     try:
         if path.exists() and not path.is_file():
@@ -126,10 +126,10 @@ def write(path: Path, content: bytes) -> None:
         raise BenchError(f"Cannot write {path}: {error}.") from error
 
 
-def load(path: Path) -> Result:
+def load_result(path: Path) -> BenchResult:
     """Read what `save` wrote. Raises BenchError."""
     try:
-        result = msgspec.json.decode(path.read_bytes(), type=Result)
+        result = msgspec.json.decode(path.read_bytes(), type=BenchResult)
     except OSError as error:
         raise BenchError(f"Cannot read {path}: {error}.") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -10,13 +10,13 @@ import msgspec
 
 WIDTH, HEIGHT = 560, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 14, 34, 46
-_LEGEND = 130
+_LEGEND_WIDTH = 130
 """Beside the plot, where there is more than one series."""
 _COLORS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f")
-MOST_POINTS = 600
+MAX_POINTS = 600
 
 
-class Series(msgspec.Struct, frozen=True):
+class PlotSeries(msgspec.Struct, frozen=True):
     """Points to draw: a line, or dots."""
 
     name: str
@@ -24,35 +24,41 @@ class Series(msgspec.Struct, frozen=True):
     dots: bool = False
 
 
-def plot(title: str, x: str, y: str, series: Sequence[Series]) -> str:
+def render_plot(title: str, x_label: str, y_label: str, series: Sequence[PlotSeries]) -> str:
     """An `<svg>` element. More than `MOST_POINTS` points of a series are thinned evenly."""
-    drawn = [Series(each.name, _thin(each.points), each.dots) for each in series if each.points]
+    drawn = [
+        PlotSeries(each.name, _thin_points(each.points), each.dots)
+        for each in series
+        if each.points
+    ]
     if not drawn:
         return ""
     points = [point for each in drawn for point in each.points]
-    right = WIDTH - _RIGHT - (_LEGEND if len(drawn) > 1 else 0)
+    right = WIDTH - _RIGHT - (_LEGEND_WIDTH if len(drawn) > 1 else 0)
     x_axis = _Axis(min(0.0, *(p[0] for p in points)), max(p[0] for p in points), _LEFT, right)
     y_axis = _Axis(
         min(0.0, *(p[1] for p in points)), max(p[1] for p in points), HEIGHT - _BOTTOM, _TOP
     )
     parts = [
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{html.escape(title)}">',
-        _text(_LEFT, 16, title, 'class="title"'),
-        _text((_LEFT + right) / 2, HEIGHT - 8, x, 'text-anchor="middle"'),
-        _text(14, HEIGHT / 2, y, f'text-anchor="middle" transform="rotate(-90 14 {HEIGHT / 2})"'),
+        _render_text(_LEFT, 16, title, 'class="title"'),
+        _render_text((_LEFT + right) / 2, HEIGHT - 8, x_label, 'text-anchor="middle"'),
+        _render_text(
+            14, HEIGHT / 2, y_label, f'text-anchor="middle" transform="rotate(-90 14 {HEIGHT / 2})"'
+        ),
     ]
     for tick in x_axis.ticks():
-        at = x_axis.place(tick)
-        parts.append(_line(at, _TOP, at, HEIGHT - _BOTTOM))
-        parts.append(_text(at, HEIGHT - _BOTTOM + 15, f"{tick:g}", 'text-anchor="middle"'))
+        at = x_axis.to_pixel(tick)
+        parts.append(_render_line(at, _TOP, at, HEIGHT - _BOTTOM))
+        parts.append(_render_text(at, HEIGHT - _BOTTOM + 15, f"{tick:g}", 'text-anchor="middle"'))
     for tick in y_axis.ticks():
-        at = y_axis.place(tick)
-        parts.append(_line(_LEFT, at, right, at))
-        parts.append(_text(_LEFT - 6, at + 4, f"{tick:g}", 'text-anchor="end"'))
+        at = y_axis.to_pixel(tick)
+        parts.append(_render_line(_LEFT, at, right, at))
+        parts.append(_render_text(_LEFT - 6, at + 4, f"{tick:g}", 'text-anchor="end"'))
     for place, each in enumerate(drawn):
-        parts.append(_draw(each, _COLORS[place % len(_COLORS)], x_axis, y_axis))
+        parts.append(_render_series(each, _COLORS[place % len(_COLORS)], x_axis, y_axis))
     if len(drawn) > 1:
-        parts += _legend(drawn)
+        parts += _render_legend(drawn)
     return "\n".join([*parts, "</svg>"])
 
 
@@ -64,7 +70,7 @@ class _Axis:
         self._span = (high - low) or 1.0
         self._start, self._end = start, end
 
-    def place(self, value: float) -> float:
+    def to_pixel(self, value: float) -> float:
         share = (value - self._low) / self._span
         return round(self._start + share * (self._end - self._start), 1)
 
@@ -78,15 +84,15 @@ class _Axis:
         return [round(n * step, 12) for n in range(first, last + 1)]
 
 
-def _thin(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    if len(points) <= MOST_POINTS:
+def _thin_points(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    if len(points) <= MAX_POINTS:
         return points
-    step = (len(points) - 1) / (MOST_POINTS - 1)
-    return [points[round(place * step)] for place in range(MOST_POINTS)]
+    step = (len(points) - 1) / (MAX_POINTS - 1)
+    return [points[round(place * step)] for place in range(MAX_POINTS)]
 
 
-def _draw(series: Series, color: str, x_axis: _Axis, y_axis: _Axis) -> str:
-    places = [(x_axis.place(x), y_axis.place(y)) for x, y in series.points]
+def _render_series(series: PlotSeries, color: str, x_axis: _Axis, y_axis: _Axis) -> str:
+    places = [(x_axis.to_pixel(x), y_axis.to_pixel(y)) for x, y in series.points]
     circles = "".join(f'<circle cx="{x}" cy="{y}" r="2.2"/>' for x, y in places)
     if series.dots:
         return f'<g fill="{color}" fill-opacity="0.55">{circles}</g>'
@@ -95,21 +101,21 @@ def _draw(series: Series, color: str, x_axis: _Axis, y_axis: _Axis) -> str:
     return line + (f'<g fill="{color}">{circles}</g>' if len(places) <= 30 else "")
 
 
-def _legend(series: Sequence[Series]) -> list[str]:
+def _render_legend(series: Sequence[PlotSeries]) -> list[str]:
     parts = []
     for place, each in enumerate(series):
         y = _TOP + 12 + 15 * place
         color = _COLORS[place % len(_COLORS)]
         parts.append(
-            f'<rect x="{WIDTH - _LEGEND}" y="{y - 8}" width="10" height="10" fill="{color}"/>'
+            f'<rect x="{WIDTH - _LEGEND_WIDTH}" y="{y - 8}" width="10" height="10" fill="{color}"/>'
         )
-        parts.append(_text(WIDTH - _LEGEND + 15, y + 1, each.name[:22]))
+        parts.append(_render_text(WIDTH - _LEGEND_WIDTH + 15, y + 1, each.name[:22]))
     return parts
 
 
-def _text(x: float, y: float, text: str, attributes: str = "") -> str:
+def _render_text(x: float, y: float, text: str, attributes: str = "") -> str:
     return f'<text x="{x}" y="{y}" {attributes}>{html.escape(text)}</text>'
 
 
-def _line(x1: float, y1: float, x2: float, y2: float) -> str:
+def _render_line(x1: float, y1: float, x2: float, y2: float) -> str:
     return f'<line x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}" class="grid"/>'

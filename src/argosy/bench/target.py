@@ -7,22 +7,22 @@ from typing import Any, Literal
 
 import msgspec
 
-from argosy.bench.client import Client
+from argosy.bench.client import BenchClient
 from argosy.bench.errors import BenchError
-from argosy.bench.response import UNREADABLE, Plain, Reply
+from argosy.bench.response import DECODE_ERRORS, BenchResponse, JsonResponse
 from argosy.bench.words import WORDS
 
-Api = Literal["completions", "chat"]
+BenchApi = Literal["completions", "chat"]
 PromptForm = Literal["auto", "tokens", "words"]
-_SHORT, _LONG = 16, 16 + len(WORDS)
+_SHORT_PROBE_WORDS, _LONG_PROBE_WORDS = 16, 16 + len(WORDS)
 
 
-class Wishes(msgspec.Struct, frozen=True, kw_only=True):
+class TargetOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What the person who measures asked for."""
 
     url: str
     model: str | None = None
-    api: Api = "completions"
+    api: BenchApi = "completions"
     prompt_form: PromptForm = "auto"
     tokenizer: str | None = None
     """Directory or `tokenizer.json`, where the server has no `/tokenize`."""
@@ -33,11 +33,11 @@ class Wishes(msgspec.Struct, frozen=True, kw_only=True):
     extra_body: dict[str, Any] = {}
 
 
-class Target(msgspec.Struct, frozen=True, kw_only=True):
+class BenchTarget(msgspec.Struct, frozen=True, kw_only=True):
     """A server as it turned out to be."""
 
     model: str
-    api: Api
+    api: BenchApi
     ignore_eos: bool
     """Answers go on to the planned length."""
     chunk_usage: bool
@@ -51,11 +51,11 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     """That the server adds to each prompt of words (template, special tokens)."""
 
     @property
-    def path(self) -> str:
+    def api_path(self) -> str:
         """Of the API."""
         return "/v1/completions" if self.api == "completions" else "/v1/chat/completions"
 
-    def fields(self, output_tokens: int) -> dict[str, Any]:
+    def build_body_fields(self, output_tokens: int) -> dict[str, Any]:
         """A body without its prompt."""
         options: dict[str, bool] = {"include_usage": True}
         if self.chunk_usage:
@@ -71,64 +71,68 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
             body["ignore_eos"] = True
         return body | self.extra_body
 
-    def with_prompt(self, prompt: str | list[int]) -> dict[str, Any]:
+    def build_prompt_fields(self, prompt: str | list[int]) -> dict[str, Any]:
         """What a body gets for a prompt."""
         if self.api == "completions":
             return {"prompt": prompt}
         return {"messages": [{"role": "user", "content": prompt}]}
 
 
-class _Card(msgspec.Struct):
+class _ModelCard(msgspec.Struct):
     id: str
 
 
-class _Models(msgspec.Struct):
-    data: list[_Card]
+class _ModelList(msgspec.Struct):
+    data: list[_ModelCard]
 
 
-class _Tokens(msgspec.Struct):
+class _TokenizeResponse(msgspec.Struct):
     tokens: list[int]
 
 
-async def meet(client: Client, wishes: Wishes, *, conversations: bool) -> Target:
+async def probe_target(
+    client: BenchClient, options: TargetOptions, *, has_conversations: bool
+) -> BenchTarget:
     """Ask the server what there is to know, with a few short requests.
 
     Conversations need prompts of words: their answers are text. Raises BenchError, saying why, when
     the server cannot be measured.
     """
-    model = await _model(client, wishes)
+    model = await _resolve_model(client, options)
     vocabulary: tuple[int, ...] = ()
-    wordy = conversations or wishes.api == "chat"
-    if wordy and wishes.prompt_form == "tokens":
+    wordy = has_conversations or options.api == "chat"
+    if wordy and options.prompt_form == "tokens":
         raise BenchError("Chats and conversations are text: leave --prompt-form tokens out.")
-    if not wordy and wishes.prompt_form != "words":
-        vocabulary = await _vocabulary(client, wishes, model)
-        if not vocabulary and wishes.prompt_form == "tokens":
+    if not wordy and options.prompt_form != "words":
+        vocabulary = await _fetch_vocabulary(client, options, model)
+        if not vocabulary and options.prompt_form == "tokens":
             raise BenchError("The server has no /tokenize: give --tokenizer, or prompts of words.")
-    target = Target(
+    target = BenchTarget(
         model=model,
-        api=wishes.api,
-        ignore_eos=wishes.ignore_eos,
-        chunk_usage=wishes.chunk_usage,
-        temperature=wishes.temperature,
-        extra_body=wishes.extra_body,
+        api=options.api,
+        ignore_eos=options.ignore_eos,
+        chunk_usage=options.chunk_usage,
+        temperature=options.temperature,
+        extra_body=options.extra_body,
         vocabulary=vocabulary,
     )
-    return await _adapt(client, target, fixed=wishes.prompt_form == "tokens")
+    return await _detect_capabilities(
+        client, target, tokens_required=options.prompt_form == "tokens"
+    )
 
 
-async def _model(client: Client, wishes: Wishes) -> str:
-    reply = await client.get("/v1/models", Plain())
+async def _resolve_model(client: BenchClient, wishes: TargetOptions) -> str:
+    reply = await client.get("/v1/models", JsonResponse())
     if reply.error == "connect":
         remedy = "Start the server, or correct --url."
-        if "CERTIFICATE_VERIFY_FAILED" in reply.detail:
+        if "CERTIFICATE_VERIFY_FAILED" in reply.error_detail:
             remedy = "Have SSL_CERT_FILE name the PEM file of the authority that vouches for it."
-        raise BenchError(f"{reply.detail}. {remedy}")
+        raise BenchError(f"{reply.error_detail}. {remedy}")
     if reply.status in {401, 403}:
-        raise BenchError(f"The server refuses the key ({reply.detail}): give --api-key.")
+        raise BenchError(f"The server refuses the key ({reply.error_detail}): give --api-key.")
     try:
-        names = [card.id for card in msgspec.json.decode(reply.body, type=_Models).data]
-    except UNREADABLE:
+        names = [card.id for card in msgspec.json.decode(reply.body, type=_ModelList).data]
+    except DECODE_ERRORS:
         names = []
     if reply.status == 200 and names:
         model = wishes.model or names[0]
@@ -142,21 +146,23 @@ async def _model(client: Client, wishes: Wishes) -> str:
     raise BenchError(f"{wishes.url} does not list its models ({what}): is it an OpenAI server?")
 
 
-async def _vocabulary(client: Client, wishes: Wishes, model: str) -> tuple[int, ...]:
+async def _fetch_vocabulary(
+    client: BenchClient, wishes: TargetOptions, model: str
+) -> tuple[int, ...]:
     text = " ".join(("", *WORDS))
     if wishes.tokenizer is not None:
-        return tuple(sorted(set(_encode(Path(wishes.tokenizer), text))))
+        return tuple(sorted(set(_encode_locally(Path(wishes.tokenizer), text))))
     body = {"model": model, "prompt": text, "add_special_tokens": False}
-    reply = await client.post("/tokenize", msgspec.json.encode(body), Plain())
+    reply = await client.post("/tokenize", msgspec.json.encode(body), JsonResponse())
     if reply.status != 200:
         return ()
     try:
-        return tuple(sorted(set(msgspec.json.decode(reply.body, type=_Tokens).tokens)))
-    except UNREADABLE:
+        return tuple(sorted(set(msgspec.json.decode(reply.body, type=_TokenizeResponse).tokens)))
+    except DECODE_ERRORS:
         return ()
 
 
-def _encode(path: Path, text: str) -> list[int]:
+def _encode_locally(path: Path, text: str) -> list[int]:
     from tokenizers import Tokenizer
 
     file = path / "tokenizer.json" if path.is_dir() else path
@@ -169,11 +175,13 @@ def _encode(path: Path, text: str) -> list[int]:
     return ids
 
 
-async def _adapt(client: Client, target: Target, *, fixed: bool) -> Target:
+async def _detect_capabilities(
+    client: BenchClient, target: BenchTarget, *, tokens_required: bool
+) -> BenchTarget:
     """Leave out what the server does not take, then see how it counts words."""
     first = ""
     forms = [target]
-    if target.vocabulary and not fixed:
+    if target.vocabulary and not tokens_required:
         forms.append(msgspec.structs.replace(target, vocabulary=()))
     for form in forms:
         for ignore_eos, chunk_usage in ((True, True), (True, False), (False, True), (False, False)):
@@ -182,30 +190,34 @@ async def _adapt(client: Client, target: Target, *, fixed: bool) -> Target:
                 ignore_eos=form.ignore_eos and ignore_eos,
                 chunk_usage=form.chunk_usage and chunk_usage,
             )
-            reply = await _probe(client, tried, _SHORT)
+            reply = await _send_probe(client, tried, _SHORT_PROBE_WORDS)
             if not reply.error:
-                return tried if tried.vocabulary else await _count_words(client, tried, reply)
-            first = first or f"{reply.error}: {reply.detail}"
+                return tried if tried.vocabulary else await _calibrate_words(client, tried, reply)
+            first = first or f"{reply.error}: {reply.error_detail}"
             if reply.status not in {400, 422}:
                 raise BenchError(f"The server refuses a request of 1 token ({first}).")
     raise BenchError(f"The server refuses a request of 1 token ({first}).")
 
 
-async def _count_words(client: Client, target: Target, short: Reply) -> Target:
+async def _calibrate_words(
+    client: BenchClient, target: BenchTarget, short: BenchResponse
+) -> BenchTarget:
     """Two prompts of known numbers of words give the tokens of a word and what comes on top."""
-    long = await _probe(client, target, _LONG)
+    long = await _send_probe(client, target, _LONG_PROBE_WORDS)
     if short.input_tokens is None or long.input_tokens is None:
         return target  # no usage: a word is taken for a token
-    slope = (long.input_tokens - short.input_tokens) / (_LONG - _SHORT)
+    slope = (long.input_tokens - short.input_tokens) / (_LONG_PROBE_WORDS - _SHORT_PROBE_WORDS)
     if slope <= 0:
         return target
-    over = max(short.input_tokens - slope * _SHORT, 0.0)
+    over = max(short.input_tokens - slope * _SHORT_PROBE_WORDS, 0.0)
     return msgspec.structs.replace(target, tokens_per_word=slope, overhead_tokens=over)
 
 
-async def _probe(client: Client, target: Target, size: int) -> Reply:
-    prompt: str | list[int] = " ".join((WORDS * 2)[:size])
+async def _send_probe(
+    client: BenchClient, target: BenchTarget, prompt_length: int
+) -> BenchResponse:
+    prompt: str | list[int] = " ".join((WORDS * 2)[:prompt_length])
     if target.vocabulary:
-        prompt = list((target.vocabulary * size)[:size])
-    body = target.fields(1) | target.with_prompt(prompt)
-    return await client.post(target.path, msgspec.json.encode(body), Reply())
+        prompt = list((target.vocabulary * prompt_length)[:prompt_length])
+    body = target.build_body_fields(1) | target.build_prompt_fields(prompt)
+    return await client.post(target.api_path, msgspec.json.encode(body), BenchResponse())

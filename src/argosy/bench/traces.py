@@ -21,24 +21,24 @@ from argosy.bench.errors import BenchError
 MOONCAKE_BLOCK_TOKENS = 512
 
 
-class Traced(msgspec.Struct, frozen=True, kw_only=True):
+class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One recorded request; `at_s` counts from the first of the trace."""
 
     at_s: float
     input_tokens: int
     output_tokens: int
-    blocks: tuple[int, ...] = ()
+    block_ids: tuple[int, ...] = ()
     """Names of the prompt's blocks of `MOONCAKE_BLOCK_TOKENS`."""
 
 
-class _Mooncake(msgspec.Struct):
+class _MooncakeLine(msgspec.Struct):
     timestamp: float
     input_length: int
     output_length: int
     hash_ids: tuple[int, ...] = ()
 
 
-def read_trace(path: Path, limit: int | None = None) -> list[Traced]:
+def read_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
     """The first `limit` requests in order of time; the first line tells the format.
 
     Requests that generated nothing are left out. Raises BenchError naming the line that is wrong.
@@ -47,7 +47,7 @@ def read_trace(path: Path, limit: int | None = None) -> list[Traced]:
         with path.open(encoding="utf-8-sig", newline="") as file:
             first = file.readline()
             file.seek(0)
-            rows = _take(_read(path, first, file), limit)
+            rows = _first_requests(_parse_trace(path, first, file), limit)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise BenchError(f"Cannot read the trace {path}: {error}.") from error
     if not rows:
@@ -57,8 +57,8 @@ def read_trace(path: Path, limit: int | None = None) -> list[Traced]:
     return [msgspec.structs.replace(row, at_s=row.at_s - start) for row in rows]
 
 
-def _take(rows: Iterable[Traced], limit: int | None) -> list[Traced]:
-    taken: list[Traced] = []
+def _first_requests(rows: Iterable[TraceRequest], limit: int | None) -> list[TraceRequest]:
+    taken: list[TraceRequest] = []
     for row in rows:
         if len(taken) == limit:
             break
@@ -67,73 +67,73 @@ def _take(rows: Iterable[Traced], limit: int | None) -> list[Traced]:
     return taken
 
 
-def _read(path: Path, first: str, lines: Iterable[str]) -> Iterator[Traced]:
+def _parse_trace(path: Path, first: str, lines: Iterable[str]) -> Iterator[TraceRequest]:
     """All of `lines`, whose format the `first` tells."""
     names = {name.strip().strip('"') for name in first.split(",")}
     if first.lstrip().startswith("{"):
-        return _read_mooncake(path, lines)
+        return _parse_mooncake(path, lines)
     if {"Timestamp", "Request tokens", "Response tokens"} <= names:
-        return _read_csv(path, lines, _burstgpt)
+        return _parse_csv(path, lines, _parse_burstgpt_row)
     if {"TIMESTAMP", "ContextTokens", "GeneratedTokens"} <= names:
-        return _read_csv(path, lines, _azure)
+        return _parse_csv(path, lines, _parse_azure_row)
     raise BenchError(
         f"{path} is no trace that is known here: its first line is neither a JSON object (Mooncake)"
         " nor the header of BurstGPT or of the Azure LLM inference traces."
     )
 
 
-def _read_mooncake(path: Path, lines: Iterable[str]) -> Iterator[Traced]:
+def _parse_mooncake(path: Path, lines: Iterable[str]) -> Iterator[TraceRequest]:
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            row = msgspec.json.decode(line, type=_Mooncake)
+            row = msgspec.json.decode(line, type=_MooncakeLine)
         except msgspec.DecodeError as error:
             raise BenchError(f"{path}, line {number}: {error}.") from error
-        traced = Traced(
+        traced = TraceRequest(
             at_s=row.timestamp / 1000,
             input_tokens=row.input_length,
             output_tokens=row.output_length,
-            blocks=row.hash_ids,
+            block_ids=row.hash_ids,
         )
-        _check(path, number, traced)
+        _validate_row(path, number, traced)
         yield traced
 
 
-def _read_csv(
-    path: Path, lines: Iterable[str], read: Callable[[dict[str, str]], Traced]
-) -> Iterator[Traced]:
+def _parse_csv(
+    path: Path, lines: Iterable[str], parse_row: Callable[[dict[str, str]], TraceRequest]
+) -> Iterator[TraceRequest]:
     for number, row in enumerate(csv.DictReader(lines, skipinitialspace=True), 2):
         try:
-            traced = read(row)
+            traced = parse_row(row)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise BenchError(f"{path}, line {number}: a column is missing or malformed.") from error
-        _check(path, number, traced)
+        _validate_row(path, number, traced)
         yield traced
 
 
-def _check(path: Path, number: int, row: Traced) -> None:
+def _validate_row(path: Path, number: int, row: TraceRequest) -> None:
     if not math.isfinite(row.at_s) or row.input_tokens < 0 or row.output_tokens < 0:
         raise BenchError(f"{path}, line {number}: times are finite and lengths not negative.")
 
 
-def _burstgpt(row: dict[str, str]) -> Traced:
-    return Traced(
+def _parse_burstgpt_row(row: dict[str, str]) -> TraceRequest:
+    return TraceRequest(
         at_s=float(row["Timestamp"]),
         input_tokens=int(row["Request tokens"]),
         output_tokens=int(row["Response tokens"]),
     )
 
 
-def _azure(row: dict[str, str]) -> Traced:
-    return Traced(
-        at_s=_azure_seconds(row["TIMESTAMP"].strip()),
+def _parse_azure_row(row: dict[str, str]) -> TraceRequest:
+    return TraceRequest(
+        at_s=_parse_azure_timestamp(row["TIMESTAMP"].strip()),
         input_tokens=int(row["ContextTokens"]),
         output_tokens=int(row["GeneratedTokens"]),
     )
 
 
-def _azure_seconds(text: str) -> float:
+def _parse_azure_timestamp(text: str) -> float:
     """`2023-11-16 18:15:46.6805900` (UTC, seven digits) or `2024-05-10 00:00:00.009930+00:00`."""
     whole, dot, rest = text.partition(".")
     digits = rest[: len(rest) - len(rest.lstrip("0123456789"))]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_TEXT = """
+_WORD_LIST = """
     the of and to in is was for that on as with by at from his it an are which this be or had first not one
     their has its new after but who they two her she been other when time during there into all may more
     year over only up out most would about where used part well long great high old small large next early
@@ -13,4 +13,4 @@ _TEXT = """
     idea body back parent face level office door health person art war history party result change morning
     reason research girl guy moment air teacher force order field road light music
 """
-WORDS: tuple[str, ...] = tuple(_TEXT.split())
+WORDS: tuple[str, ...] = tuple(_WORD_LIST.split())

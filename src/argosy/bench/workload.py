@@ -8,23 +8,31 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from argosy.bench.arrivals import Arrivals, arrival_times
+from argosy.bench.arrivals import ArrivalProcess, draw_arrival_times
 from argosy.bench.errors import BenchError
-from argosy.bench.lengths import Lengths
-from argosy.bench.plan import Phase, Plan, PlannedRequest, Prompt, Span, Spans, mix
-from argosy.bench.prompt_files import FilePrompt, read_prompts
-from argosy.bench.traces import MOONCAKE_BLOCK_TOKENS, Traced, read_trace
+from argosy.bench.lengths import LengthDistribution
+from argosy.bench.plan import (
+    LoadPlan,
+    PlannedPrompt,
+    PlannedRequest,
+    RequestPhase,
+    SyntheticPrompt,
+    SyntheticSpan,
+    derive_seed,
+)
+from argosy.bench.prompt_files import FilePrompt, read_prompt_file
+from argosy.bench.traces import MOONCAKE_BLOCK_TOKENS, TraceRequest, read_trace
 
-CLOSED_LOOP_BOUND = 20_000
+MAX_CLOSED_LOOP_REQUESTS = 20_000
 """Requests in the plan of a closed loop that only a duration ends."""
-_OWN, _PREFIX, _BLOCK, _DRAW, _WARMUP = range(2, 7)
+_OWN_STREAM, _PREFIX_STREAM, _BLOCK_STREAM, _DRAW_STREAM, _WARMUP_STREAM = range(2, 7)
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
     """What is asked. Lengths are in tokens."""
 
-    input: Lengths
-    output: Lengths
+    input: LengthDistribution
+    output: LengthDistribution
     prefix_tokens: int = 0
     """Before each synthetic prompt, shared by those of a group."""
     prefix_groups: int = 1
@@ -40,10 +48,10 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     """Twice as fast with 2."""
 
 
-class Load(msgspec.Struct, frozen=True, kw_only=True):
+class LoadSpec(msgspec.Struct, frozen=True, kw_only=True):
     """How it is asked."""
 
-    arrivals: Arrivals | None = None
+    arrivals: ArrivalProcess | None = None
     """None: a trace's own times, or a closed loop of `concurrency`."""
     concurrency: int | None = None
     requests: int | None = None
@@ -52,32 +60,32 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     ramp_s: float = 0.0
 
 
-class _Item(msgspec.Struct, frozen=True):
+class _RequestItem(msgspec.Struct, frozen=True):
     """One request before it has a place in time."""
 
-    prompt: Prompt
+    prompt: PlannedPrompt
     output_tokens: int
 
 
-def make_plan(workload: Workload, load: Load, seed: int, run: int = 0) -> Plan:
+def build_plan(workload: Workload, load: LoadSpec, seed: int, run: int = 0) -> LoadPlan:
     """The plan: a function of its arguments and of the files that they name. Raises BenchError.
 
     Plans that differ in `run` alone have the same times and lengths and other synthetic text, so
     that what one run leaves in the server's prefix cache helps no other.
     """
-    _check(workload, load)
-    source = _Source(workload, load, seed, run)
-    times = _times(workload, load, seed, source)
+    _validate_workload(workload, load)
+    source = _RequestSource(workload, load, seed, run)
+    times = _session_times(workload, load, seed, source)
     sessions: list[tuple[PlannedRequest, ...]] = []
     index = 0
     for number, at_s in enumerate(times):
-        turns = min(workload.turns, _left(load, index))
+        turns = min(workload.turns, _remaining_requests(load, index))
         if not turns:
             break
-        phase: Phase = "ramp" if at_s is not None and at_s < load.ramp_s else "measured"
+        phase: RequestPhase = "ramp" if at_s is not None and at_s < load.ramp_s else "measured"
         session = []
         for turn in range(turns):
-            item = source.item(index)
+            item = source.build_item(index)
             session.append(
                 PlannedRequest(
                     index=index,
@@ -94,8 +102,8 @@ def make_plan(workload: Workload, load: Load, seed: int, run: int = 0) -> Plan:
         sessions.append(tuple(session))
     if not sessions:
         raise BenchError("Nothing would be sent: give a longer --duration or a higher rate.")
-    return Plan(
-        warmup=tuple(source.warmup(number) for number in range(load.warmup)),
+    return LoadPlan(
+        warmup=tuple(source.build_warmup(number) for number in range(load.warmup)),
         sessions=tuple(sessions),
         concurrency=load.concurrency,
         ramp_s=load.ramp_s,
@@ -103,7 +111,7 @@ def make_plan(workload: Workload, load: Load, seed: int, run: int = 0) -> Plan:
     )
 
 
-def _check(workload: Workload, load: Load) -> None:
+def _validate_workload(workload: Workload, load: LoadSpec) -> None:
     if workload.prompts and workload.trace:
         raise BenchError("Prompts come from a file or a trace, not from both.")
     if workload.trace and workload.turns > 1:
@@ -118,81 +126,97 @@ def _check(workload: Workload, load: Load) -> None:
         raise BenchError("The run ends before its ramp does: give a longer --duration.")
 
 
-def _left(load: Load, index: int) -> int:
-    return CLOSED_LOOP_BOUND - index if load.requests is None else load.requests - index
+def _remaining_requests(load: LoadSpec, index: int) -> int:
+    return MAX_CLOSED_LOOP_REQUESTS - index if load.requests is None else load.requests - index
 
 
-def _times(workload: Workload, load: Load, seed: int, source: _Source) -> list[float] | list[None]:
+def _session_times(
+    workload: Workload, load: LoadSpec, seed: int, source: _RequestSource
+) -> list[float] | list[None]:
     """When each conversation begins; None where a closed loop decides."""
     sessions = None if load.requests is None else -(-load.requests // workload.turns)
     if load.arrivals is not None:
-        if source.traced:
-            sessions = min(sessions or len(source.traced), len(source.traced))
-        return arrival_times(load.arrivals, seed=seed, count=sessions, duration_s=load.duration_s)
-    if load.concurrency is not None and not source.traced:
+        if source.trace_requests:
+            sessions = min(sessions or len(source.trace_requests), len(source.trace_requests))
+        return draw_arrival_times(
+            load.arrivals, seed=seed, count=sessions, duration_s=load.duration_s
+        )
+    if load.concurrency is not None and not source.trace_requests:
         if sessions is None and load.duration_s is None:
             raise BenchError("The run needs an end: give --requests or --duration.")
-        return [None] * (CLOSED_LOOP_BOUND if sessions is None else sessions)
-    times = [row.at_s / workload.trace_speed for row in source.traced]
+        return [None] * (MAX_CLOSED_LOOP_REQUESTS if sessions is None else sessions)
+    times = [row.at_s / workload.trace_speed for row in source.trace_requests]
     return [at for at in times if load.duration_s is None or at < load.duration_s]
 
 
-class _Source:
+class _RequestSource:
     """Prompts and output lengths by place in the plan."""
 
-    def __init__(self, workload: Workload, load: Load, seed: int, run: int) -> None:
+    def __init__(self, workload: Workload, load: LoadSpec, seed: int, run: int) -> None:
         self._workload = workload
         self._seed = seed
-        self._text_seed = mix(seed, run)
-        self.traced: list[Traced] = []
-        self._file: list[FilePrompt] = []
+        self._text_seed = derive_seed(seed, run)
+        self.trace_requests: list[TraceRequest] = []
+        self._file_prompts: list[FilePrompt] = []
         if workload.trace:
-            self.traced = read_trace(Path(workload.trace), load.requests)
+            self.trace_requests = read_trace(Path(workload.trace), load.requests)
         if workload.prompts:
-            self._file = read_prompts(Path(workload.prompts))
+            self._file_prompts = read_prompt_file(Path(workload.prompts))
 
-    def item(self, index: int) -> _Item:
+    def build_item(self, index: int) -> _RequestItem:
         """The request at `index`."""
-        if self.traced:
-            return self._from_trace(index, self.traced[index])
-        rng = np.random.default_rng((self._seed, _DRAW, index))
-        if self._file:
-            prompt = self._file[index % len(self._file)]
+        if self.trace_requests:
+            return self._build_from_trace(index, self.trace_requests[index])
+        rng = np.random.default_rng((self._seed, _DRAW_STREAM, index))
+        if self._file_prompts:
+            prompt = self._file_prompts[index % len(self._file_prompts)]
             drawn = self._workload.output.draw(rng)
-            return _Item(prompt.prompt, prompt.output_tokens or drawn)
-        return _Item(*self._synthetic(rng, mix(self._text_seed, _OWN, index)))
+            return _RequestItem(prompt.prompt, prompt.output_tokens or drawn)
+        return _RequestItem(
+            *self._draw_synthetic(rng, derive_seed(self._text_seed, _OWN_STREAM, index))
+        )
 
-    def warmup(self, number: int) -> PlannedRequest:
+    def build_warmup(self, number: int) -> PlannedRequest:
         """A request of the same kind that shares no text with the plan's."""
-        rng = np.random.default_rng((self._seed, _WARMUP, number))
-        prompt, output_tokens = self._synthetic(rng, mix(self._text_seed, _WARMUP, number))
-        spans = tuple(Span(mix(span.seed, _WARMUP), span.tokens) for span in prompt.spans)
+        rng = np.random.default_rng((self._seed, _WARMUP_STREAM, number))
+        prompt, output_tokens = self._draw_synthetic(
+            rng, derive_seed(self._text_seed, _WARMUP_STREAM, number)
+        )
+        spans = tuple(
+            SyntheticSpan(derive_seed(span.seed, _WARMUP_STREAM), span.tokens)
+            for span in prompt.spans
+        )
         return PlannedRequest(
             index=-1 - number,
             session=-1 - number,
-            prompt=Spans(spans),
+            prompt=SyntheticPrompt(spans),
             output_tokens=output_tokens,
             phase="warmup",
         )
 
-    def _synthetic(self, rng: np.random.Generator, own: int) -> tuple[Spans, int]:
+    def _draw_synthetic(self, rng: np.random.Generator, own: int) -> tuple[SyntheticPrompt, int]:
         workload = self._workload
-        spans = [Span(own, workload.input.draw(rng))]
+        spans = [SyntheticSpan(own, workload.input.draw(rng))]
         output_tokens = workload.output.draw(rng)
         if workload.prefix_tokens:
             group = int(rng.integers(workload.prefix_groups))
-            spans.insert(0, Span(mix(self._text_seed, _PREFIX, group), workload.prefix_tokens))
-        return Spans(tuple(spans)), output_tokens
+            spans.insert(
+                0,
+                SyntheticSpan(
+                    derive_seed(self._text_seed, _PREFIX_STREAM, group), workload.prefix_tokens
+                ),
+            )
+        return SyntheticPrompt(tuple(spans)), output_tokens
 
-    def _from_trace(self, index: int, row: Traced) -> _Item:
+    def _build_from_trace(self, index: int, row: TraceRequest) -> _RequestItem:
         spans = []
         left = row.input_tokens
-        for block in row.blocks:
+        for block in row.block_ids:
             if left <= 0:
                 break
             tokens = min(left, MOONCAKE_BLOCK_TOKENS)
-            spans.append(Span(mix(self._text_seed, _BLOCK, block), tokens))
+            spans.append(SyntheticSpan(derive_seed(self._text_seed, _BLOCK_STREAM, block), tokens))
             left -= tokens
         if left > 0:
-            spans.append(Span(mix(self._text_seed, _OWN, index), left))
-        return _Item(Spans(tuple(spans)), row.output_tokens)
+            spans.append(SyntheticSpan(derive_seed(self._text_seed, _OWN_STREAM, index), left))
+        return _RequestItem(SyntheticPrompt(tuple(spans)), row.output_tokens)

@@ -14,9 +14,9 @@ def main() -> None:
     from typer.main import get_command
 
     from argosy.cli.app import app
-    from argosy.process import keep_standard_streams
+    from argosy.process import protect_standard_streams
 
-    keep_standard_streams()
+    protect_standard_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # what the terminal has no letters for
     command = get_command(app)

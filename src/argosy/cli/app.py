@@ -46,7 +46,7 @@ app.add_typer(bench.app, name="bench")
 
 
 @app.command("version")
-def version() -> None:
+def print_version() -> None:
     """Print the version."""
     from importlib.metadata import version as installed
 

@@ -12,11 +12,11 @@ import typer
 
 from argosy.cli import bench_arguments as parse
 from argosy.cli import bench_options as options
-from argosy.cli.bench_progress import Progress
-from argosy.cli.failure import BROKEN, fail
+from argosy.cli.bench_progress import BenchProgress
+from argosy.cli.failure import EXIT_FAILURE, fail
 
 if TYPE_CHECKING:
-    from argosy.bench import Result, Settings
+    from argosy.bench import BenchResult, BenchSettings
 
 app = typer.Typer(help="Measure an OpenAI-compatible server under load.")
 
@@ -27,7 +27,7 @@ def bench(
     *,
     url: options.Url = "http://127.0.0.1:8000",
     model: options.Model = None,
-    api: options.Api = "completions",
+    api: options.ApiOption = "completions",
     api_key: options.ApiKey = None,
     header: options.Header = None,
     extra_body: options.ExtraBody = None,
@@ -44,7 +44,7 @@ def bench(
     warmup: options.Warmup = 0,
     ramp: options.Ramp = 0.0,
     find_rate: options.FindRate = False,
-    hold: options.Hold = 0.99,
+    min_attainment: options.MinAttainment = 0.99,
     precision: options.Precision = 0.05,
     seed: options.Seed = 0,
     input_len: options.InputLen = "uniform:32-512",
@@ -52,7 +52,7 @@ def bench(
     prefix_len: options.PrefixLen = 0,
     prefix_groups: options.PrefixGroups = 1,
     turns: options.Turns = 1,
-    think: options.Think = 0.0,
+    think_time: options.ThinkTime = 0.0,
     prompts: options.Prompts = None,
     trace: options.Trace = None,
     trace_speed: options.TraceSpeed = 1.0,
@@ -69,13 +69,20 @@ def bench(
     if context.invoked_subcommand is not None:
         return
     if self_check:
-        _check_self(seed)
+        _run_self_check(seed)
         return
-    from argosy.bench import BenchError, Settings, Wishes, Workload, parse_lengths, parse_objectives
+    from argosy.bench import (
+        BenchError,
+        BenchSettings,
+        TargetOptions,
+        Workload,
+        parse_length_distribution,
+        parse_objectives,
+    )
 
     try:
-        settings = Settings(
-            wishes=Wishes(
+        settings = BenchSettings(
+            target_options=TargetOptions(
                 url=url,
                 model=model,
                 api=api,
@@ -87,44 +94,46 @@ def bench(
                 extra_body=parse.parse_object(extra_body),
             ),
             workload=Workload(
-                input=parse_lengths(input_len),
-                output=parse_lengths(output_len),
+                input=parse_length_distribution(input_len),
+                output=parse_length_distribution(output_len),
                 prefix_tokens=prefix_len,
                 prefix_groups=prefix_groups,
                 turns=turns,
-                think_s=think,
+                think_s=think_time,
                 prompts=None if prompts is None else str(prompts),
                 trace=None if trace is None else str(trace),
                 trace_speed=trace_speed,
             ),
-            loads=parse.loads(
-                rates=parse.numbers("--rate", rate),
-                limits=parse.numbers("--concurrency", concurrency),
-                shape={"poisson": 1.0, "gamma": burstiness, "constant": None}[arrival],
-                requests=parse.count(requests, duration, trace),
+            loads=parse.parse_loads(
+                rates=parse.parse_positive_numbers("--rate", rate),
+                concurrencies=parse.parse_positive_numbers("--concurrency", concurrency),
+                burstiness={"poisson": 1.0, "gamma": burstiness, "constant": None}[arrival],
+                requests=parse.resolve_request_count(requests, duration, trace),
                 duration_s=duration,
                 warmup=warmup,
                 ramp_s=ramp,
-                traced=trace is not None,
+                has_trace=trace is not None,
             ),
             seed=seed,
             objectives=None if goodput is None else parse_objectives(goodput),
-            search=find_rate,
-            hold=hold,
+            find_rate=find_rate,
+            min_attainment=min_attainment,
             precision=precision,
             timeout_s=timeout,
         )
-        _measure(
-            settings, parse.headers(api_key, header or []), _Outputs(save, html, csv, prometheus)
+        _run_and_report(
+            settings,
+            parse.build_headers(api_key, header or []),
+            _OutputPaths(save, html, csv, prometheus),
         )
     except BenchError as error:
         fail(str(error))
 
 
 @app.command("compare")
-def compare(
-    a: options.Side,
-    b: options.Side,
+def compare_files(
+    a: options.ResultFiles,
+    b: options.ResultFiles,
     *,
     seed: Annotated[int, typer.Option(min=0, help="Of the resampling.")] = 0,
     output: Annotated[Path | None, typer.Option(help="Also write the ratios as JSON.")] = None,
@@ -133,29 +142,29 @@ def compare(
 
     Several runs a side, best taken in turns, tell what varies between runs as well.
     """
-    from argosy.bench import BenchError, comparison_text, load, write
-    from argosy.bench import compare as compare_results
+    from argosy.bench import BenchError, format_comparison, load_result, write_file
+    from argosy.bench import compare_results as compare_results
 
     try:
-        first, second = ([load(path) for path in _files(side)] for side in (a, b))
+        first, second = ([load_result(path) for path in _expand_paths(side)] for side in (a, b))
         ratios = compare_results(first, second, seed=seed)
         if output is not None:
             import msgspec
 
-            write(output, msgspec.json.encode(ratios))
+            write_file(output, msgspec.json.encode(ratios))
     except BenchError as error:
         fail(str(error))
-    typer.echo(comparison_text(first, second, ratios))
+    typer.echo(format_comparison(first, second, ratios))
 
 
-def _files(side: str) -> list[Path]:
+def _expand_paths(patterns: str) -> list[Path]:
     """The files that `side` names: a file as it is, else names and patterns with commas between them."""
     from argosy.bench import BenchError
 
-    if os.path.exists(side):  # noqa: PTH110 - a long list is no file, and no error
-        return [Path(side)]
+    if os.path.exists(patterns):  # noqa: PTH110 - a long list is no file, and no error
+        return [Path(patterns)]
     files = []
-    for part in side.split(","):
+    for part in patterns.split(","):
         found = sorted(glob.glob(part)) if glob.has_magic(part) else [part]  # noqa: PTH207
         if not found:
             raise BenchError(f"No file is like {part}.")
@@ -163,7 +172,7 @@ def _files(side: str) -> list[Path]:
     return files
 
 
-class _Outputs(NamedTuple):
+class _OutputPaths(NamedTuple):
     """Where a result goes, besides the terminal."""
 
     save: Path | None
@@ -171,7 +180,7 @@ class _Outputs(NamedTuple):
     csv: Path | None
     prometheus: Path | None
 
-    def check(self) -> None:
+    def validate(self) -> None:
         """Say before the run, not after it, that its result has no place. Raises BenchError."""
         from argosy.bench import BenchError
 
@@ -188,46 +197,54 @@ class _Outputs(NamedTuple):
             except OSError as error:
                 raise BenchError(f"Cannot write {path}: {error.strerror}.") from error
 
-    def write(self, result: Result) -> None:
+    def write_result(self, result: BenchResult) -> None:
         """Write what was asked for. Raises BenchError."""
-        from argosy.bench import html_report, prometheus_text, rows_csv, save, write
+        from argosy.bench import (
+            format_csv,
+            format_prometheus,
+            render_html_report,
+            save_result,
+            write_file,
+        )
 
         if self.save is not None:
-            save(result, self.save)
+            save_result(result, self.save)
         if self.html is not None:
-            write(self.html, html_report(result).encode())
+            write_file(self.html, render_html_report(result).encode())
         if self.csv is not None:
-            write(self.csv, rows_csv(result).encode())
+            write_file(self.csv, format_csv(result).encode())
         if self.prometheus is not None:
-            write(self.prometheus, prometheus_text(result))
+            write_file(self.prometheus, format_prometheus(result))
 
 
-def _measure(settings: Settings, headers: dict[str, str], outputs: _Outputs) -> None:
+def _run_and_report(
+    settings: BenchSettings, headers: dict[str, str], outputs: _OutputPaths
+) -> None:
     """Run it, print it, write it."""
     import uvloop
 
-    from argosy.bench import run, text_report
+    from argosy.bench import render_text_report, run_benchmark
 
-    outputs.check()
-    with Progress() as progress:
-        result = uvloop.run(run(settings, headers, progress))
-    typer.echo(text_report(result))
-    outputs.write(result)
-    _leave(result)
+    outputs.validate()
+    with BenchProgress() as progress:
+        result = uvloop.run(run_benchmark(settings, headers, progress))
+    typer.echo(render_text_report(result))
+    outputs.write_result(result)
+    _fail_if_none_completed(result)
 
 
-def _leave(result: Result) -> None:
+def _fail_if_none_completed(result: BenchResult) -> None:
     """A run that measured nothing is no success."""
-    if not any(point.summary.completed for point in result.points):
-        fail("No request succeeded: see the errors above.", BROKEN)
+    if not any(point.summary.completed for point in result.runs):
+        fail("No request succeeded: see the errors above.", EXIT_FAILURE)
 
 
-def _check_self(seed: int) -> None:
+def _run_self_check(seed: int) -> None:
     import uvloop
 
-    from argosy.bench import BenchError, noise_report, self_check
+    from argosy.bench import BenchError, measure_noise_floor, render_noise_floor
 
     try:
-        typer.echo(noise_report(uvloop.run(self_check(seed))))
+        typer.echo(render_noise_floor(uvloop.run(measure_noise_floor(seed))))
     except BenchError as error:
-        fail(str(error), BROKEN)
+        fail(str(error), EXIT_FAILURE)

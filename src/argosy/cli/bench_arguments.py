@@ -8,36 +8,38 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from argosy.bench import Arrivals, Load
+    from argosy.bench import ArrivalProcess, LoadSpec
 
 DEFAULT_REQUESTS = 200
 
 
-def loads(
+def parse_loads(
     *,
     rates: list[float],
-    limits: list[float],
-    shape: float | None,
+    concurrencies: list[float],
+    burstiness: float | None,
     requests: int | None,
     duration_s: float | None,
     warmup: int,
     ramp_s: float,
-    traced: bool,
-) -> tuple[Load, ...]:
+    has_trace: bool,
+) -> tuple[LoadSpec, ...]:
     """Each rate with each concurrency; at 1 request per second when nothing is said."""
-    from argosy.bench import Arrivals, BenchError, Load
+    from argosy.bench import ArrivalProcess, BenchError, LoadSpec
 
-    if any(limit != int(limit) or limit < 1 for limit in limits if math.isfinite(limit)):
+    if any(limit != int(limit) or limit < 1 for limit in concurrencies if math.isfinite(limit)):
         raise BenchError("A concurrency is a whole number of at least 1.")
-    if not rates and not limits and not traced:
+    if not rates and not concurrencies and not has_trace:
         rates = [1.0]
-    arrivals: list[Arrivals | None] = [
-        Arrivals(rate=None if math.isinf(rate) else rate, burstiness=shape, ramp_s=ramp_s)
+    arrivals: list[ArrivalProcess | None] = [
+        ArrivalProcess(
+            rate=None if math.isinf(rate) else rate, burstiness=burstiness, ramp_s=ramp_s
+        )
         for rate in rates
     ]
-    most = [None if math.isinf(limit) else int(limit) for limit in limits]
+    most = [None if math.isinf(limit) else int(limit) for limit in concurrencies]
     return tuple(
-        Load(
+        LoadSpec(
             arrivals=each,
             concurrency=limit,
             requests=requests,
@@ -50,12 +52,14 @@ def loads(
     )
 
 
-def count(requests: int | None, duration_s: float | None, trace: Path | None) -> int | None:
+def resolve_request_count(
+    requests: int | None, duration_s: float | None, trace: Path | None
+) -> int | None:
     """How many requests: what was said, else the default where nothing else ends the run."""
     return DEFAULT_REQUESTS if requests is None and duration_s is None and not trace else requests
 
 
-def numbers(option: str, text: str | None) -> list[float]:
+def parse_positive_numbers(option: str, text: str | None) -> list[float]:
     """Numbers above 0 with commas between them. Raises BenchError."""
     from argosy.bench import BenchError
 
@@ -81,14 +85,14 @@ def parse_object(text: str | None) -> dict[str, Any]:
     return parsed
 
 
-def headers(api_key: str | None, given: list[str]) -> dict[str, str]:
+def build_headers(api_key: str | None, header_lines: list[str]) -> dict[str, str]:
     """Those of each request. Raises BenchError."""
     from argosy.bench import BenchError
 
     if api_key and not (api_key.isascii() and api_key.isprintable()):
         raise BenchError("This is no key: it has characters that no header may have.")
     found = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    for line in given:
+    for line in header_lines:
         name, colon, value = line.partition(":")
         if not colon or not name.strip() or not line.replace("\t", " ").isprintable():
             raise BenchError(f"{line!r} is no header: write NAME: VALUE.")

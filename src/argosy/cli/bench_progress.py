@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
-    from argosy.bench import Row
+    from argosy.bench import RequestRow
 
 
-class Progress:
+class BenchProgress:
     """A bar on standard error, where that is a terminal."""
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Progress:
             disable=not console.is_terminal,
         )
         self._task = self._bar.add_task("getting to know the server", total=None, now="")
-        self._failed = 0
+        self._failed_requests = 0
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -43,13 +43,13 @@ class Progress:
     def __exit__(self, *error: object) -> None:
         self._bar.stop()
 
-    def begins(self, label: str, requests: int) -> None:
+    def on_run_start(self, label: str, requests: int) -> None:
         """A new bar."""
-        self._failed = 0
+        self._failed_requests = 0
         self._task = self._bar.add_task(label, total=requests, now="")
 
-    def ended(self, row: Row, in_flight: int) -> None:
+    def on_request_end(self, row: RequestRow, in_flight: int) -> None:
         """Move it."""
-        self._failed += row.outcome == "error"
-        failed = f", [red]{self._failed} failed[/red]" if self._failed else ""
+        self._failed_requests += row.outcome == "error"
+        failed = f", [red]{self._failed_requests} failed[/red]" if self._failed_requests else ""
         self._bar.update(self._task, advance=1, now=f"{in_flight} in flight{failed}")

@@ -9,25 +9,25 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from argosy.cli.failure import BROKEN, fail
-from argosy.cli.output import harmless
-from argosy.cli.server_client import connect, reason, why_not
+from argosy.cli.failure import EXIT_FAILURE, fail
+from argosy.cli.output import strip_control_characters
+from argosy.cli.server_client import error_message, explain_connect_error, open_client
 
 if TYPE_CHECKING:
     import httpx2
 
-HELP = "/quit leaves, /clear forgets the conversation, Ctrl-C interrupts an answer."
+HELP_TEXT = "/quit leaves, /clear forgets the conversation, Ctrl-C interrupts an answer."
 
 
 @dataclass(frozen=True, slots=True)
-class Asking:
+class ChatSettings:
     """What goes with every question."""
 
     model: str
     max_tokens: int | None
     temperature: float
 
-    def body(self, messages: list[dict[str, str]]) -> dict[str, Any]:
+    def build_body(self, messages: list[dict[str, str]]) -> dict[str, Any]:
         """The body of `POST /v1/chat/completions`."""
         body: dict[str, Any] = {
             "model": self.model,
@@ -40,7 +40,7 @@ class Asking:
         return body
 
 
-class RefusedError(Exception):
+class ChatFailedError(Exception):
     """The server refused or broke off; the message says why."""
 
 
@@ -66,37 +66,41 @@ def chat(
     import httpx2
 
     start = [{"role": "system", "content": system}] if system else []
-    with connect(url, api_key) as client:
+    with open_client(url, api_key) as client:
         try:
-            asking = Asking(model or _first_model(client), max_tokens, temperature)
+            asking = ChatSettings(model or _fetch_default_model(client), max_tokens, temperature)
             if question is not None:
-                _answer(client, asking, [*start, {"role": "user", "content": question}])
+                _print_answer(client, asking, [*start, {"role": "user", "content": question}])
             else:
-                _converse(client, asking, start)
+                _run_conversation(client, asking, start)
         except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
-            fail(f"no server answers at {url}: {why_not(error, 'start one with: argosy serve')}")
+            fail(
+                f"no server answers at {url}: {explain_connect_error(error, 'start one with: argosy serve')}"
+            )
         except httpx2.HTTPError as error:
-            fail(f"the connection to {url} broke ({error}); see the server's log", BROKEN)
-        except RefusedError as error:
+            fail(f"the connection to {url} broke ({error}); see the server's log", EXIT_FAILURE)
+        except ChatFailedError as error:
             fail(str(error))
 
 
-def _first_model(client: httpx2.Client) -> str:
+def _fetch_default_model(client: httpx2.Client) -> str:
     import msgspec
 
     response = client.get("/v1/models")
     if response.status_code != 200:
-        raise RefusedError(reason(response.content))
+        raise ChatFailedError(error_message(response.content))
     try:
         return str(msgspec.json.decode(response.content)["data"][0]["id"])
     except (msgspec.DecodeError, LookupError, TypeError) as error:
-        raise RefusedError("that server does not speak the OpenAI API; check --url") from error
+        raise ChatFailedError("that server does not speak the OpenAI API; check --url") from error
 
 
-def _converse(client: httpx2.Client, asking: Asking, start: list[dict[str, str]]) -> None:
+def _run_conversation(
+    client: httpx2.Client, settings: ChatSettings, initial_messages: list[dict[str, str]]
+) -> None:
     """Questions from the terminal until its end."""
-    typer.secho(f"Talking to {asking.model}. {HELP}", err=True, dim=True)
-    history = list(start)
+    typer.secho(f"Talking to {settings.model}. {HELP_TEXT}", err=True, dim=True)
+    history = list(initial_messages)
     while True:
         try:
             line = input("> ").strip()
@@ -109,28 +113,30 @@ def _converse(client: httpx2.Client, asking: Asking, start: list[dict[str, str]]
             case "/quit" | "/exit":
                 return
             case "/clear":
-                history = list(start)
+                history = list(initial_messages)
                 continue
             case _ if line.startswith("/"):
-                typer.secho(HELP, err=True, dim=True)
+                typer.secho(HELP_TEXT, err=True, dim=True)
                 continue
         history.append({"role": "user", "content": line})
         try:
-            answer = _answer(client, asking, history)
-        except RefusedError as error:
+            answer = _print_answer(client, settings, history)
+        except ChatFailedError as error:
             typer.secho(str(error), err=True, fg=typer.colors.RED)
             history.pop()
             continue
         history.append({"role": "assistant", "content": answer})
 
 
-def _answer(client: httpx2.Client, asking: Asking, messages: list[dict[str, str]]) -> str:
+def _print_answer(
+    client: httpx2.Client, settings: ChatSettings, messages: list[dict[str, str]]
+) -> str:
     """Print an answer while it comes, and return it; Ctrl-C keeps what there is."""
     text: list[str] = []
     try:
-        for piece in _pieces(client, asking.body(messages)):
+        for piece in _stream_deltas(client, settings.build_body(messages)):
             text.append(piece)
-            sys.stdout.write(harmless(piece))
+            sys.stdout.write(strip_control_characters(piece))
             sys.stdout.flush()
     except KeyboardInterrupt:
         sys.stdout.write(" [interrupted]")
@@ -139,7 +145,7 @@ def _answer(client: httpx2.Client, asking: Asking, messages: list[dict[str, str]
     return "".join(text)
 
 
-def _pieces(client: httpx2.Client, body: dict[str, Any]) -> Iterator[str]:
+def _stream_deltas(client: httpx2.Client, body: dict[str, Any]) -> Iterator[str]:
     import msgspec
 
     from argosy.protocol import EventParser
@@ -147,14 +153,14 @@ def _pieces(client: httpx2.Client, body: dict[str, Any]) -> Iterator[str]:
     parser = EventParser()
     with client.stream("POST", "/v1/chat/completions", json=body) as response:
         if response.status_code != 200:
-            raise RefusedError(reason(response.read()))
+            raise ChatFailedError(error_message(response.read()))
         for chunk in response.iter_bytes():
             for data in parser.feed(chunk):
                 if data == b"[DONE]":
                     return
                 event = msgspec.json.decode(data)
                 if event.get("error"):
-                    raise RefusedError(reason(data))
+                    raise ChatFailedError(error_message(data))
                 for choice in event["choices"]:
                     yield choice["delta"].get("content") or ""
-    raise RefusedError("the server ended the answer early; see its log")
+    raise ChatFailedError("the server ended the answer early; see its log")

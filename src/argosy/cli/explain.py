@@ -11,21 +11,21 @@ from urllib.parse import quote
 
 import typer
 
-from argosy.cli.failure import BROKEN, fail
-from argosy.cli.money import show_dollars, show_price
-from argosy.cli.output import printable, terminal
-from argosy.cli.server_client import connect, reason, why_not
+from argosy.cli.failure import EXIT_FAILURE, fail
+from argosy.cli.money import format_dollars, format_price
+from argosy.cli.output import format_one_line, open_console
+from argosy.cli.server_client import error_message, explain_connect_error, open_client
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-WIDTH = 28
+BAR_WIDTH = 28
 """Characters of the bars."""
-LONGEST_REASON = 100
-WORTH_A_BAR_MS = 1.0
-TERMS = ("queue_s", "prefill_s", "decode_s", "memory_s", "stale_s", "total_s")
-SHOWN = frozenset(
+MAX_REASON_CHARS = 100
+MIN_GAP_BAR_MS = 1.0
+COST_TERMS = ("queue_s", "prefill_s", "decode_s", "memory_s", "stale_s", "total_s")
+SECTION_KEYS = frozenset(
     {
         *("object", "id", "request_id", "status", "error", "model", "path", "stream", "caller"),
         *("asked", "route"),
@@ -51,27 +51,27 @@ def explain(
     """Explain a request: its queue, the replicas that it went to and why, its limits, cost and times."""
     import httpx2
 
-    with connect(url, api_key) as client:
+    with open_client(url, api_key) as client:
         try:
             answer = client.get(
                 f"/admin/requests/{quote(request, safe='', errors='surrogateescape')}"
             )
         except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
-            fail(f"no gateway answers at {url}: {why_not(error, 'give its --url')}")
+            fail(f"no gateway answers at {url}: {explain_connect_error(error, 'give its --url')}")
         except httpx2.HTTPError as error:
-            fail(f"the connection to {url} broke ({error}); see the gateway's log", BROKEN)
+            fail(f"the connection to {url} broke ({error}); see the gateway's log", EXIT_FAILURE)
     if answer.status_code != 200:
-        fail(reason(answer.content))
-    told = _read(answer.content)
+        fail(error_message(answer.content))
+    told = _parse_explanation(answer.content)
     if told is None:
         fail(f"what answers at {url} is no gateway of Argosy; check --url")
     if as_json:
         typer.echo(json.dumps(told, indent=2))
     else:
-        show(terminal(), told)
+        print_explanation(open_console(), told)
 
 
-def _read(content: bytes) -> dict[str, Any] | None:
+def _parse_explanation(content: bytes) -> dict[str, Any] | None:
     """An explanation; None when it is something else."""
     try:
         told = json.loads(content)
@@ -81,36 +81,40 @@ def _read(content: bytes) -> dict[str, Any] | None:
     return told if explains else None
 
 
-def show(console: Console, told: dict[str, Any]) -> None:
+def print_explanation(console: Console, explanation: dict[str, Any]) -> None:
     """Print an explanation for people."""
-    console.print(_headline(told))
-    console.print(_waterfall(told))
-    for number, attempt in enumerate(told["attempts"], 1):
+    console.print(_headline(explanation))
+    console.print(_timeline_table(explanation))
+    for number, attempt in enumerate(explanation["attempts"], 1):
         if attempt["candidates"]:
-            console.print(_candidates(number, attempt, told["rule"]))
-    if "limits" in told:
-        console.print(_limits(told["limits"]))
-    if "ledger" in told:
-        console.print(_ledger(told["ledger"]))
-    for name, added in told.items():
-        if name not in SHOWN:
-            console.print(_added(name, added))
+            console.print(_candidates_table(number, attempt, explanation["rule"]))
+    if "limits" in explanation:
+        console.print(_limits_table(explanation["limits"]))
+    if "ledger" in explanation:
+        console.print(_format_ledger_line(explanation["ledger"]))
+    for name, added in explanation.items():
+        if name not in SECTION_KEYS:
+            console.print(_extra_table(name, added))
 
 
-def _headline(told: dict[str, Any]) -> str:
+def _headline(explanation: dict[str, Any]) -> str:
     from rich.markup import escape
 
-    tokens, caller, ended = told["tokens"], told["caller"], told["ms"]["ended"]
+    tokens, caller, ended = explanation["tokens"], explanation["caller"], explanation["ms"]["ended"]
     colours = {"completed": "green", "replayed": "green", "running": "blue", "stopped": "yellow"}
-    colour = colours.get(told["status"], "red")
-    why = f" ({escape(told['error'])})" if told["error"] else ""
-    finish = printable(", ".join(sorted(set(told["finish_reasons"].values()))))
-    led = f", by {escape(told['route'])}" if told["route"] else ""
-    asked = "" if told["asked"] == told["model"] else f" (for {escape(told['asked'])}{led})"
+    colour = colours.get(explanation["status"], "red")
+    why = f" ({escape(explanation['error'])})" if explanation["error"] else ""
+    finish = format_one_line(", ".join(sorted(set(explanation["finish_reasons"].values()))))
+    led = f", by {escape(explanation['route'])}" if explanation["route"] else ""
+    asked = (
+        ""
+        if explanation["asked"] == explanation["model"]
+        else f" (for {escape(explanation['asked'])}{led})"
+    )
     lines = [
-        f"[bold]{escape(told['id'])}[/]  [{colour}]{told['status']}[/]{why}",
-        f"{told['path']} to [bold]{escape(told['model'])}[/]{asked}, "
-        + ("streamed" if told["stream"] else "sent whole"),
+        f"[bold]{escape(explanation['id'])}[/]  [{colour}]{explanation['status']}[/]{why}",
+        f"{explanation['path']} to [bold]{escape(explanation['model'])}[/]{asked}, "
+        + ("streamed" if explanation["stream"] else "sent whole"),
         f"{tokens['prompt']} prompt tokens ({tokens['cached']} cached), {tokens['output']} output"
         + (f", finished by {escape(finish)}" if finish else "")
         + ("" if ended is None else f", {ended:.0f} ms"),
@@ -122,66 +126,70 @@ def _headline(told: dict[str, Any]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class TimelineStep:
     """One bar of the waterfall, in milliseconds since the request came."""
 
     name: str
-    begin: float
-    end: float
+    begin_ms: float
+    end_ms: float
     style: str
 
 
-def steps(told: dict[str, Any]) -> Iterator[Step]:
+def timeline_steps(explanation: dict[str, Any]) -> Iterator[TimelineStep]:
     """What took the time, in order."""
-    ms = told["ms"]
-    last = max(value for value in _all_times(told) if value is not None)
-    yield Step("read the request", 0.0, ms["read"], "cyan")
-    yield Step("let in", ms["read"], _or(ms["admitted"], last), "cyan")
+    ms = explanation["ms"]
+    last = max(value for value in _all_times_ms(explanation) if value is not None)
+    yield TimelineStep("read the request", 0.0, ms["read"], "cyan")
+    yield TimelineStep("let in", ms["read"], _value_or(ms["admitted"], last), "cyan")
     if ms["queued"] is not None:
-        placed = told["attempts"][0]["chosen_ms"] if told["attempts"] else ms["ended"]
-        ahead = told["queue"]["ahead"]
-        yield Step(f"queue, {ahead} ahead", ms["queued"], _or(placed, last), "yellow")
+        placed = explanation["attempts"][0]["chosen_ms"] if explanation["attempts"] else ms["ended"]
+        ahead = explanation["queue"]["ahead"]
+        yield TimelineStep(f"queue, {ahead} ahead", ms["queued"], _value_or(placed, last), "yellow")
     free, outcome = -math.inf, ""  # since when nobody has it, and how the last attempt ended
-    for attempt in told["attempts"]:
-        begin, end = attempt["chosen_ms"], _or(attempt["ended_ms"], last)
-        yield from _between(free, begin, outcome)
+    for attempt in explanation["attempts"]:
+        begin, end = attempt["chosen_ms"], _value_or(attempt["ended_ms"], last)
+        yield from _gap_steps(free, begin, outcome)
         free, outcome = max(free, end), attempt["outcome"]
-        first = _or(attempt["first_token_ms"], end)
+        first = _value_or(attempt["first_token_ms"], end)
         why = f", on after {attempt['carried_on_at']}" if attempt["carried_on_at"] else ""
         why = ", hedge" if attempt["hedge"] else why
-        yield Step(f"{attempt['replica']}{why}: first token", begin, first, "magenta")
+        yield TimelineStep(f"{attempt['replica']}{why}: first token", begin, first, "magenta")
         if attempt["first_token_ms"] is not None:
-            yield Step(f"{attempt['replica']}: {_outcome(attempt)}", first, end, "green")
+            yield TimelineStep(
+                f"{attempt['replica']}: {_format_outcome(attempt)}", first, end, "green"
+            )
         elif attempt["outcome"] != "success":
-            yield Step(f"{attempt['replica']}: {_outcome(attempt)}", end, end, "red")
-    yield from _between(free, last, outcome)
+            yield TimelineStep(f"{attempt['replica']}: {_format_outcome(attempt)}", end, end, "red")
+    yield from _gap_steps(free, last, outcome)
 
 
-def _between(free: float, until: float, outcome: str) -> Iterator[Step]:
+def _gap_steps(free_since_ms: float, until_ms: float, outcome: str) -> Iterator[TimelineStep]:
     """What happened while no replica had it."""
-    if outcome and until - free >= WORTH_A_BAR_MS:
+    if outcome and until_ms - free_since_ms >= MIN_GAP_BAR_MS:
         waits = outcome not in {"success", "ended"}
-        yield Step("another replica" if waits else "its end", free, until, "yellow")
+        yield TimelineStep(
+            "another replica" if waits else "its end", free_since_ms, until_ms, "yellow"
+        )
 
 
-def _all_times(told: dict[str, Any]) -> Iterator[float | None]:
-    yield from told["ms"].values()
-    for attempt in told["attempts"]:
+def _all_times_ms(explanation: dict[str, Any]) -> Iterator[float | None]:
+    yield from explanation["ms"].values()
+    for attempt in explanation["attempts"]:
         yield from (attempt["chosen_ms"], attempt["ended_ms"], attempt["first_token_ms"])
 
 
-def _outcome(attempt: dict[str, Any]) -> str:
-    why = printable(attempt["reason"] or "")
-    if len(why) > LONGEST_REASON:
-        why = f"{why[:LONGEST_REASON]}…"
+def _format_outcome(attempt: dict[str, Any]) -> str:
+    why = format_one_line(attempt["reason"] or "")
+    if len(why) > MAX_REASON_CHARS:
+        why = f"{why[:MAX_REASON_CHARS]}…"
     return f"{attempt['outcome']} ({why})" if why else f"{attempt['outcome']}"
 
 
-def _or(value: float | None, other: float) -> float:
-    return other if value is None else value
+def _value_or(value: float | None, default: float) -> float:
+    return default if value is None else value
 
 
-def _waterfall(told: dict[str, Any]) -> Table:
+def _timeline_table(explanation: dict[str, Any]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
@@ -189,17 +197,19 @@ def _waterfall(told: dict[str, Any]) -> Table:
     table.add_column("from ms", justify="right")
     table.add_column("took ms", justify="right")
     table.add_column("", no_wrap=True)
-    shown = list(steps(told))
-    whole = max(step.end for step in shown) or 1.0
+    shown = list(timeline_steps(explanation))
+    whole = max(step.end_ms for step in shown) or 1.0
     for step in shown:
-        left = round(step.begin / whole * WIDTH)
-        long = max(1, round((step.end - step.begin) / whole * WIDTH))
-        bar = Text(" " * min(left, WIDTH - 1) + "━" * min(long, WIDTH), style=step.style)
-        table.add_row(Text(step.name), f"{step.begin:.1f}", f"{step.end - step.begin:.1f}", bar)
+        left = round(step.begin_ms / whole * BAR_WIDTH)
+        long = max(1, round((step.end_ms - step.begin_ms) / whole * BAR_WIDTH))
+        bar = Text(" " * min(left, BAR_WIDTH - 1) + "━" * min(long, BAR_WIDTH), style=step.style)
+        table.add_row(
+            Text(step.name), f"{step.begin_ms:.1f}", f"{step.end_ms - step.begin_ms:.1f}", bar
+        )
     return table
 
 
-def _candidates(number: int, attempt: dict[str, Any], rule: str) -> Table:
+def _candidates_table(number: int, attempt: dict[str, Any], rule: str) -> Table:
     from rich.table import Table
     from rich.text import Text
 
@@ -207,17 +217,17 @@ def _candidates(number: int, attempt: dict[str, Any], rule: str) -> Table:
     table = Table(
         "replica", title=title, title_justify="left", box=None, header_style="bold", padding=(0, 1)
     )
-    for term in TERMS:
+    for term in COST_TERMS:
         table.add_column(term.removesuffix("_s"), justify="right")
     for candidate in attempt["candidates"]:
         chosen = candidate["replica"] == attempt["replica"]
-        cells = [f"{candidate[term]:.4f}" for term in TERMS]
+        cells = [f"{candidate[term]:.4f}" for term in COST_TERMS]
         name = Text(candidate["replica"])
         table.add_row(name, *cells, style="bold" if chosen else "dim")
     return table
 
 
-def _limits(lines: list[dict[str, Any]]) -> Table:
+def _limits_table(lines: list[dict[str, Any]]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
@@ -236,44 +246,44 @@ def _limits(lines: list[dict[str, Any]]) -> Table:
         table.add_row(
             line["owner"],
             Text(f"{unit}{span}{model}"),
-            *(show_dollars(amount) if money else f"{amount:,}" for amount in amounts),
-            "yes" if line["fits"] else _when(line["wait_s"]),
+            *(format_dollars(amount) if money else f"{amount:,}" for amount in amounts),
+            "yes" if line["fits"] else _format_wait(line["wait_s"]),
         )
     return table
 
 
-def _when(wait_s: float | None) -> str:
+def _format_wait(wait_s: float | None) -> str:
     """When there is room in a limit that has none."""
     if wait_s is None:
         return "never"
     return f"in {wait_s:.1f} s" if wait_s else "no"
 
 
-def _ledger(line: dict[str, Any]) -> str:
+def _format_ledger_line(line: dict[str, Any]) -> str:
     rates, fresh = line["rates"], line["input_tokens"] - line["cached_tokens"]
     parts = (
         (fresh, "input", rates["input"]),
         (line["cached_tokens"], "cached", rates["cached_input"]),
         (line["output_tokens"], "output", rates["output"]),
     )
-    sums = " + ".join(f"{count:,} {kind} at {show_price(rate)}" for count, kind, rate in parts)
-    return f"ledger: {show_dollars(line['nano_dollars'])} = {sums} a million"
+    sums = " + ".join(f"{count:,} {kind} at {format_price(rate)}" for count, kind, rate in parts)
+    return f"ledger: {format_dollars(line['nano_dollars'])} = {sums} a million"
 
 
-def _added(name: str, added: Any) -> Table:  # noqa: ANN401 - what a stage said, in JSON's types
+def _extra_table(name: str, section: Any) -> Table:  # noqa: ANN401 - what a stage said, in JSON's types
     from rich.table import Table
     from rich.text import Text
 
     table = Table(title=name, title_justify="left", box=None, padding=(0, 1))
-    rows = added if isinstance(added, list) else [added]
+    rows = section if isinstance(section, list) else [section]
     names = list(dict.fromkeys(key for row in rows if isinstance(row, dict) for key in row))
     for heading in names or [""]:
         table.add_column(heading)
     for row in rows:
         values = [row.get(key, "") for key in names] if isinstance(row, dict) else [row]
-        table.add_row(*(Text(_plain(value)) for value in values))
+        table.add_row(*(Text(_format_value(value)) for value in values))
     return table
 
 
-def _plain(value: Any) -> str:  # noqa: ANN401 - JSON's types
+def _format_value(value: Any) -> str:  # noqa: ANN401 - JSON's types
     return value if isinstance(value, str) else json.dumps(value)

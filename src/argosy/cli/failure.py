@@ -6,13 +6,13 @@ from typing import NoReturn
 
 import typer
 
-USAGE = 2
+EXIT_USAGE = 2
 """Exit status: what was asked for cannot be done as things are; the sentence says what to change."""
-BROKEN = 1
+EXIT_FAILURE = 1
 """Exit status: it worked, and then it broke."""
 
 
-def fail(sentence: str, status: int = USAGE) -> NoReturn:
+def fail(message: str, status: int = EXIT_USAGE) -> NoReturn:
     """Print `sentence` and leave."""
-    typer.secho(f"argosy: {sentence}", err=True, fg=typer.colors.RED)
+    typer.secho(f"argosy: {message}", err=True, fg=typer.colors.RED)
     raise typer.Exit(status)

@@ -9,8 +9,8 @@ import msgspec
 import typer
 
 from argosy.cli.failure import fail
-from argosy.cli.tls_options import TlsCert, TlsClientCa, TlsKey, tls_of
-from argosy.process import reason_of
+from argosy.cli.tls_options import TlsCert, TlsClientCa, TlsKey, build_tls_config
+from argosy.process import format_os_error
 
 
 def gateway(
@@ -32,7 +32,7 @@ def gateway(
     from argosy.gateway import GatewayConfig, load_config, serve_gateway
 
     try:
-        tls = tls_of(tls_cert, tls_key, tls_client_ca)
+        tls = build_tls_config(tls_cert, tls_key, tls_client_ca)
         options: dict[str, Any] = {"host": host, "port": port, "tls": tls}
         given = {name: value for name, value in options.items() if value is not None}
         if host is not None or port is not None:
@@ -42,26 +42,28 @@ def gateway(
             return msgspec.structs.replace(load_config(config), **given)
 
         def reread() -> GatewayConfig:
-            _refuse_pipe(config)
+            _require_regular_file(config)
             return read()
 
         settings = read()
-        serve_gateway(settings, _quietly if settings.log_format == "json" else _tell, reread)
+        serve_gateway(
+            settings, _print_nothing if settings.log_format == "json" else _print_ready, reread
+        )
     except OSError as error:
-        fail(reason_of(error))
+        fail(format_os_error(error))
     except ValueError as error:
         fail(str(error))
 
 
-def _refuse_pipe(path: Path) -> None:
+def _require_regular_file(path: Path) -> None:
     """Raises ValueError where there is no file to be read again: of a pipe nobody may ever write the other end."""
     if path.exists() and not path.is_file():
         raise ValueError(f"{path} is no file, and so is not read again: restart instead")
 
 
-def _tell(url: str) -> None:
+def _print_ready(url: str) -> None:
     typer.echo(f"argosy gateway is ready at {url}/v1", err=True)
 
 
-def _quietly(url: str) -> None:
+def _print_nothing(url: str) -> None:
     """Where standard error is JSON, the log's event `ready` tells it."""

@@ -8,52 +8,56 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from argosy.cli.account_lookup import (
-    OfOrganisation,
+    OrganisationFilterOption,
     ProjectName,
     StoreUrl,
     TierName,
-    actor,
+    account_names,
+    audit_actor,
     find_key,
     find_organisation,
     find_project,
     find_user,
-    names,
-    opened,
-    opened_or_made,
+    open_existing_store,
+    open_or_create_store,
 )
-from argosy.cli.money import parse_dollars, parse_price, show_dollars, show_price
-from argosy.cli.output import AsJson, show, tell
-from argosy.cli.timestamps import parse_future, show_moment
+from argosy.cli.money import format_dollars, format_price, parse_dollars, parse_price
+from argosy.cli.output import JsonOutput, print_records, print_result
+from argosy.cli.timestamps import format_timestamp, parse_future_time
 
 if TYPE_CHECKING:
     from argosy.store import Limit, OwnerKind, Store
 
-limits = typer.Typer(help="Limits of organisations, projects, users, keys.", no_args_is_help=True)
-prices = typer.Typer(help="What a model's tokens cost.", no_args_is_help=True)
+limits_app = typer.Typer(
+    help="Limits of organisations, projects, users, keys.", no_args_is_help=True
+)
+prices_app = typer.Typer(help="What a model's tokens cost.", no_args_is_help=True)
 
-What = Literal["requests", "tokens", "input_tokens", "output_tokens", "concurrency", "dollars"]
-Window = Literal["second", "minute", "hour", "day", "month"]
-Per = Annotated[
-    Window | None, typer.Option(help="Window; concurrency has none, by default a minute.")
+LimitUnitName = Literal[
+    "requests", "tokens", "input_tokens", "output_tokens", "concurrency", "dollars"
 ]
-UserName = Annotated[str | None, typer.Option("--user", help="Id or email.")]
-KeyName = Annotated[str | None, typer.Option("--key", help="Id, name or beginning.")]
+LimitWindowName = Literal["second", "minute", "hour", "day", "month"]
+WindowOption = Annotated[
+    LimitWindowName | None, typer.Option(help="Window; concurrency has none, by default a minute.")
+]
+UserOption = Annotated[str | None, typer.Option("--user", help="Id or email.")]
+KeyOption = Annotated[str | None, typer.Option("--key", help="Id, name or beginning.")]
 
 
-@limits.command("list")
-def list_limits(*, store: StoreUrl = None, json: AsJson = False) -> None:
+@limits_app.command("list")
+def list_limits(*, store: StoreUrl = None, json: JsonOutput = False) -> None:
     """List limits."""
-    with opened(store) as opened_store:
-        found = opened_store.terms.list_limits()
-        known = names(opened_store)
-    show(
+    with open_existing_store(store) as opened_store:
+        found = opened_store.limits_and_prices.list_limits()
+        known = account_names(opened_store)
+    print_records(
         found,
         ("Of", "Name", "What", "At most", "Per", "Model", "Id"),
         lambda limit: (
             limit.owner_kind,
             known[limit.owner],
             "dollars" if limit.unit == "nano_dollars" else limit.unit,
-            _amount(limit),
+            _format_amount(limit),
             limit.window,
             limit.model or "all",
             limit.id,
@@ -63,72 +67,72 @@ def list_limits(*, store: StoreUrl = None, json: AsJson = False) -> None:
     )
 
 
-@limits.command("set")
+@limits_app.command("set")
 def set_limit(
-    what: Annotated[What, typer.Argument(help="What to limit.")],
+    unit: Annotated[LimitUnitName, typer.Argument(help="What to limit.")],
     amount: Annotated[str, typer.Argument(help="At most so many.")],
     *,
-    per: Per = None,
-    organisation: OfOrganisation = None,
+    per: WindowOption = None,
+    organisation: OrganisationFilterOption = None,
     project: ProjectName = None,
-    user: UserName = None,
-    key: KeyName = None,
+    user: UserOption = None,
+    key: KeyOption = None,
     model: Annotated[str | None, typer.Option(help="For this one only; by default all.")] = None,
     store: StoreUrl = None,
-    json: AsJson = False,
+    json: JsonOutput = False,
 ) -> None:
     """Set a limit of an organisation, a project, a user or a key.
 
     `argosy tenants limits set tokens 100000 --per minute --project acme`
     """
-    with opened(store) as opened_store:
-        kind, owner = _owner(opened_store, organisation, project, user, key)
-        made = opened_store.terms.set_limit(
+    with open_existing_store(store) as opened_store:
+        kind, owner = _resolve_owner(opened_store, organisation, project, user, key)
+        made = opened_store.limits_and_prices.set_limit(
             kind,
             owner,
-            "nano_dollars" if what == "dollars" else what,
-            parse_dollars(amount) if what == "dollars" else _count(amount),
-            window=per or (None if what == "concurrency" else "minute"),
+            "nano_dollars" if unit == "dollars" else unit,
+            parse_dollars(amount) if unit == "dollars" else _parse_count(amount),
+            window=per or (None if unit == "concurrency" else "minute"),
             model=model,
-            actor=actor(),
+            actor=audit_actor(),
         )
-    tell(made, f"Set ({made.id}).", json=json)
+    print_result(made, f"Set ({made.id}).", json=json)
 
 
-@limits.command("lift")
-def lift(
+@limits_app.command("delete")
+def delete_limit(
     limit: Annotated[str, typer.Argument(metavar="LIMIT", help="Its id.")],
     *,
     store: StoreUrl = None,
 ) -> None:
     """Lift a limit."""
-    with opened(store) as opened_store:
-        opened_store.terms.delete_limit(limit, actor=actor())
+    with open_existing_store(store) as opened_store:
+        opened_store.limits_and_prices.delete_limit(limit, actor=audit_actor())
     typer.echo(f"{limit} is lifted.")
 
 
-@prices.command("list")
-def list_prices(*, store: StoreUrl = None, json: AsJson = False) -> None:
+@prices_app.command("list")
+def list_prices(*, store: StoreUrl = None, json: JsonOutput = False) -> None:
     """List prices, those of the past too: dollars for a million tokens."""
-    with opened(store) as opened_store:
-        found = opened_store.terms.list_prices()
-    show(
+    with open_existing_store(store) as opened_store:
+        found = opened_store.limits_and_prices.list_prices()
+    print_records(
         found,
         ("Model", "Tier", "Input", "Cached input", "Output", "Since (UTC)"),
         lambda price: (
             price.model,
             price.tier or "all",
-            show_price(price.input),
-            show_price(price.cached_input),
-            show_price(price.output),
-            show_moment(price.since),
+            format_price(price.input),
+            format_price(price.cached_input),
+            format_price(price.output),
+            format_timestamp(price.since),
         ),
         "There are no prices: nothing costs anything.",
         json=json,
     )
 
 
-@prices.command("set")
+@prices_app.command("set")
 def set_price(
     model: Annotated[str, typer.Argument(help="Its public name.")],
     *,
@@ -144,18 +148,18 @@ def set_price(
     since: Annotated[
         float | None,
         typer.Option(
-            parser=parse_future,
+            parser=parse_future_time,
             metavar="WHEN",
             help="A date (UTC), or so long from now, like 30d; by default now.",
         ),
     ] = None,
     store: StoreUrl = None,
-    json: AsJson = False,
+    json: JsonOutput = False,
 ) -> None:
     """Set what a million tokens of a model cost, in dollars, from a moment on."""
     from argosy.store import Price
 
-    with opened_or_made(store) as opened_store:
+    with open_or_create_store(store) as opened_store:
         price = Price(
             model=model,
             tier=tier,
@@ -164,13 +168,13 @@ def set_price(
             output=output,
             since=time.time() if since is None else since,
         )
-        made = opened_store.terms.set_price(price, actor=actor())
-    begins = "" if since is None else f" from {show_moment(made.since)} UTC on"
-    amounts = f"input {show_price(made.input)}, output {show_price(made.output)}"
-    tell(made, f"{made.model}: {amounts}{begins}.", json=json)
+        made = opened_store.limits_and_prices.set_price(price, actor=audit_actor())
+    begins = "" if since is None else f" from {format_timestamp(made.since)} UTC on"
+    amounts = f"input {format_price(made.input)}, output {format_price(made.output)}"
+    print_result(made, f"{made.model}: {amounts}{begins}.", json=json)
 
 
-def _owner(
+def _resolve_owner(
     store: Store,
     organisation: str | None,
     project: str | None,
@@ -192,12 +196,12 @@ def _owner(
     return given[0]
 
 
-def _count(text: str) -> int:
+def _parse_count(text: str) -> int:
     try:
         return int(text.replace(",", ""))
     except ValueError as error:
         raise ValueError(f"{text!r} is no whole number") from error
 
 
-def _amount(limit: Limit) -> str:
-    return show_dollars(limit.amount) if limit.unit == "nano_dollars" else f"{limit.amount:,}"
+def _format_amount(limit: Limit) -> str:
+    return format_dollars(limit.amount) if limit.unit == "nano_dollars" else f"{limit.amount:,}"

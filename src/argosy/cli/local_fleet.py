@@ -12,88 +12,92 @@ from urllib.parse import quote
 import msgspec
 import uvloop
 
-from argosy.cli.auth_bootstrap import Doorkeeping, Opening
-from argosy.cli.startup_display import Display
-from argosy.engine import EngineConfig, ServerConfig, locate
-from argosy.fleet import LocalLauncher, Place, ReplicaSpec, Supervisor, runtime_folder
-from argosy.process import aside, heeding, raise_file_limit
-from argosy.telemetry import configure_logs
+from argosy.cli.auth_bootstrap import AuthBootstrap, AuthSetup
+from argosy.cli.startup_display import StartupDisplay
+from argosy.engine import EngineConfig, ReplicaServerConfig, resolve_model_path
+from argosy.fleet import DeviceAssignment, LocalLauncher, ReplicaSpec, Supervisor, runtime_folder
+from argosy.process import handle_signals, raise_file_limit, run_in_daemon_thread
+from argosy.telemetry import configure_logging
 
 if TYPE_CHECKING:
     from argosy.gateway import GatewayConfig, GatewayServer
 
-RECOVERY_S = 120.0
+FAILOVER_TIMEOUT_S = 120.0
 """How long a request waits for a replica that died to be back: there may be no other."""
 
 
-class Whole:
+class LocalFleet:
     """One model on this machine, until SIGTERM, SIGINT, or the end of its terminal."""
 
     def __init__(
         self,
-        server: ServerConfig,
+        server: ReplicaServerConfig,
         engine: EngineConfig,
-        places: Sequence[Place],
-        door: Doorkeeping,
-        shown: Display,
+        assignments: Sequence[DeviceAssignment],
+        auth_bootstrap: AuthBootstrap,
+        display: StartupDisplay,
     ) -> None:
         self._server = server
         self._engine = engine
-        self._names = server.names_of(engine.model)
-        self._replicas = {f"replica-{number}": place for number, place in enumerate(places)}
-        self._door = door
-        self._shown = shown
-        self._opening: Opening | None = None
+        self._served_names = server.model_names_for(engine.model)
+        self._assignments = {f"replica-{number}": place for number, place in enumerate(assignments)}
+        self._auth_bootstrap = auth_bootstrap
+        self._display = display
+        self._auth_setup: AuthSetup | None = None
         self._gateway: GatewayServer | None = None
-        self._leave = asyncio.Event()
-        self._at_once = asyncio.Event()
-        self.served = False
+        self._stop_requested = asyncio.Event()
+        self._force_stop = asyncio.Event()
+        self.has_served = False
         """Whether requests have been taken."""
 
     def serve(self) -> None:
         """Serve until told to stop. Raises ValueError, OSError or FleetFailedError, saying what to change."""
         raise_file_limit()
-        configure_logs(self._server.log_format, self._server.log_level)
+        configure_logging(self._server.log_format, self._server.log_level)
         # Fetched once, not by each replica.
-        path = locate(self._engine.model, self._engine.revision)
+        path = resolve_model_path(self._engine.model, self._engine.revision)
         with runtime_folder() as folder:
             uvloop.run(self._run(folder, path))
 
     def stop(self) -> None:
         """Drain, then leave; called again, leave at once. Call it on the event loop's thread."""
-        if self._leave.is_set():
-            self._at_once.set()
-        elif self.served:
-            self._shown.leaving(self._server.drain_deadline_s)
-        self._leave.set()
+        if self._stop_requested.is_set():
+            self._force_stop.set()
+        elif self.has_served:
+            self._display.show_draining(self._server.drain_deadline_s)
+        self._stop_requested.set()
         if self._gateway is not None:
             self._gateway.stop()
 
-    def _renew(self) -> None:
+    def _reload_certificates(self) -> None:
         if self._gateway is not None:  # else its certificates are still to be read
-            self._gateway.renew()
+            self._gateway.reload()
 
     async def _run(self, folder: Path, model: Path) -> None:
-        launcher = LocalLauncher(folder, self._shown.progress)
-        supervisor = Supervisor(launcher, self._specs(model))
-        with heeding(self.stop, None if self._server.tls is None else self._renew):
+        launcher = LocalLauncher(folder, self._display.update_progress)
+        supervisor = Supervisor(launcher, self._build_replica_specs(model))
+        with handle_signals(
+            self.stop, None if self._server.tls is None else self._reload_certificates
+        ):
             try:
                 await asyncio.gather(*supervisor.reconcile())  # they get ready during our imports
-                await self._serve(launcher, supervisor)
+                await self._run_gateway(launcher, supervisor)
             finally:
-                await self._end(supervisor)
+                await self._drain_replicas(supervisor)
 
-    async def _serve(self, launcher: LocalLauncher, supervisor: Supervisor) -> None:
+    async def _run_gateway(self, launcher: LocalLauncher, supervisor: Supervisor) -> None:
         from argosy.gateway import GatewayServer
         from argosy.http_server import listening_socket
 
         server = self._server
         keeping = asyncio.create_task(supervisor.run())
         try:
-            gateway = GatewayServer(self._config(launcher), self._ready)
+            gateway = GatewayServer(self._build_gateway_config(launcher), self._on_gateway_ready)
             with listening_socket(server.host, server.port, server.uds) as bound:
                 # Who connects now waits for the first replica.
-                if not await self._open() or not await self._first_replica(supervisor, keeping):
+                if not await self._prepare_auth() or not await self._wait_for_first_replica(
+                    supervisor, keeping
+                ):
                     return
                 self._gateway = gateway
                 answering = asyncio.create_task(gateway.run(bound))
@@ -107,42 +111,46 @@ class Whole:
         finally:
             keeping.cancel()
 
-    async def _open(self) -> bool:
+    async def _prepare_auth(self) -> bool:
         """Prepare the store, and show the key that was made; False: we are to leave. Raises ValueError.
 
         Neither waits for the model, which may take long to load, or not be there at all.
         """
-        opening = asyncio.create_task(aside(self._door.prepare))
-        leaving = asyncio.create_task(self._leave.wait())
+        opening = asyncio.create_task(run_in_daemon_thread(self._auth_bootstrap.prepare_store))
+        leaving = asyncio.create_task(self._stop_requested.wait())
         try:
             await asyncio.wait({opening, leaving}, return_when=asyncio.FIRST_COMPLETED)
             if not opening.done():
                 return False
-            self._opening = await opening
+            self._auth_setup = await opening
         finally:
             opening.cancel()
             leaving.cancel()
-        if self._opening.first_key is not None:
-            self._shown.first_key(self._opening.first_key)
+        if self._auth_setup.first_key is not None:
+            self._display.show_first_key(self._auth_setup.first_key)
         return True
 
-    async def _first_replica(self, supervisor: Supervisor, keeping: asyncio.Task[None]) -> bool:
+    async def _wait_for_first_replica(
+        self, supervisor: Supervisor, supervisor_task: asyncio.Task[None]
+    ) -> bool:
         """Wait for it; False: we are to leave. Raises FleetFailedError when there will be none."""
-        serving = asyncio.create_task(supervisor.serving.wait())
-        leaving = asyncio.create_task(self._leave.wait())
+        serving = asyncio.create_task(supervisor.any_ready.wait())
+        leaving = asyncio.create_task(self._stop_requested.wait())
         try:
-            await asyncio.wait({serving, leaving, keeping}, return_when=asyncio.FIRST_COMPLETED)
-            if keeping.done():
-                await keeping
+            await asyncio.wait(
+                {serving, leaving, supervisor_task}, return_when=asyncio.FIRST_COMPLETED
+            )
+            if supervisor_task.done():
+                await supervisor_task
             return not leaving.done()
         finally:
             serving.cancel()
             leaving.cancel()
 
-    async def _end(self, supervisor: Supervisor) -> None:
+    async def _drain_replicas(self, supervisor: Supervisor) -> None:
         """Nothing runs any more on the replicas: let them go, or end them when told again."""
         draining = asyncio.create_task(supervisor.drain())
-        at_once = asyncio.create_task(self._at_once.wait())
+        at_once = asyncio.create_task(self._force_stop.wait())
         await asyncio.wait({draining, at_once}, return_when=asyncio.FIRST_COMPLETED)
         draining.cancel()
         at_once.cancel()
@@ -150,30 +158,32 @@ class Whole:
         with contextlib.suppress(asyncio.CancelledError):
             await draining
 
-    def _ready(self, url: str) -> None:
-        from argosy.http_server import calm_collector
+    def _on_gateway_ready(self, url: str) -> None:
+        from argosy.http_server import tune_gc
 
-        calm_collector()
-        self.served = True
-        assert self._opening is not None  # noqa: S101 - the gateway was started after it
-        self._shown.ready(url, self._names[0], keyed=self._opening.keyed)
+        tune_gc()
+        self.has_served = True
+        assert self._auth_setup is not None  # noqa: S101 - the gateway was started after it
+        self._display.show_ready(
+            url, self._served_names[0], key_required=self._auth_setup.key_required
+        )
 
     # --- settings --------------------------------------------------------------------------------
 
-    def _specs(self, model: Path) -> list[ReplicaSpec]:
-        server = msgspec.structs.replace(self._server, served_model_names=self._names)
+    def _build_replica_specs(self, model: Path) -> list[ReplicaSpec]:
+        server = msgspec.structs.replace(self._server, served_model_names=self._served_names)
         engine = msgspec.structs.replace(self._engine, model=str(model), revision=None)
         return [
             ReplicaSpec(
                 name=name,
                 server=server,
-                engine=msgspec.structs.replace(engine, neighbours=place.neighbours),
+                engine=msgspec.structs.replace(engine, colocated_replicas=place.colocated_replicas),
                 gpu=place.gpu,
             )
-            for name, place in self._replicas.items()
+            for name, place in self._assignments.items()
         ]
 
-    def _config(self, launcher: LocalLauncher) -> GatewayConfig:
+    def _build_gateway_config(self, launcher: LocalLauncher) -> GatewayConfig:
         from argosy.gateway import (
             GatewayConfig,
             ModelConfig,
@@ -183,7 +193,7 @@ class Whole:
         )
         from argosy.store import StoreConfig
 
-        server, (name, *aliases) = self._server, self._names
+        server, (name, *aliases) = self._server, self._served_names
         return GatewayConfig(
             models=[
                 ModelConfig(
@@ -192,18 +202,18 @@ class Whole:
                     replicas=[
                         ReplicaConfig(
                             name=replica,
-                            url=f"unix:{quote(str(launcher.socket(replica)))}",
+                            url=f"unix:{quote(str(launcher.socket_path(replica)))}",
                             kind="argosy",
                         )
-                        for replica in self._replicas
+                        for replica in self._assignments
                     ],
                 )
             ],
             uds=server.uds,
             tls=server.tls,
-            store=StoreConfig(url=self._door.url),
-            auth=self._door.config,
-            timeouts=Timeouts(recovery_s=RECOVERY_S),
-            queue=QueueConfig(wait_s=self._engine.request_timeout_s),
+            store=StoreConfig(url=self._auth_bootstrap.store_url),
+            auth=self._auth_bootstrap.auth_config,
+            timeouts=Timeouts(failover_timeout_s=FAILOVER_TIMEOUT_S),
+            queue=QueueConfig(timeout_s=self._engine.request_timeout_s),
             drain_deadline_s=server.drain_deadline_s,
         )

@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from argosy.cli.failure import fail
-from argosy.cli.sizes import parse_size, show_count, show_size
+from argosy.cli.sizes import format_count, format_size, parse_size
 
 if TYPE_CHECKING:
-    from argosy.engine import ModelSpec
+    from argosy.engine import ModelArchitecture
 
 DTypeName = Literal["auto", "bfloat16", "float32", "float16"]
-BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-Format = Literal["table", "json"]
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+OutputFormat = Literal["table", "json"]
 
 app = typer.Typer(help="Inspect models: parameters, memory, and what fits here.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fit:
+class ModelFit:
     """A model on this machine. Sizes are in bytes."""
 
     path: str
@@ -52,11 +52,11 @@ class Fit:
 def models(context: typer.Context) -> None:
     """Without a subcommand: inspect the bundled model."""
     if context.invoked_subcommand is None:
-        inspect()
+        inspect_model()
 
 
 @app.command("inspect")
-def inspect(
+def inspect_model(
     model: Annotated[
         str | None,
         typer.Argument(help="A directory, or a name on the hub; by default the bundled model."),
@@ -72,40 +72,42 @@ def inspect(
             help="Plan for this much memory instead of this machine's.",
         ),
     ] = None,
-    output: Annotated[Format, typer.Option(help="For people or for programs.")] = "table",
+    output: Annotated[OutputFormat, typer.Option(help="For people or for programs.")] = "table",
 ) -> None:
     """Say what a model is and what fits in the memory here. Needs no torch."""
-    from argosy.engine import locate, read_spec
-    from argosy.models import BUNDLED
+    from argosy.engine import read_architecture, resolve_model_path
+    from argosy.models import BUNDLED_MODEL
 
     try:
-        path = locate(model or str(BUNDLED), revision)
-        fit = fit_model(path, read_spec(path), dtype, memory)
+        path = resolve_model_path(model or str(BUNDLED_MODEL), revision)
+        fit = compute_model_fit(path, read_architecture(path), dtype, memory)
     except ValueError as error:
         fail(str(error))
     if output == "json":
         typer.echo(json.dumps(asdict(fit)))
     else:
-        _show(fit)
+        _print_fit(fit)
 
 
-def fit_model(path: Path, spec: ModelSpec, dtype: DTypeName, memory_bytes: int | None) -> Fit:
+def compute_model_fit(
+    path: Path, spec: ModelArchitecture, dtype: DTypeName, memory_bytes: int | None
+) -> ModelFit:
     """Work out what the model takes; `memory_bytes` None is what this machine has free."""
     import psutil
 
-    from argosy.engine import KV_SHARE_OF_FREE, describe
+    from argosy.engine import DEFAULT_KV_MEMORY_FRACTION, summarize_model
 
     held = dtype if dtype != "auto" else "bfloat16"
-    sizes = describe(spec, BYTES[held])
+    sizes = summarize_model(spec, DTYPE_BYTES[held])
     free = int(psutil.virtual_memory().available) if memory_bytes is None else memory_bytes
-    cache = max(int((free - sizes.weight_bytes) * KV_SHARE_OF_FREE), 0)
+    cache = max(int((free - sizes.weight_bytes) * DEFAULT_KV_MEMORY_FRACTION), 0)
     tokens = cache // sizes.kv_bytes_per_token
-    return Fit(
+    return ModelFit(
         path=str(path),
         family=spec.family,
         architecture=spec.architecture,
-        parameters=sizes.parameters,
-        active_parameters=sizes.active_parameters,
+        parameters=sizes.num_parameters,
+        active_parameters=sizes.num_active_parameters,
         vocab_size=spec.vocab_size,
         max_model_len=sizes.max_model_len,
         dtype=held,
@@ -119,23 +121,23 @@ def fit_model(path: Path, spec: ModelSpec, dtype: DTypeName, memory_bytes: int |
     )
 
 
-def _show(fit: Fit) -> None:
+def _print_fit(fit: ModelFit) -> None:
     from rich.console import Console
     from rich.table import Table
 
     all_active = fit.active_parameters == fit.parameters
-    active = "" if all_active else f" ({show_count(fit.active_parameters)} active)"
+    active = "" if all_active else f" ({format_count(fit.active_parameters)} active)"
     table = Table(title=fit.path, show_header=False, title_justify="left")
     for name, value in (
         ("family", f"{fit.family} ({fit.architecture})"),
-        ("parameters", show_count(fit.parameters) + active),
+        ("parameters", format_count(fit.parameters) + active),
         ("vocabulary", f"{fit.vocab_size:,} tokens"),
         ("context", f"{fit.max_model_len:,} tokens"),
-        ("weight files", show_size(fit.checkpoint_bytes)),
-        (f"weights in {fit.dtype}", show_size(fit.weight_bytes)),
-        ("KV cache per token", show_size(fit.kv_bytes_per_token)),
-        ("memory available", show_size(fit.free_bytes)),
-        ("of it for the KV cache", show_size(fit.kv_cache_bytes)),
+        ("weight files", format_size(fit.checkpoint_bytes)),
+        (f"weights in {fit.dtype}", format_size(fit.weight_bytes)),
+        ("KV cache per token", format_size(fit.kv_bytes_per_token)),
+        ("memory available", format_size(fit.free_bytes)),
+        ("of it for the KV cache", format_size(fit.kv_cache_bytes)),
         ("tokens that fit", f"{fit.kv_tokens:,}"),
         ("sequences at full context", f"{fit.full_sequences:,}"),
     ):

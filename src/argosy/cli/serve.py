@@ -8,41 +8,41 @@ import msgspec
 
 from argosy.cli import serve_options
 from argosy.cli.account_lookup import StoreUrl
-from argosy.cli.failure import BROKEN, USAGE, fail
-from argosy.cli.serve_settings import with_settings
-from argosy.engine import EngineConfig, ServerConfig
-from argosy.process import reason_of
+from argosy.cli.failure import EXIT_FAILURE, EXIT_USAGE, fail
+from argosy.cli.serve_settings import with_shared_options
+from argosy.engine import EngineConfig, ReplicaServerConfig
+from argosy.process import format_os_error
 
 
-@with_settings
+@with_shared_options
 def serve(
-    server: ServerConfig,
+    server: ReplicaServerConfig,
     engine: EngineConfig,
     *,
-    replicas: serve_options.Replicas = 1,
-    gpus: serve_options.Gpus = "own",
+    replicas: serve_options.ReplicaCount = 1,
+    gpus: serve_options.GpuSharingOption = "own",
     store: StoreUrl = None,
-    auth: serve_options.Auth = "auto",
+    auth: serve_options.AuthModeOption = "auto",
     allowed_origins: serve_options.AllowedOrigins = None,
     log_level: serve_options.LogLevel = "warning",
 ) -> None:
     """Serve a model with the OpenAI API on this machine (the bundled model by default)."""
-    from argosy.cli.auth_bootstrap import Doorkeeping
-    from argosy.cli.local_fleet import Whole
-    from argosy.cli.startup_display import Display
-    from argosy.fleet import FleetFailedError, places, usable_gpus
+    from argosy.cli.auth_bootstrap import AuthBootstrap
+    from argosy.cli.local_fleet import LocalFleet
+    from argosy.cli.startup_display import StartupDisplay
+    from argosy.fleet import FleetFailedError, assign_devices, usable_gpus
 
     server = msgspec.structs.replace(server, log_level=log_level)
-    with Display() as shown:
+    with StartupDisplay() as shown:
         host = "localhost" if server.uds is not None else server.host
         try:
-            where = places(replicas, usable_gpus(engine.device, os.environ), gpus)
-            door = Doorkeeping(store, auth, host, allowed_origins)
-            whole = Whole(server, engine, where, door, shown)
+            where = assign_devices(replicas, usable_gpus(engine.device, os.environ), gpus)
+            door = AuthBootstrap(store, auth, host, allowed_origins)
+            whole = LocalFleet(server, engine, where, door, shown)
             whole.serve()
         except ValueError as error:
             fail(str(error))
         except FleetFailedError as error:
-            fail(str(error), BROKEN if whole.served else USAGE)
+            fail(str(error), EXIT_FAILURE if whole.has_served else EXIT_USAGE)
         except OSError as error:
-            fail(reason_of(error))
+            fail(format_os_error(error))

@@ -10,23 +10,23 @@ from typing import Any
 
 from argosy.cli import serve_options
 from argosy.cli.failure import fail
-from argosy.cli.tls_options import TlsCert, TlsClientCa, TlsKey, tls_of
-from argosy.engine import EngineConfig, ServerConfig
+from argosy.cli.tls_options import TlsCert, TlsClientCa, TlsKey, build_tls_config
+from argosy.engine import EngineConfig, ReplicaServerConfig
 
-Run = Callable[..., None]
+SettingsCommand = Callable[..., None]
 """`run(server, engine, **own)`; `own` are the command's own options, all keywords."""
 
 
-def with_settings(run: Run) -> Callable[..., None]:
+def with_shared_options(run: SettingsCommand) -> Callable[..., None]:
     """`run` as a command that also has the shared options, and gets them as settings."""
-    shared = inspect.signature(_settings, eval_str=True).parameters
+    shared = inspect.signature(_build_settings, eval_str=True).parameters
     _, _, *own = inspect.signature(run, eval_str=True).parameters.values()
 
     @functools.wraps(run)
     def command(**given: Any) -> None:  # noqa: ANN401 - whatever the options hold
         _require_engine()
         try:
-            server, engine = _settings(**{name: given.pop(name) for name in shared})
+            server, engine = _build_settings(**{name: given.pop(name) for name in shared})
         except ValueError as error:
             fail(str(error))
         run(server, engine, **given)
@@ -35,26 +35,26 @@ def with_settings(run: Run) -> Callable[..., None]:
     return command
 
 
-def _settings(
+def _build_settings(
     model: serve_options.Model = None,
     *,
     host: serve_options.Host = "127.0.0.1",
     port: serve_options.Port = 8000,
-    uds: serve_options.UnixSocket = None,
+    uds: serve_options.UnixSocketPath = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     tls_client_ca: TlsClientCa = None,
-    served_model_name: serve_options.ServedNames = None,
+    served_model_name: serve_options.ServedModelNames = None,
     revision: serve_options.Revision = None,
     dtype: serve_options.DType = "auto",
     device: serve_options.Device = "auto",
     quantize: serve_options.Quantize = None,
-    chat_template: serve_options.Template = None,
+    chat_template: serve_options.ChatTemplatePath = None,
     max_model_len: serve_options.MaxModelLen = None,
     max_seqs: serve_options.MaxSeqs = 64,
     kv_memory: serve_options.KvMemory = None,
     kv_dtype: serve_options.KvDType = "auto",
-    host_kv: serve_options.HostKv = None,
+    host_kv: serve_options.HostKvMemory = None,
     pack_cache: serve_options.PackCache = None,
     threads: serve_options.Threads = None,
     max_step_tokens: serve_options.MaxStepTokens = 1024,
@@ -63,23 +63,23 @@ def _settings(
     request_timeout: serve_options.RequestTimeout = 600.0,
     drain_deadline: serve_options.DrainDeadline = 30.0,
     vllm_metrics: serve_options.VllmMetrics = False,
-) -> tuple[ServerConfig, EngineConfig]:
+) -> tuple[ReplicaServerConfig, EngineConfig]:
     """Raises ValueError, saying what to change."""
-    from argosy.engine import PACK_CACHE_BYTES
-    from argosy.models import BUNDLED
+    from argosy.engine import DEFAULT_PACK_CACHE_BYTES
+    from argosy.models import BUNDLED_MODEL
 
-    server = ServerConfig(
+    server = ReplicaServerConfig(
         host=host,
         port=port,
         uds=uds,
-        tls=tls_of(tls_cert, tls_key, tls_client_ca),
+        tls=build_tls_config(tls_cert, tls_key, tls_client_ca),
         served_model_names=tuple(served_model_name or ()),
         chat_template=chat_template,
         drain_deadline_s=drain_deadline,
         vllm_metrics=vllm_metrics,
     )
     engine = EngineConfig(
-        model=model or str(BUNDLED),
+        model=model or str(BUNDLED_MODEL),
         revision=revision,
         dtype=dtype,
         device=device,
@@ -92,7 +92,7 @@ def _settings(
         kv_memory_bytes=kv_memory,
         kv_dtype=kv_dtype,
         host_kv_bytes=host_kv or 0,
-        pack_cache_bytes=PACK_CACHE_BYTES if pack_cache is None else pack_cache,
+        pack_cache_bytes=DEFAULT_PACK_CACHE_BYTES if pack_cache is None else pack_cache,
         prefix_cache=prefix_cache,
         request_timeout_s=request_timeout,
     )

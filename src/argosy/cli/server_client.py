@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from argosy.cli.failure import fail
-from argosy.cli.output import harmless
+from argosy.cli.output import strip_control_characters
 
 if TYPE_CHECKING:
     import httpx2
 
-CONNECT_S = 5.0
+CONNECT_TIMEOUT_S = 5.0
 
 
-def connect(url: str, api_key: str | None) -> httpx2.Client:
+def open_client(url: str, api_key: str | None) -> httpx2.Client:
     """A client of the server at `url`, which may be `unix:PATH`; ends the command when that is no URL, or no key."""
     import ssl
 
@@ -27,7 +27,7 @@ def connect(url: str, api_key: str | None) -> httpx2.Client:
         transport = httpx2.HTTPTransport(uds=url.removeprefix("unix:"))
         url = "http://localhost"
     base = url.rstrip("/").removesuffix("/v1")
-    timeout = httpx2.Timeout(CONNECT_S, read=None)
+    timeout = httpx2.Timeout(CONNECT_TIMEOUT_S, read=None)
     try:
         client = httpx2.Client(
             base_url=base,
@@ -44,14 +44,14 @@ def connect(url: str, api_key: str | None) -> httpx2.Client:
     return client
 
 
-def why_not(error: Exception, remedy: str) -> str:
+def explain_connect_error(error: Exception, remedy: str) -> str:
     """Why there is no connection, and what to do: about a certificate, or `remedy`."""
     if "CERTIFICATE_VERIFY_FAILED" in str(error):
         remedy = "have SSL_CERT_FILE name the PEM file of the authority that vouches for it"
     return f"{str(error) or 'it takes too long'}; {remedy}"
 
 
-def reason(body: bytes) -> str:
+def error_message(body: bytes) -> str:
     """What an OpenAI-shaped error body says."""
     import msgspec
 
@@ -59,4 +59,4 @@ def reason(body: bytes) -> str:
         said = str(msgspec.json.decode(body)["error"]["message"])
     except (msgspec.DecodeError, LookupError, TypeError):
         said = f"the server answered: {body[:200].decode(errors='replace')}"
-    return harmless(said)
+    return strip_control_characters(said)

@@ -12,28 +12,28 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12} | {
     "gi": 2**30,
     "ti": 2**40,
 }
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", re.IGNORECASE)
+_SIZE_PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", re.IGNORECASE)
 
 
 def parse_size(text: str) -> int:
     """Bytes: `1GiB` is 2**30, `1GB` is 10**9. Raises typer.BadParameter for anything else."""
-    match = _SIZE.fullmatch(text)
+    match = _SIZE_PATTERN.fullmatch(text)
     if match is None:
         raise typer.BadParameter(f"{text!r} is not a size; write it like 8GiB or 500MB")
     number, unit = match.groups()
     return int(float(number) * _UNITS[(unit or "").lower()])
 
 
-def show_size(size: float) -> str:
+def format_size(size_bytes: float) -> str:
     """`size` bytes with a binary unit and three digits."""
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.3g} {unit}"
-        size /= 1024
-    return f"{size:.3g} TiB"
+        if size_bytes < 1024:
+            return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.3g} {unit}"
+        size_bytes /= 1024
+    return f"{size_bytes:.3g} TiB"
 
 
-def show_count(count: float) -> str:
+def format_count(count: float) -> str:
     """A large number with a decimal unit and three digits: `8.13 M`."""
     for unit in ("", " K", " M", " B"):
         if count < 1000:

@@ -6,14 +6,14 @@ from typing import Annotated
 
 import typer
 
-from argosy.cli.account_lookup import StoreUrl, opened, opened_or_made
+from argosy.cli.account_lookup import StoreUrl, open_existing_store, open_or_create_store
 
 app = typer.Typer(help="The store: copy it, for a backup or a move.", no_args_is_help=True)
 
 
 @app.command("copy")
-def copy(
-    to: Annotated[
+def copy_store(
+    target_url: Annotated[
         str,
         typer.Argument(metavar="URL", help="A new sqlite:///PATH, or an empty postgresql://..."),
     ],
@@ -21,10 +21,13 @@ def copy(
     store: StoreUrl = None,
 ) -> None:
     """Copy all accounts, usage and the audit log, as of this moment; gateways may run meanwhile."""
-    with opened(store) as source, opened_or_made(to, wanted=True) as target:
+    with (
+        open_existing_store(store) as source,
+        open_or_create_store(target_url, is_expected=True) as target,
+    ):
         copied = source.copy_to(target)
     typer.echo(f"{copied} rows are copied.", err=True)
-    waiting = _waiting(store)
+    waiting = _pending_usage_folder(store)
     if waiting:
         typer.echo(
             f"A gateway runs on the store, or was killed: what it has not settled yet waits in {waiting},"
@@ -33,9 +36,9 @@ def copy(
         )
 
 
-def _waiting(store: str | None) -> str:
+def _pending_usage_folder(store: str | None) -> str:
     """The folder where usage waits for the store; empty where none can."""
-    from argosy.store import default_url, usage_folder
+    from argosy.store import default_store_url, usage_log_folder
 
-    folder = usage_folder(store or default_url())
+    folder = usage_log_folder(store or default_store_url())
     return str(folder) if any(folder.glob("*.usage")) else ""

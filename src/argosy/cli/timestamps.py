@@ -7,9 +7,9 @@ from datetime import UTC, datetime
 
 import typer
 
-_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([smhdw])\s*")
-_LAST = datetime(9999, 12, 31, tzinfo=UTC).timestamp()
+_MAX_TIMESTAMP_S = datetime(9999, 12, 31, tzinfo=UTC).timestamp()
 
 
 def parse_duration(text: str) -> float:
@@ -17,23 +17,23 @@ def parse_duration(text: str) -> float:
     match = _DURATION.fullmatch(text.lower())
     if match is None:
         raise typer.BadParameter(f"{text!r} is no duration; write it like 90s, 15m, 12h, 30d or 2w")
-    return float(match[1]) * _SECONDS[match[2]]
+    return float(match[1]) * _UNIT_SECONDS[match[2]]
 
 
-def parse_past(text: str) -> float:
+def parse_past_time(text: str) -> float:
     """Seconds since the epoch: a date or a time (UTC unless it says otherwise), or so long ago."""
-    return _moment(text, -1)
+    return _parse_timestamp(text, -1)
 
 
-def parse_future(text: str) -> float:
+def parse_future_time(text: str) -> float:
     """The same, or so long from now."""
-    return _moment(text, 1)
+    return _parse_timestamp(text, 1)
 
 
-def _moment(text: str, direction: int) -> float:
+def _parse_timestamp(text: str, direction: int) -> float:
     if _DURATION.fullmatch(text.lower()):
         seconds = datetime.now(UTC).timestamp() + direction * parse_duration(text)
-        if not 0 <= seconds <= _LAST:
+        if not 0 <= seconds <= _MAX_TIMESTAMP_S:
             raise typer.BadParameter(f"{text!r} is not within the years 1970 to 9999")
         return seconds
     try:
@@ -44,8 +44,8 @@ def _moment(text: str, direction: int) -> float:
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
-def show_moment(seconds: float | None) -> str:
+def format_timestamp(timestamp_s: float | None) -> str:
     """A moment in UTC, to the minute; empty when there is none."""
-    if seconds is None:
+    if timestamp_s is None:
         return ""
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M")
+    return datetime.fromtimestamp(timestamp_s, UTC).strftime("%Y-%m-%d %H:%M")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
-from argosy.cli.serve_options import ACCESS
+from argosy.cli.serve_options import ACCESS_PANEL
 
 if TYPE_CHECKING:
     from argosy.http_server import TlsConfig
@@ -16,23 +16,23 @@ TlsCert = Annotated[
     Option(
         help="PEM file with the certificate to show: then it listens over TLS.",
         metavar="FILE",
-        rich_help_panel=ACCESS,
+        rich_help_panel=ACCESS_PANEL,
     ),
 ]
 TlsKey = Annotated[
-    str | None, Option(help="PEM file with its key.", metavar="FILE", rich_help_panel=ACCESS)
+    str | None, Option(help="PEM file with its key.", metavar="FILE", rich_help_panel=ACCESS_PANEL)
 ]
 TlsClientCa = Annotated[
     str | None,
     Option(
         help="PEM file: clients must show a certificate of this authority.",
         metavar="FILE",
-        rich_help_panel=ACCESS,
+        rich_help_panel=ACCESS_PANEL,
     ),
 ]
 
 
-def tls_of(cert: str | None, key: str | None, client_ca: str | None) -> TlsConfig | None:
+def build_tls_config(cert: str | None, key: str | None, client_ca: str | None) -> TlsConfig | None:
     """What the options say together; None: no TLS. Raises ValueError when one is missing."""
     from argosy.http_server import TlsConfig
 

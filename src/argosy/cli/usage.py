@@ -10,38 +10,38 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from argosy.cli.account_lookup import (
-    OfOrganisation,
+    OrganisationFilterOption,
     ProjectName,
     StoreUrl,
+    account_names,
     find_key,
+    find_organisation_id,
     find_project,
     find_user,
-    id_of_organisation,
-    names,
-    opened,
+    open_existing_store,
 )
 from argosy.cli.failure import fail
-from argosy.cli.money import show_dollars
-from argosy.cli.output import AsJson, show
-from argosy.cli.timestamps import parse_past
+from argosy.cli.money import format_dollars
+from argosy.cli.output import JsonOutput, print_records
+from argosy.cli.timestamps import parse_past_time
 
 if TYPE_CHECKING:
-    from argosy.store import Group, ReportRow
+    from argosy.store import ReportGroup, UsageReportRow
 
-DEFAULT_BY = "project,model"
+DEFAULT_GROUPS = "project,model"
 
-Since = Annotated[
+SinceOption = Annotated[
     float | None,
     typer.Option(
-        parser=parse_past,
+        parser=parse_past_time,
         metavar="WHEN",
         help="From then on: a date (UTC), or so long ago, like 30d.",
     ),
 ]
-Until = Annotated[
+UntilOption = Annotated[
     float | None,
     typer.Option(
-        parser=parse_past, metavar="WHEN", help="Before then: the date itself is left out."
+        parser=parse_past_time, metavar="WHEN", help="Before then: the date itself is left out."
     ),
 ]
 
@@ -52,12 +52,12 @@ def usage(
         str | None,
         typer.Option(
             help="Of day, organisation, project, key, user, model, asked, route, replica; with commas.",
-            show_default=DEFAULT_BY,
+            show_default=DEFAULT_GROUPS,
         ),
     ] = None,
-    since: Since = None,
-    until: Until = None,
-    organisation: OfOrganisation = None,
+    since: SinceOption = None,
+    until: UntilOption = None,
+    organisation: OrganisationFilterOption = None,
     project: ProjectName = None,
     key: Annotated[str | None, typer.Option(help="Id, name or beginning.")] = None,
     user: Annotated[str | None, typer.Option(help="Id or email.")] = None,
@@ -74,18 +74,18 @@ def usage(
         ),
     ] = None,
     store: StoreUrl = None,
-    json: AsJson = False,
+    json: JsonOutput = False,
 ) -> None:
     """Say what was used and what it cost."""
-    from argosy.store import UsageFilter, read_groups
+    from argosy.store import UsageFilter, parse_report_groups
 
     if json and csv is not None:
         fail("give one of --json and --csv")
-    with opened(store) as opened_store:
+    with open_existing_store(store) as opened_store:
         where = UsageFilter(
             since=since,
             until=until,
-            organisation=id_of_organisation(opened_store, organisation),
+            organisation=find_organisation_id(opened_store, organisation),
             project=None if project is None else find_project(opened_store, project).id,
             key=None if key is None else find_key(opened_store, key).id,
             user=None if user is None else find_user(opened_store, user).id,
@@ -95,42 +95,48 @@ def usage(
             replica=replica,
         )
         if csv is not None and by is None:
-            _write(opened_store.usage.csv(where), csv)
+            _write_csv(opened_store.ledger.export_csv(where), csv)
             return
-        groups = read_groups(DEFAULT_BY if by is None else by)
+        groups = parse_report_groups(DEFAULT_GROUPS if by is None else by)
         if csv is not None:
-            _write([opened_store.usage.csv_report(groups, where)], csv)
+            _write_csv([opened_store.ledger.export_report_csv(groups, where)], csv)
             return
-        rows = opened_store.usage.report(groups, where)
-        known = names(opened_store)
-    _show(rows, groups, known, json=json)
+        rows = opened_store.ledger.report(groups, where)
+        known = account_names(opened_store)
+    _print_report(rows, groups, known, json=json)
 
 
-def _show(rows: list[ReportRow], groups: list[Group], known: dict[str, str], *, json: bool) -> None:
-    show(
+def _print_report(
+    rows: list[UsageReportRow],
+    groups: list[ReportGroup],
+    account_names: dict[str, str],
+    *,
+    json: bool,
+) -> None:
+    print_records(
         rows,
         (
             *(group.capitalize() for group in groups),
             *("Requests", "Input", "Cached", "Output", "Cost"),
         ),
         lambda row: (
-            *(_named(getattr(row, group), known) for group in groups),
+            *(_format_name(getattr(row, group), account_names) for group in groups),
             f"{row.requests:,}",
             f"{row.input_tokens:,}",
             f"{row.cached_tokens:,}",
             f"{row.output_tokens:,}",
-            show_dollars(row.nano_dollars),
+            format_dollars(row.nano_dollars),
         ),
         "Nothing was used.",
         json=json,
     )
 
 
-def _named(value: str | None, known: dict[str, str]) -> str:
-    return known.get(value or "", value or "(none)")
+def _format_name(value: str | None, account_names: dict[str, str]) -> str:
+    return account_names.get(value or "", value or "(none)")
 
 
-def _write(pieces: Iterable[str], path: Path) -> None:
+def _write_csv(pieces: Iterable[str], path: Path) -> None:
     if str(path) == "-":
         sys.stdout.writelines(pieces)
         return

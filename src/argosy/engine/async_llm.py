@@ -11,12 +11,12 @@ from typing import Self, TypeVar
 from argosy.engine.engine_config import DType, EngineConfig, WeightFormat
 from argosy.engine.offline_request_processor import (
     Conversation,
-    Desk,
+    OfflineRequestProcessor,
     TextOrTokens,
-    engine_config,
-    log_quietly,
+    configure_quiet_logging,
+    to_engine_config,
 )
-from argosy.engine.outputs import Collector, RequestOutput
+from argosy.engine.outputs import RequestOutput, RequestOutputCollector
 from argosy.engine.serving.engine_core.delta_stream import DeltaStream
 from argosy.engine.serving.engine_core.engine_client import EngineClient
 from argosy.protocol import SamplingParams
@@ -45,7 +45,7 @@ class AsyncLLM:
         kv_memory_bytes: int | None = None,
         host_kv_bytes: int = 0,
     ) -> None:
-        self._config = engine_config(
+        self._config = to_engine_config(
             model,
             revision=revision,
             dtype=dtype,
@@ -56,13 +56,15 @@ class AsyncLLM:
             kv_memory_bytes=kv_memory_bytes,
             host_kv_bytes=host_kv_bytes,
         )
-        log_quietly()
+        configure_quiet_logging()
         self._client = EngineClient(self._config, log_level="warning")
-        self._loaded: Desk | None = None
+        self._loaded_processor: OfflineRequestProcessor | None = None
 
     async def __aenter__(self) -> Self:
         ready = await self._client.start()
-        self._loaded = await asyncio.to_thread(Desk, self._config, ready)
+        self._loaded_processor = await asyncio.to_thread(
+            OfflineRequestProcessor, self._config, ready
+        )
         return self
 
     async def __aexit__(
@@ -77,60 +79,60 @@ class AsyncLLM:
         self, prompt: TextOrTokens, sampling: SamplingParams | None = None, *, n: int = 1
     ) -> RequestOutput:
         """Continue a prompt: the whole of it, with `n` continuations."""
-        return await _whole(self.stream(prompt, sampling, n=n))
+        return await _last_output(self.stream(prompt, sampling, n=n))
 
     async def chat(
         self, messages: Conversation, sampling: SamplingParams | None = None, *, n: int = 1
     ) -> RequestOutput:
         """Answer a conversation: the whole answer."""
-        return await _whole(self.stream_chat(messages, sampling, n=n))
+        return await _last_output(self.stream_chat(messages, sampling, n=n))
 
     def stream(
         self, prompt: TextOrTokens, sampling: SamplingParams | None = None, *, n: int = 1
     ) -> AsyncGenerator[RequestOutput, None]:
         """Continue a prompt: all there is so far, each time that there is more."""
-        return self._stream(self._desk.completion, prompt, sampling, n)
+        return self._stream(self._processor.prepare_completion, prompt, sampling, n)
 
     def stream_chat(
         self, messages: Conversation, sampling: SamplingParams | None = None, *, n: int = 1
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer a conversation: all there is so far, each time that there is more."""
-        return self._stream(self._desk.chat, messages, sampling, n)
+        return self._stream(self._processor.prepare_chat, messages, sampling, n)
 
     @property
-    def _desk(self) -> Desk:
-        if self._loaded is None:
+    def _processor(self) -> OfflineRequestProcessor:
+        if self._loaded_processor is None:
             raise RuntimeError("the model is not loaded; use `async with AsyncLLM(...) as llm:`")
-        return self._loaded
+        return self._loaded_processor
 
     async def _stream(
         self,
-        check: Callable[[T, SamplingParams, int], Collector],
-        asked: T,
+        prepare: Callable[[T, SamplingParams, int], RequestOutputCollector],
+        prompt: T,
         sampling: SamplingParams | None,
         n: int,
     ) -> AsyncGenerator[RequestOutput, None]:
-        collector = await asyncio.to_thread(check, asked, sampling or SamplingParams(), n)
+        collector = await asyncio.to_thread(prepare, prompt, sampling or SamplingParams(), n)
         streams: list[DeltaStream] = []
         news = asyncio.Event()
         try:
             for request in collector.requests:
                 streams.append(self._client.generate(request))
-                streams[-1].notify(news.set)
-            while not collector.done:
+                streams[-1].set_listener(news.set)
+            while not collector.is_done:
                 await news.wait()
                 news.clear()
                 for stream in streams:
-                    delta = stream.take()
+                    delta = stream.drain()
                     if delta is not None and collector.push(delta):
                         stream.close()  # a stop string ends it before the engine does
-                yield collector.output()
+                yield collector.to_output()
         finally:
             for stream in streams:
                 stream.close()
 
 
-async def _whole(outputs: AsyncGenerator[RequestOutput, None]) -> RequestOutput:
+async def _last_output(outputs: AsyncGenerator[RequestOutput, None]) -> RequestOutput:
     last = None
     async for output in outputs:
         last = output

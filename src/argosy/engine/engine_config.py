@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-Batching = Literal["continuous", "dynamic", "static"]
+BatchingMode = Literal["continuous", "dynamic", "static"]
 DType = Literal["auto", "bfloat16", "float32", "float16"]
 IntFormat = Literal["int8", "int4"]
 WeightFormat = Literal["int8", "int4", "fp8"]
@@ -18,7 +18,7 @@ COMPUTE_ENVIRONMENT = {"GOMP_SPINCOUNT": "10000"}
 each other spin for some ten microseconds, then sleep (docs/decisions/0004-short-spin.md)."""
 
 
-PACK_CACHE_BYTES = 32 << 30
+DEFAULT_PACK_CACHE_BYTES = 32 << 30
 """Disk that packed weights of all checkpoints together may take unless told otherwise."""
 
 
@@ -33,7 +33,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     quantize: WeightFormat | None = None
     """Round weights to this format as they are loaded; None keeps them in the dtype."""
     threads: int | None = None
-    neighbours: int = 0
+    colocated_replicas: int = 0
     """Other replicas on the same CPUs, or the same GPU: those and their free memory are divided by default."""
     max_model_len: int | None = None
     """Most tokens of one sequence, prompt and output; at most what the model was made for."""
@@ -41,12 +41,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Most sequences running at once."""
     max_step_tokens: int = 1024
     """Token budget of one step."""
-    prefill_share: float = 0.25
+    max_prefill_fraction: float = 0.25
     """Most of the budget that prefills may take while decodes run."""
-    batching: Batching = "continuous"
-    batch_wait_s: float = 0.05
+    batching: BatchingMode = "continuous"
+    max_batch_wait_s: float = 0.05
     """How long `dynamic` batching waits for a fuller batch."""
-    inflight: int | None = None
+    max_steps_in_flight: int | None = None
     """Steps under way while the next one is planned; by default what suits the device."""
     block_size: int = 16
     num_blocks: int | None = None
@@ -56,7 +56,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Memory for the KV cache; by default a fraction of what is free."""
     host_kv_bytes: int = 0
     """Host memory for evicted KV blocks; 0 is none."""
-    pack_cache_bytes: int = PACK_CACHE_BYTES
+    pack_cache_bytes: int = DEFAULT_PACK_CACHE_BYTES
     """Disk for packed weights, which replicas share and later starts find done; 0 is none."""
     prefix_cache: bool = True
     watermark: float = 0.01
@@ -64,7 +64,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     request_timeout_s: float = 600.0
     stall_timeout_s: float = 60.0
     """A core that is busy and makes no step for this long is restarted."""
-    load_attempts: int = 3
+    max_load_attempts: int = 3
     warmup: bool = True
 
 
@@ -79,17 +79,17 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     host_blocks: int
 
 
-KV_SHARE_OF_FREE = 0.4
+DEFAULT_KV_MEMORY_FRACTION = 0.4
 """Part of a CPU's free memory that the KV cache takes unless told otherwise: computing takes some, too."""
 
 
-def resolve(
+def resolve_limits(
     config: EngineConfig,
     *,
     model_max_len: int,
     kv_bytes_per_token: int,
     free_bytes: int,
-    kv_share: float,
+    kv_memory_fraction: float,
 ) -> EngineLimits:
     """Settle every open number. Raises ValueError (with the remedy) when the settings cannot be met.
 
@@ -105,7 +105,7 @@ def resolve(
     if config.num_blocks is not None:
         num_blocks = config.num_blocks
     else:
-        memory = config.kv_memory_bytes or int(free_bytes * kv_share)
+        memory = config.kv_memory_bytes or int(free_bytes * kv_memory_fraction)
         most_useful = blocks_per_seq * config.max_seqs * 2
         num_blocks = min(memory // block_bytes, most_useful)
     if num_blocks < 1:

@@ -11,19 +11,19 @@ from typing import Literal, TypeVar
 from argosy.engine.engine_config import COMPUTE_ENVIRONMENT, DType, EngineConfig, WeightFormat
 from argosy.engine.offline_request_processor import (
     Conversation,
-    Desk,
+    OfflineRequestProcessor,
     TextOrTokens,
-    conversations_of,
-    each,
-    engine_config,
-    log_quietly,
-    prompts_of,
+    configure_quiet_logging,
+    expand_sampling_params,
+    split_conversations,
+    split_prompts,
+    to_engine_config,
 )
-from argosy.engine.outputs import Collector, RequestOutput
-from argosy.engine.progress_bar import Bar, NoBar, RichBar
+from argosy.engine.outputs import RequestOutput, RequestOutputCollector
+from argosy.engine.progress_bar import NoProgressBar, ProgressBar, RichProgressBar
 from argosy.protocol import ApiError, SamplingParams
 
-ProgressBar = Literal["auto", "off"]
+ProgressMode = Literal["auto", "off"]
 """`auto` shows a bar on standard error when that is a terminal."""
 
 T = TypeVar("T")
@@ -50,9 +50,9 @@ class LLM:
         max_seqs: int = 64,
         kv_memory_bytes: int | None = None,
         host_kv_bytes: int = 0,
-        progress: ProgressBar = "auto",
+        progress: ProgressMode = "auto",
     ) -> None:
-        config = engine_config(
+        config = to_engine_config(
             model,
             revision=revision,
             dtype=dtype,
@@ -63,14 +63,14 @@ class LLM:
             kv_memory_bytes=kv_memory_bytes,
             host_kv_bytes=host_kv_bytes,
         )
-        log_quietly()
+        configure_quiet_logging()
         for name, value in COMPUTE_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         from argosy.engine.serving.engine_core.core import EngineCore  # brings torch
 
         self._progress = progress
         self._core = EngineCore(config, time.monotonic, lambda _what, _done: None)
-        self._desk = Desk(config, self._core.ready)
+        self._processor = OfflineRequestProcessor(config, self._core.info)
 
     def generate(
         self,
@@ -84,7 +84,9 @@ class LLM:
         A prompt is text or a list of token ids. `sampling` is for all prompts, or one for each.
         Raises ApiError, before anything is computed, when one of them cannot be served.
         """
-        return self._run(_ask(self._desk.completion, prompts_of(prompts), sampling, n))
+        return self._run_to_completion(
+            _prepare_all(self._processor.prepare_completion, split_prompts(prompts), sampling, n)
+        )
 
     def chat(
         self,
@@ -94,53 +96,61 @@ class LLM:
         n: int = 1,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several; otherwise as `generate`."""
-        return self._run(_ask(self._desk.chat, conversations_of(messages), sampling, n))
+        return self._run_to_completion(
+            _prepare_all(self._processor.prepare_chat, split_conversations(messages), sampling, n)
+        )
 
-    def _run(self, collectors: list[Collector]) -> list[RequestOutput]:
+    def _run_to_completion(self, collectors: list[RequestOutputCollector]) -> list[RequestOutput]:
         """Step the engine until every request has ended; leaves nothing in it, whatever happens."""
         open_ = {request.id: c for c in collectors for request in c.requests}
         for collector in collectors:
             for request in collector.requests:
                 self._core.add(request)
         try:
-            with RichBar(len(collectors)) if self._progress == "auto" else NoBar() as shown:
+            with (
+                RichProgressBar(len(collectors))
+                if self._progress == "auto"
+                else NoProgressBar() as shown
+            ):
                 while open_:
                     self._step(open_, shown)
         finally:
             self._core.abort(list(open_))
             while self._core.has_work:
                 self._core.step()
-        return [collector.output() for collector in collectors]
+        return [collector.to_output() for collector in collectors]
 
-    def _step(self, open_: dict[str, Collector], shown: Bar) -> None:
+    def _step(self, open_: dict[str, RequestOutputCollector], progress_bar: ProgressBar) -> None:
         ended = []
         deltas = self._core.step().deltas
-        shown.tokens(sum(len(delta.tokens) for delta in deltas))
+        progress_bar.add_tokens(sum(len(delta.tokens) for delta in deltas))
         for delta in deltas:
             collector = open_.get(delta.id)
             if collector is None:
                 continue
             if collector.push(delta):
                 del open_[delta.id]
-                if delta.finish is None:  # a stop string, which the core knows nothing of
+                if delta.finish_reason is None:  # a stop string, which the core knows nothing of
                     ended.append(delta.id)
-                if collector.done:
-                    shown.advance(1)
+                if collector.is_done:
+                    progress_bar.advance(1)
         if ended:
             self._core.abort(ended)
 
 
-def _ask(
-    check: Callable[[T, SamplingParams, int], Collector],
-    asked: list[T],
+def _prepare_all(
+    prepare: Callable[[T, SamplingParams, int], RequestOutputCollector],
+    prompts: list[T],
     sampling: SamplingParams | Sequence[SamplingParams] | None,
     n: int,
-) -> list[Collector]:
+) -> list[RequestOutputCollector]:
     """Check them all; a refusal says which prompt it is about."""
     collectors = []
-    for number, (item, params) in enumerate(zip(asked, each(sampling, len(asked)), strict=True)):
+    for number, (item, params) in enumerate(
+        zip(prompts, expand_sampling_params(sampling, len(prompts)), strict=True)
+    ):
         try:
-            collectors.append(check(item, params, n))
+            collectors.append(prepare(item, params, n))
         except ApiError as error:
             message = f"prompt {number}: {error.message}"
             raise ApiError(error.status, error.code, message, param=error.param) from error

@@ -13,13 +13,13 @@ import msgspec
 import structlog
 
 from argosy.engine.engine_config import DType, EngineConfig, WeightFormat
-from argosy.engine.execution.checkpoint import locate
-from argosy.engine.outputs import Collector
-from argosy.engine.serving.core_messages import Ready
-from argosy.engine.serving.preprocessing.request_processor import Context, Door
+from argosy.engine.execution.checkpoint import resolve_model_path
+from argosy.engine.outputs import RequestOutputCollector
+from argosy.engine.serving.core_messages import CoreReady
+from argosy.engine.serving.preprocessing.request_processor import GatewayHeaders, RequestProcessor
 from argosy.engine.serving.text.chat_template import ChatTemplate
 from argosy.engine.serving.text.tokenizer import Tokenizer
-from argosy.models import BUNDLED
+from argosy.models import BUNDLED_MODEL
 from argosy.protocol import ApiError, ChatCompletionRequest, CompletionRequest, SamplingParams
 
 TextOrTokens = str | Sequence[int]
@@ -28,7 +28,7 @@ Conversation = Sequence[dict[str, Any]]
 """Messages as the OpenAI API has them: `{"role": "user", "content": "Hello"}`."""
 
 
-def engine_config(
+def to_engine_config(
     model: str | Path | EngineConfig | None,
     *,
     revision: str | None,
@@ -44,7 +44,7 @@ def engine_config(
     if isinstance(model, EngineConfig):
         return model
     return EngineConfig(
-        model=str(BUNDLED if model is None else model),
+        model=str(BUNDLED_MODEL if model is None else model),
         revision=revision,
         dtype=dtype,
         quantize=quantize,
@@ -56,7 +56,7 @@ def engine_config(
     )
 
 
-def log_quietly() -> None:
+def configure_quiet_logging() -> None:
     """Keep the engine's log out of a program that has not configured structlog: warnings, stderr."""
     if not structlog.is_configured():
         structlog.configure(
@@ -65,26 +65,33 @@ def log_quietly() -> None:
         )
 
 
-class Desk:
+class OfflineRequestProcessor:
     """Checks prompts and parameters exactly as the HTTP door does. Raises ApiError, never later."""
 
-    def __init__(self, config: EngineConfig, ready: Ready) -> None:
-        path = locate(config.model, config.revision)
+    def __init__(self, config: EngineConfig, ready: CoreReady) -> None:
+        path = resolve_model_path(config.model, config.revision)
         self.tokenizer = Tokenizer.load(path)
-        self._door = Door(self.tokenizer, ChatTemplate.load(path), ready, config)
-        self._numbers = itertools.count()
+        self._processor = RequestProcessor(self.tokenizer, ChatTemplate.load(path), ready, config)
+        self._request_numbers = itertools.count()
 
-    def completion(self, prompt: TextOrTokens, params: SamplingParams, n: int) -> Collector:
+    def prepare_completion(
+        self, prompt: TextOrTokens, params: SamplingParams, n: int
+    ) -> RequestOutputCollector:
         """A prompt to continue."""
         given = prompt if isinstance(prompt, str) else list(prompt)
         body = msgspec.convert(
-            _shared(params, n) | {"prompt": given, "logprobs": params.logprobs}, CompletionRequest
+            _sampling_fields(params, n) | {"prompt": given, "logprobs": params.logprobs},
+            CompletionRequest,
         )
-        name = self._name()
-        job = self._door.completion(body, Context(request_id=name))
-        return Collector(name, prompt if isinstance(prompt, str) else None, job, self.tokenizer)
+        name = self._next_request_id()
+        job = self._processor.prepare_completion(body, GatewayHeaders(request_id=name))
+        return RequestOutputCollector(
+            name, prompt if isinstance(prompt, str) else None, job, self.tokenizer
+        )
 
-    def chat(self, messages: Conversation, params: SamplingParams, n: int) -> Collector:
+    def prepare_chat(
+        self, messages: Conversation, params: SamplingParams, n: int
+    ) -> RequestOutputCollector:
         """A conversation to answer."""
         asked = {
             "messages": list(messages),
@@ -92,18 +99,18 @@ class Desk:
             "top_logprobs": params.logprobs,
         }
         try:
-            body = msgspec.convert(_shared(params, n) | asked, ChatCompletionRequest)
+            body = msgspec.convert(_sampling_fields(params, n) | asked, ChatCompletionRequest)
         except msgspec.ValidationError as error:
             raise ApiError(400, "invalid_value", f"not a conversation: {error}") from error
-        name = self._name()
-        job = self._door.chat(body, Context(request_id=name))
-        return Collector(name, None, job, self.tokenizer)
+        name = self._next_request_id()
+        job = self._processor.prepare_chat(body, GatewayHeaders(request_id=name))
+        return RequestOutputCollector(name, None, job, self.tokenizer)
 
-    def _name(self) -> str:
-        return f"offline-{next(self._numbers)}"
+    def _next_request_id(self) -> str:
+        return f"offline-{next(self._request_numbers)}"
 
 
-def prompts_of(prompts: TextOrTokens | Sequence[TextOrTokens]) -> list[TextOrTokens]:
+def split_prompts(prompts: TextOrTokens | Sequence[TextOrTokens]) -> list[TextOrTokens]:
     """One prompt or several, as a list. Raises ValueError when that cannot be told."""
     if isinstance(prompts, str):
         return [prompts]
@@ -114,7 +121,7 @@ def prompts_of(prompts: TextOrTokens | Sequence[TextOrTokens]) -> list[TextOrTok
     return [ids] if ids else several
 
 
-def conversations_of(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
+def split_conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
     """One conversation or several, as a list. Raises ValueError when that cannot be told."""
     single = [item for item in messages if isinstance(item, dict)]
     several = [item for item in messages if not isinstance(item, dict)]
@@ -123,7 +130,7 @@ def conversations_of(messages: Conversation | Sequence[Conversation]) -> list[Co
     return [single] if single else several
 
 
-def each(
+def expand_sampling_params(
     sampling: SamplingParams | Sequence[SamplingParams] | None, count: int
 ) -> list[SamplingParams]:
     """The parameters of each of `count` prompts. Raises ValueError when the numbers differ."""
@@ -138,7 +145,7 @@ def each(
     return list(sampling)
 
 
-def _shared(params: SamplingParams, n: int) -> dict[str, Any]:
+def _sampling_fields(params: SamplingParams, n: int) -> dict[str, Any]:
     """Sampling parameters as the fields of a request body."""
     return {
         "model": "",

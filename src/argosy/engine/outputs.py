@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from argosy.engine.serving.core_messages import Delta, EngineRequest, TokenLogprob
-from argosy.engine.serving.preprocessing.request_processor import Job
+from argosy.engine.serving.preprocessing.request_processor import PreparedRequest
 from argosy.engine.serving.text.choice import Choice
-from argosy.engine.serving.text.choice import Prompt as PromptState
+from argosy.engine.serving.text.choice import PromptState as PromptState
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.protocol import ApiError, FinishReason
 
@@ -53,7 +53,7 @@ class RequestOutput:
 
 
 @dataclass(slots=True)
-class _Answer:
+class _CompletionState:
     """A continuation as far as it has come."""
 
     request: EngineRequest
@@ -64,71 +64,83 @@ class _Answer:
     error: str | None = None
 
     @property
-    def done(self) -> bool:
-        return self.error is not None or self.choice.finish is not None
+    def is_done(self) -> bool:
+        return self.error is not None or self.choice.finish_reason is not None
 
     def push(self, delta: Delta) -> None:
         try:
             self.choice.push(delta)
         except ApiError as error:
             self.error = error.message
-        piece = self.choice.take()
+        piece = self.choice.drain()
         self.text += piece.text
         self.tokens += piece.tokens
         self.logprobs += piece.logprobs
 
-    def output(self) -> CompletionOutput:
+    def to_output(self) -> CompletionOutput:
         wanted = self.request.params.logprobs is not None
         return CompletionOutput(
             index=self.choice.index,
             text=self.text,
             token_ids=list(self.tokens),
-            finish_reason=self.choice.finish,
+            finish_reason=self.choice.finish_reason,
             stop_reason=self.choice.stop_reason,
             logprobs=list(self.logprobs) if wanted else None,
             error=self.error,
         )
 
 
-class Collector:
+class RequestOutputCollector:
     """Puts the continuations of one prompt together."""
 
-    def __init__(self, request_id: str, text: str | None, job: Job, tokenizer: Tokenizer) -> None:
-        first = job.requests[0]
+    def __init__(
+        self,
+        request_id: str,
+        prompt_text: str | None,
+        prepared: PreparedRequest,
+        tokenizer: Tokenizer,
+    ) -> None:
+        first = prepared.requests[0]
         self._request_id = request_id
-        self._state = PromptState(first.prompt, None)
-        self._scored = first.params.prompt_logprobs is not None
+        self._prompt_state = PromptState(first.prompt, None)
+        self._has_prompt_logprobs = first.params.prompt_logprobs is not None
         ids = first.prompt
-        self._text = tokenizer.decode(ids, skip_special_tokens=False) if text is None else text
-        self._answers = {
-            request.id: _Answer(request, Choice(index, request, self._state, tokenizer))
-            for index, request in enumerate(job.requests)
+        self._prompt_text = (
+            tokenizer.decode(ids, skip_special_tokens=False) if prompt_text is None else prompt_text
+        )
+        self._completions = {
+            request.id: _CompletionState(
+                request, Choice(index, request, self._prompt_state, tokenizer)
+            )
+            for index, request in enumerate(prepared.requests)
         }
 
     @property
     def requests(self) -> Iterable[EngineRequest]:
         """The engine requests, a lead before its siblings."""
-        return (answer.request for answer in self._answers.values())
+        return (answer.request for answer in self._completions.values())
 
     @property
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         """Whether every continuation has ended."""
-        return all(answer.done for answer in self._answers.values())
+        return all(answer.is_done for answer in self._completions.values())
 
     def push(self, delta: Delta) -> bool:
         """Take a delta; whether its continuation has ended (by a stop string: before the engine)."""
-        answer = self._answers[delta.id]
-        if not answer.done:
+        answer = self._completions[delta.id]
+        if not answer.is_done:
             answer.push(delta)
-        return answer.done
+        return answer.is_done
 
-    def output(self) -> RequestOutput:
+    def to_output(self) -> RequestOutput:
         """Everything so far."""
         return RequestOutput(
             request_id=self._request_id,
-            prompt=self._text,
-            prompt_token_ids=self._state.token_ids,
-            prompt_logprobs=list(self._state.logprobs) if self._scored else None,
-            cached_tokens=self._state.cached_tokens,
-            outputs=[answer.output() for answer in self._answers.values()],
+            prompt=self._prompt_text,
+            prompt_token_ids=self._prompt_state.token_ids,
+            prompt_logprobs=list(self._prompt_state.logprobs)
+            if self._has_prompt_logprobs
+            else None,
+            cached_tokens=self._prompt_state.cached_tokens,
+            outputs=[answer.to_output() for answer in self._completions.values()],
         )

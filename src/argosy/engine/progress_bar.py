@@ -10,19 +10,19 @@ import rich.progress
 from rich.console import Console
 
 
-class Bar(Protocol):
+class ProgressBar(Protocol):
     """Hears how far a run has come."""
 
     def advance(self, prompts: int) -> None:
         """So many more prompts are done."""
         ...
 
-    def tokens(self, count: int) -> None:
+    def add_tokens(self, count: int) -> None:
         """So many more tokens were generated."""
         ...
 
 
-class NoBar:
+class NoProgressBar:
     """Shows nothing."""
 
     def __enter__(self) -> Self:
@@ -34,11 +34,11 @@ class NoBar:
     def advance(self, prompts: int) -> None:
         """Nothing to show."""
 
-    def tokens(self, count: int) -> None:
+    def add_tokens(self, count: int) -> None:
         """Nothing to show."""
 
 
-class RichBar:
+class RichProgressBar:
     """A bar; drawn only when standard error is a terminal."""
 
     def __init__(self, total: int) -> None:
@@ -55,7 +55,7 @@ class RichBar:
         )
         self._task = self._bar.add_task("generating", total=total, rate=0.0)
         self._tokens = 0
-        self._started = time.monotonic()
+        self._started_at = time.monotonic()
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -73,8 +73,8 @@ class RichBar:
         """So many more prompts are done."""
         self._bar.advance(self._task, prompts)
 
-    def tokens(self, count: int) -> None:
+    def add_tokens(self, count: int) -> None:
         """So many more tokens were generated."""
         self._tokens += count
-        elapsed = max(time.monotonic() - self._started, 1e-3)
+        elapsed = max(time.monotonic() - self._started_at, 1e-3)
         self._bar.update(self._task, rate=self._tokens / elapsed)

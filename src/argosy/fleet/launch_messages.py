@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from argosy.engine import EngineConfig, ServerConfig
+from argosy.engine import EngineConfig, ReplicaServerConfig
 
 
 class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -12,29 +12,29 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     """Its id; also in its logs."""
-    server: ServerConfig
+    server: ReplicaServerConfig
     """Where it listens is the launcher's affair: host, port, socket and TLS are replaced."""
     engine: EngineConfig
     gpu: str | None = None
     """The only one that it sees, as `CUDA_VISIBLE_DEVICES` names it; None: what its launcher sees."""
 
 
-class Loading(msgspec.Struct, frozen=True, tag=True):
+class ReplicaLoading(msgspec.Struct, frozen=True, tag=True):
     """It is getting ready."""
 
-    what: str
-    done: float
+    activity: str
+    fraction: float
     """0 to 1."""
 
 
-class Serving(msgspec.Struct, frozen=True, tag=True):
+class ReplicaServing(msgspec.Struct, frozen=True, tag=True):
     """It takes requests."""
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True):
+class ReplicaRefused(msgspec.Struct, frozen=True, tag=True):
     """It cannot serve, or no longer; its process ends."""
 
     message: str
 
 
-Report = Loading | Serving | Refused
+ReplicaReport = ReplicaLoading | ReplicaServing | ReplicaRefused

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from argosy.fleet.launch_messages import ReplicaSpec
-from argosy.policy import Life
+from argosy.policy import ProcessRun
 
 
 class Launcher(Protocol):
@@ -18,7 +18,7 @@ class Launcher(Protocol):
         """Set whenever a life begins, becomes ready or ends; whoever waits for it clears it."""
         ...
 
-    def list(self) -> Mapping[str, Life]:
+    def list_runs(self) -> Mapping[str, ProcessRun]:
         """The latest life of each replica that was started, by name."""
         ...
 

@@ -11,10 +11,10 @@ import structlog
 
 from argosy.fleet.launch_messages import ReplicaSpec
 from argosy.fleet.launcher import Launcher
-from argosy.policy import Action, Custody, CustodyLimits, Life
+from argosy.policy import ProcessRun, RestartLimits, SupervisionAction, SupervisionPolicy
 
-LOOK_EACH_S = 0.5
-END_S = 5.0
+RECONCILE_INTERVAL_S = 0.5
+KILL_TIMEOUT_S = 5.0
 """How long a process that was killed may take to end: one that waits in the kernel may take for ever."""
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.fleet")
@@ -28,14 +28,14 @@ class Supervisor:
     """Holds replicas to their specs. Belongs to one event loop."""
 
     def __init__(
-        self, launcher: Launcher, specs: Sequence[ReplicaSpec], limits: CustodyLimits | None = None
+        self, launcher: Launcher, specs: Sequence[ReplicaSpec], limits: RestartLimits | None = None
     ) -> None:
         self._launcher = launcher
         self._specs = specs
-        self._custody = {spec.name: Custody(limits) for spec in specs}
-        self._under_way: dict[str, asyncio.Task[None]] = {}
+        self._policies = {spec.name: SupervisionPolicy(limits) for spec in specs}
+        self._pending_actions: dict[str, asyncio.Task[None]] = {}
         """What is being done about a replica: nobody else waits for it."""
-        self.serving = asyncio.Event()
+        self.any_ready = asyncio.Event()
         """Set once a replica has taken requests."""
 
     async def run(self) -> None:
@@ -44,10 +44,10 @@ class Supervisor:
         while True:
             changed.clear()
             self.reconcile()
-            if all(custody.given_up for custody in self._custody.values()):
-                raise FleetFailedError(self._why())
+            if all(custody.has_given_up for custody in self._policies.values()):
+                raise FleetFailedError(self._failure_reason())
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_EACH_S):
+                async with asyncio.timeout(RECONCILE_INTERVAL_S):
                     await changed.wait()
 
     def reconcile(self) -> list[asyncio.Task[None]]:
@@ -55,67 +55,69 @@ class Supervisor:
 
         Raises what the launcher raised at something that it was to do.
         """
-        now, lives = time.monotonic(), self._launcher.list()
+        now, lives = time.monotonic(), self._launcher.list_runs()
         for spec in self._specs:
-            if self._free(spec.name):
-                self._decide(spec, lives.get(spec.name), now)
+            if self._is_idle(spec.name):
+                self._apply_decision(spec, lives.get(spec.name), now)
         if any(life.ready_at is not None for life in lives.values()):
-            self.serving.set()
-        return list(self._under_way.values())
+            self.any_ready.set()
+        return list(self._pending_actions.values())
 
     async def drain(self) -> None:
         """Let all replicas finish and leave, each within its drain deadline. `run` must have been ended."""
-        await self._rest()
+        await self._cancel_pending()
         async with asyncio.TaskGroup() as group:
             for spec in self._specs:
                 group.create_task(self._launcher.drain(spec.name))
 
     async def stop(self) -> None:
         """End all replicas at once. `run` must have been ended. What cannot be ended soon is left to the kernel."""
-        await self._rest()
+        await self._cancel_pending()
         ending = {asyncio.create_task(self._launcher.stop(one.name)): one for one in self._specs}
-        ended, stuck = await asyncio.wait(ending, timeout=END_S)
+        ended, stuck = await asyncio.wait(ending, timeout=KILL_TIMEOUT_S)
         for task in stuck:
             task.cancel()
-            log.error("replica_left_behind", replica=ending[task].name)
+            log.error("replica_kill_timeout", replica=ending[task].name)
         for task in ended:
             task.result()
 
-    def _free(self, name: str) -> bool:
+    def _is_idle(self, name: str) -> bool:
         """Whether nothing is being done about it. Raises what went wrong with what was done."""
-        task = self._under_way.get(name)
+        task = self._pending_actions.get(name)
         if task is not None and task.done():
-            del self._under_way[name]
+            del self._pending_actions[name]
             task.result()
-        return name not in self._under_way
+        return name not in self._pending_actions
 
-    def _decide(self, spec: ReplicaSpec, life: Life | None, now: float) -> None:
-        action = self._custody[spec.name].decide(life, now)
-        if action is Action.START:
+    def _apply_decision(self, spec: ReplicaSpec, life: ProcessRun | None, now: float) -> None:
+        action = self._policies[spec.name].decide(life, now)
+        if action is SupervisionAction.START:
             if life is not None:
-                log.warning("replica_restarts", replica=spec.name)
-            self._under_way[spec.name] = asyncio.create_task(self._start(spec))
-        elif action is Action.KILL:
-            log.error("replica_hangs", replica=spec.name)
-            self._under_way[spec.name] = asyncio.create_task(self._launcher.stop(spec.name))
-        elif action is Action.GIVE_UP:
-            reason = (life.refusal if life else "") or "it ends before it is ready"
-            log.error("replica_given_up", replica=spec.name, reason=reason)
+                log.warning("replica_restarting", replica=spec.name)
+            self._pending_actions[spec.name] = asyncio.create_task(self._start(spec))
+        elif action is SupervisionAction.KILL:
+            log.error("replica_unresponsive", replica=spec.name)
+            self._pending_actions[spec.name] = asyncio.create_task(self._launcher.stop(spec.name))
+        elif action is SupervisionAction.GIVE_UP:
+            reason = (life.start_error if life else "") or "it ends before it is ready"
+            log.error("replica_restarts_exhausted", replica=spec.name, reason=reason)
 
     async def _start(self, spec: ReplicaSpec) -> None:
         try:
             await self._launcher.start(spec)
         except OSError as error:  # no memory or no process left; it is tried again at the next look
-            log.error("replica_cannot_start", replica=spec.name, reason=str(error))  # noqa: TRY400 - said in a line
+            log.error("replica_start_failed", replica=spec.name, reason=str(error))  # noqa: TRY400 - said in a line
 
-    async def _rest(self) -> None:
+    async def _cancel_pending(self) -> None:
         """Let go of what is under way."""
-        tasks = list(self._under_way.values())
-        self._under_way.clear()
+        tasks = list(self._pending_actions.values())
+        self._pending_actions.clear()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _why(self) -> str:
-        refusals = [life.refusal for life in self._launcher.list().values() if life.refusal]
+    def _failure_reason(self) -> str:
+        refusals = [
+            life.start_error for life in self._launcher.list_runs().values() if life.start_error
+        ]
         return refusals[0] if refusals else "every replica ended before it was ready; see the log"

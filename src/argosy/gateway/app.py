@@ -11,38 +11,38 @@ import msgspec
 import structlog
 
 from argosy.gateway.config import GatewayConfig
-from argosy.gateway.cors import Origins
-from argosy.gateway.filters import Limits
-from argosy.gateway.model_registry import Models
-from argosy.gateway.operations import Operating
-from argosy.gateway.principal import ANYONE, Caller
-from argosy.gateway.proxy import Serving
-from argosy.gateway.utility_handlers import METRICS, REPLICAS, Passing
+from argosy.gateway.cors import CorsPolicy
+from argosy.gateway.filters import LimitFilter
+from argosy.gateway.model_registry import ModelRouter
+from argosy.gateway.operations import OperationsHandlers
+from argosy.gateway.principal import ANONYMOUS, Principal
+from argosy.gateway.proxy import CompletionHandlers
+from argosy.gateway.utility_handlers import METRICS_PATH, REPLICAS_PREFIX, UtilityHandlers
 from argosy.http_server import (
-    App,
-    Exchange,
+    AsgiApp,
+    HttpExchange,
     Receive,
     Scope,
     Send,
-    answered,
     check_method,
-    nothing_at,
+    not_found,
+    run_handler,
 )
-from argosy.protocol import Status, Version
-from argosy.telemetry import GatewayMetrics, name_request
+from argosy.protocol import StatusResponse, VersionResponse
+from argosy.telemetry import GatewayMetrics, bind_request
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
-Handler = Callable[[Exchange, Caller], Awaitable[None]]
-MODELS = "/v1/models/"
-ADMIN = "/admin/"
-ANY = ""
-_QUIET = frozenset({"/health", "/ready", "/metrics", "/replicas/{name}/metrics"})
+Handler = Callable[[HttpExchange, Principal], Awaitable[None]]
+MODELS_PREFIX = "/v1/models/"
+ADMIN_PREFIX = "/admin/"
+ANY_METHOD = ""
+_QUIET_ROUTES = frozenset({"/health", "/ready", "/metrics", "/replicas/{name}/metrics"})
 _encode = msgspec.json.Encoder().encode
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class HttpRoute:
     """A path, or what paths have in common."""
 
     name: str
@@ -50,132 +50,136 @@ class Route:
     method: str
     """`ANY`: the handler knows."""
     handler: Handler
-    open: bool = False
+    is_public: bool = False
     """Everybody may ask; else the caller is identified, before anything else is read."""
 
 
-class Front:
+class GatewayApp:
     """Routes requests to their handlers and answers what they raise."""
 
     def __init__(
         self,
-        models: Models,
-        serving: Serving,
-        operating: Operating,
+        models: ModelRouter,
+        generation: CompletionHandlers,
+        operations: OperationsHandlers,
         *,
-        identify: Callable[[Exchange], Caller],
-        admin: App,
-        origins: Origins,
+        authenticate: Callable[[HttpExchange], Principal],
+        admin: AsgiApp,
+        cors: CorsPolicy,
         metrics: GatewayMetrics,
         config: GatewayConfig,
-        limits: Limits | None = None,
+        limits: LimitFilter | None = None,
     ) -> None:
         self._models = models
-        self._identify = identify
+        self._authenticate = authenticate
         self._admin = admin
-        self._origins = origins
+        self._cors = cors
         self._metrics = metrics
         self._log = log.bind()
         self._config = config
-        passing = Passing(models, limits)
+        passing = UtilityHandlers(models, limits)
         routes = (
-            Route("/v1/chat/completions", "POST", serving.chat),
-            Route("/v1/completions", "POST", serving.completion),
-            Route("/v1/models", "GET", self._list),
-            Route("/tokenize", "POST", passing.text),
-            Route("/detokenize", "POST", passing.text),
-            Route("/metrics", "GET", operating.metrics),
-            Route("/openapi.json", "GET", passing.document),
-            Route("/health", "GET", self._health, open=True),
-            Route("/ready", "GET", operating.ready, open=True),
-            Route("/version", "GET", self._version, open=True),
+            HttpRoute("/v1/chat/completions", "POST", generation.chat_completions),
+            HttpRoute("/v1/completions", "POST", generation.completions),
+            HttpRoute("/v1/models", "GET", self._list_models),
+            HttpRoute("/tokenize", "POST", passing.tokenize),
+            HttpRoute("/detokenize", "POST", passing.tokenize),
+            HttpRoute("/metrics", "GET", operations.metrics),
+            HttpRoute("/openapi.json", "GET", passing.openapi),
+            HttpRoute("/health", "GET", self._health, is_public=True),
+            HttpRoute("/ready", "GET", operations.ready, is_public=True),
+            HttpRoute("/version", "GET", self._version, is_public=True),
         )
         self._routes = {route.name: route for route in routes}
-        self._admin_route = Route(ADMIN, ANY, self._administer, open=True)
-        self._replica_route = Route(REPLICAS + "{name}" + METRICS, "GET", passing.metrics)
-        self._card_route = Route(MODELS + "{model}", "GET", self._card)
+        self._admin_route = HttpRoute(
+            ADMIN_PREFIX, ANY_METHOD, self._forward_to_admin, is_public=True
+        )
+        self._replica_metrics_route = HttpRoute(
+            REPLICAS_PREFIX + "{name}" + METRICS_PATH, "GET", passing.replica_metrics
+        )
+        self._model_route = HttpRoute(MODELS_PREFIX + "{model}", "GET", self._get_model)
         self.in_flight = 0
         """Requests that are being answered."""
-        self._ended: asyncio.Event | None = None
+        self._request_ended: asyncio.Event | None = None
         """Somebody waits until none is."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one HTTP request."""
-        exchange = Exchange(scope, receive, send, self._config)
-        route = self._find(exchange.path)
+        exchange = HttpExchange(scope, receive, send, self._config)
+        route = self._find_route(exchange.path)
         self.in_flight += 1
-        name_request(exchange.request_id, exchange.header(b"traceparent"))
+        bind_request(exchange.request_id, exchange.get_header(b"traceparent"))
         try:
-            await answered(exchange, self._handle(exchange, route))
+            await run_handler(exchange, self._handle(exchange, route))
         finally:
             self.in_flight -= 1
-            if self._ended is not None:
-                self._ended.set()
-            self._note(exchange, "other" if route is None else route.name)
+            if self._request_ended is not None:
+                self._request_ended.set()
+            self._record_request(exchange, "other" if route is None else route.name)
 
-    async def idle(self) -> None:
+    async def wait_until_idle(self) -> None:
         """Wait until no request is being answered."""
-        self._ended = self._ended or asyncio.Event()
+        self._request_ended = self._request_ended or asyncio.Event()
         while self.in_flight:
-            self._ended.clear()
-            await self._ended.wait()
+            self._request_ended.clear()
+            await self._request_ended.wait()
 
-    def _find(self, path: str) -> Route | None:
+    def _find_route(self, path: str) -> HttpRoute | None:
         found = self._routes.get(path)
-        if found is None and path.startswith(ADMIN):
+        if found is None and path.startswith(ADMIN_PREFIX):
             return self._admin_route
-        if found is None and path.startswith(MODELS) and len(path) > len(MODELS):
-            return self._card_route
-        if found is None and path.startswith(REPLICAS) and path.endswith(METRICS):
-            return self._replica_route
+        if found is None and path.startswith(MODELS_PREFIX) and len(path) > len(MODELS_PREFIX):
+            return self._model_route
+        if found is None and path.startswith(REPLICAS_PREFIX) and path.endswith(METRICS_PATH):
+            return self._replica_metrics_route
         return found
 
-    def _known(self, path: str) -> bool:
-        return self._find(path) is not None
+    def _is_known_path(self, path: str) -> bool:
+        return self._find_route(path) is not None
 
-    async def _handle(self, exchange: Exchange, route: Route | None) -> None:
+    async def _handle(self, exchange: HttpExchange, route: HttpRoute | None) -> None:
         """Let in whoever asks, and answer them. Raises ApiError when nobody is there to, or not for them."""
         page = b"origin" in exchange.headers and route is not self._admin_route
-        if page and self._origins.admit(exchange):
-            await exchange.answer(200, b"", b"text/plain")
+        if page and self._cors.apply_headers(exchange):
+            await exchange.send_response(200, b"", b"text/plain")
             return
         if route is None:
-            raise nothing_at(exchange.path, self._known)
-        caller = ANYONE if route.open else self._identify(exchange)
-        if route.method != ANY:
+            raise not_found(exchange.path, self._is_known_path)
+        principal = ANONYMOUS if route.is_public else self._authenticate(exchange)
+        if route.method != ANY_METHOD:
             check_method(exchange, (route.method,))
-        await route.handler(exchange, caller)
+        await route.handler(exchange, principal)
 
-    def _note(self, exchange: Exchange, route: str) -> None:
+    def _record_request(self, exchange: HttpExchange, route: str) -> None:
         status = exchange.status or 499
-        self._metrics.answered(route, status)
-        write = self._log.debug if route in _QUIET else self._log.info
+        self._metrics.record_http_response(route, status)
+        write = self._log.debug if route in _QUIET_ROUTES else self._log.info
         write(
             "request",
             method=exchange.method,
             path=exchange.path[:200],
             status=status,
-            error=exchange.failure,
-            ms=exchange.age_ms(),
+            error=exchange.error_code,
+            ms=exchange.elapsed_ms(),
         )
 
     # --- what needs no replica -------------------------------------------------------------------
 
-    async def _list(self, exchange: Exchange, caller: Caller) -> None:
-        await exchange.answer(200, _encode(self._models.cards(caller)))
+    async def _list_models(self, exchange: HttpExchange, principal: Principal) -> None:
+        await exchange.send_response(200, _encode(self._models.list_models(principal)))
 
-    async def _card(self, exchange: Exchange, caller: Caller) -> None:
-        name = exchange.path.removeprefix(MODELS)
-        await exchange.answer(200, _encode(self._models.card(name, caller)))
+    async def _get_model(self, exchange: HttpExchange, principal: Principal) -> None:
+        name = exchange.path.removeprefix(MODELS_PREFIX)
+        await exchange.send_response(200, _encode(self._models.get_model(name, principal)))
 
-    async def _administer(self, exchange: Exchange, caller: Caller) -> None:
-        del caller  # the admin API asks itself
-        await exchange.hand_to(self._admin)
+    async def _forward_to_admin(self, exchange: HttpExchange, principal: Principal) -> None:
+        del principal  # the admin API asks itself
+        await exchange.delegate_to(self._admin)
 
-    async def _health(self, exchange: Exchange, caller: Caller) -> None:
-        del caller
-        await exchange.answer(200, _encode(Status(status="ok")))
+    async def _health(self, exchange: HttpExchange, principal: Principal) -> None:
+        del principal
+        await exchange.send_response(200, _encode(StatusResponse(status="ok")))
 
-    async def _version(self, exchange: Exchange, caller: Caller) -> None:
-        del caller
-        await exchange.answer(200, _encode(Version(version=version("argosy"))))
+    async def _version(self, exchange: HttpExchange, principal: Principal) -> None:
+        del principal
+        await exchange.send_response(200, _encode(VersionResponse(version=version("argosy"))))

@@ -12,7 +12,7 @@ TIERS: tuple[Tier, ...] = get_args(Tier)
 """By rank: 0 is served first."""
 
 
-class Caller(msgspec.Struct, frozen=True, array_like=True):
+class Principal(msgspec.Struct, frozen=True, array_like=True):
     """Ids as in the store; empty ones where nobody had to say who they are."""
 
     organisation: str = ""
@@ -20,14 +20,14 @@ class Caller(msgspec.Struct, frozen=True, array_like=True):
     key: str = ""
     user: str = ""
     role: Role = "caller"
-    scope: RoleScope = "organisation"
+    role_scope: RoleScope = "organisation"
     """Where the role is held."""
     tier: int = 1
     """Rank in `TIERS`."""
     weight: float = 1.0
-    domain: str = ""
+    cache_domain: str = ""
     """Whose cached prompts its requests may share."""
-    models: frozenset[str] | None = None
+    allowed_models: frozenset[str] | None = None
     """Public names that it may use; None: all."""
     flags: frozenset[str] = frozenset()
     """Of its project and its key."""
@@ -38,5 +38,5 @@ class Caller(msgspec.Struct, frozen=True, array_like=True):
         return self.project or self.organisation
 
 
-ANYONE = Caller(role="admin", scope="gateway")
+ANONYMOUS = Principal(role="admin", role_scope="gateway")
 """Where no keys are asked for: one person, on their own machine."""

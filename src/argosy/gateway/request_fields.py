@@ -10,28 +10,28 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Raw
 
-from argosy.protocol import ApiError, invalid, parse
+from argosy.protocol import ApiError, invalid_request, parse_body
 
 BYTES_PER_TOKEN = 4
 """For estimates where the prompt is text and no tokenizer is at hand."""
-DEFAULT_OUTPUT = 256
+DEFAULT_OUTPUT_TOKENS = 256
 """Expected output where the request names no limit."""
-LONGEST_TOKEN_BYTES = 128
+MAX_TOKEN_BYTES = 128
 """No token of a tokenizer in use is longer, runs of spaces included."""
-MOST = 1 << 24
+MAX_ESTIMATED_OUTPUT_TOKENS = 1 << 24
 """Tokens of an answer, as far as estimates go; who asks for more is refused by the replica."""
-MOST_CHOICES = 1 << 14
+MAX_CHOICES = 1 << 14
 """Of one request. Where its answer is ended here each is told so, whether its replica knew of so many or not."""
-MEDIA_TOKENS = 1024
+ESTIMATED_MEDIA_TOKENS = 1024
 """For estimates: about what models that see make of one picture."""
-MOST_BESIDE_BYTES = 4 * 1024 * 1024
+MAX_NON_PROMPT_BYTES = 4 * 1024 * 1024
 """Of a body, beside its prompt: millions of fields would take a second and a gigabyte to look at."""
-WHOLE_ONLY = ("prompt_logprobs", "resume")
+NON_STREAMING_FIELDS = ("prompt_logprobs", "resume")
 """Fields that streams do not take, or take differently."""
 
-_MEDIA = re.compile(rb'"(?:data:[^",]{0,100},)?[A-Za-z0-9+/\\]{512,}={0,2}"')
+_BASE64_MEDIA = re.compile(rb'"(?:data:[^",]{0,100},)?[A-Za-z0-9+/\\]{512,}={0,2}"')
 """A picture or sound in base64."""
-_IDS = re.compile(rb"\[[\s0-9,]*+\]")
+_TOKEN_ID_LIST = re.compile(rb"\[[\s0-9,]*+\]")
 """One list of ids."""
 
 
@@ -39,7 +39,7 @@ class _StreamOptions(msgspec.Struct, gc=False):
     include_usage: bool | None = None
 
 
-class _Known(msgspec.Struct, gc=False):
+class _KnownFields(msgspec.Struct, gc=False):
     """The fields that are read here; all others may be anything."""
 
     model: str | None = None
@@ -59,38 +59,38 @@ class _Known(msgspec.Struct, gc=False):
     resume: Raw = Raw()
 
 
-class _Part(msgspec.Struct, gc=False):
+class _ContentPart(msgspec.Struct, gc=False):
     text: str | None = None
 
 
-class _Message(msgspec.Struct, gc=False):
-    content: str | list[_Part] | None = None
+class _ChatMessage(msgspec.Struct, gc=False):
+    content: str | list[_ContentPart] | None = None
 
     @property
-    def length(self) -> int:
+    def text_length(self) -> int:
         """Characters of its text."""
         if isinstance(self.content, list):
             return sum(len(part.text or "") for part in self.content)
         return len(self.content or "")
 
 
-class Ask(msgspec.Struct, frozen=True, eq=False):
+class RequestFields(msgspec.Struct, frozen=True, eq=False):
     """One request for chat or completions."""
 
-    fields: dict[str, Raw]
+    raw: dict[str, Raw]
     model: str
     stream: bool
-    choices: int
+    choice_count: int
     """Answers: `n` for each prompt."""
-    max_output: int | None
+    max_output_tokens: int | None
     """None: it names no limit, or one below 0, which means the same to those who take it (llama.cpp)."""
-    prompt: bytes
+    raw_prompt: bytes
     """The prompt or the messages, as they came."""
-    prompt_tokens: int
+    estimated_prompt_tokens: int
     """Estimated, with those that it gives itself to go on after (`resume`)."""
-    session: str
+    session_id: str
     """What it belongs together with: of equal sessions, all go to one replica where the pool's rule is `hash`."""
-    prompts: int = 1
+    prompt_count: int = 1
     """A completion may have several."""
     timeout_s: float = math.inf
     """Seconds from its arrival that the client allows."""
@@ -98,51 +98,53 @@ class Ask(msgspec.Struct, frozen=True, eq=False):
     """By how many tiers the client sets it back behind its others."""
     include_usage: bool = False
     """Its stream is to end with the usage."""
-    drew_seed: bool = False
+    has_generated_seed: bool = False
     """The seed was drawn here; the client gave none."""
     request_id: str = ""
     """What the client calls it."""
-    domain: str = ""
+    cache_domain: str = ""
     """Whose cached prompts it may share; empty: everybody's."""
-    size: int = 0
+    body_bytes: int = 0
     """Bytes of its body, which it keeps."""
 
-    def exceeds(self, tokens: int) -> bool:
+    def exceeds_token_limit(self, max_tokens: int) -> bool:
         """Whether one of its prompts has more tokens than that, whatever the tokenizer.
 
         Of messages only what everybody's template shows counts. What makes no sense is for a replica to refuse.
         """
-        if "truncate_prompt_tokens" in self.fields:
+        if "truncate_prompt_tokens" in self.raw:
             return False
         try:
-            return _exceeds(self.prompt, tokens)
+            return _exceeds_token_limit(self.raw_prompt, max_tokens)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return False
 
     @property
-    def gathers(self) -> bool:
+    def can_aggregate_stream(self) -> bool:
         """Whether its whole answer can be put together from a stream of ours."""
-        return all(bytes(self.fields.get(name, b"null")) == b"null" for name in WHOLE_ONLY)
+        return all(bytes(self.raw.get(name, b"null")) == b"null" for name in NON_STREAMING_FIELDS)
 
 
-def read(raw: bytes, prompt_field: str, domain: str = "", session: str = "") -> Ask:
+def parse_request_fields(
+    body: bytes, prompt_field: str, cache_domain: str = "", session_id: str = ""
+) -> RequestFields:
     """Read the body of who has `domain`; `session` is what the headers say of that.
 
     Raises ApiError 400: a field that is needed is missing or ill-typed; 413: more than can be looked at.
     """
-    known = parse(_Known, raw)
+    known = parse_body(_KnownFields, body)
     prompt = bytes(known.messages if prompt_field == "messages" else known.prompt)
     if known.model is None or not prompt:
         name = "model" if known.model is None else prompt_field
         raise ApiError(
             400, "missing_required_parameter", f"Missing parameter '{name}'. Add it.", param=name
         )
-    fields = fields_of(raw, len(prompt))
-    prompts = _prompts(prompt)
+    fields = parse_raw_fields(body, len(prompt))
+    prompts = _count_prompts(prompt)
     choices = max(1, known.n or 1) * prompts
-    if choices > MOST_CHOICES:
-        message = f"A request has at most {MOST_CHOICES} answers: 'n' of each prompt. Send several."
-        raise invalid(message, prompt_field if known.n is None else "n")
+    if choices > MAX_CHOICES:
+        message = f"A request has at most {MAX_CHOICES} answers: 'n' of each prompt. Send several."
+        raise invalid_request(message, prompt_field if known.n is None else "n")
     drew_seed = known.seed is None
     if drew_seed:
         # Drawn here, so that whichever replica carries the answer on draws the same tokens.
@@ -150,53 +152,60 @@ def read(raw: bytes, prompt_field: str, domain: str = "", session: str = "") -> 
     limit = known.max_completion_tokens
     limit = known.max_tokens if limit is None else limit
     options = known.stream_options
-    return Ask(
-        fields=fields,
+    return RequestFields(
+        raw=fields,
         model=known.model,
         stream=bool(known.stream),
-        choices=choices,
-        max_output=None if limit is None or limit < 0 else min(limit, MOST),
-        prompt=prompt,
-        prompt_tokens=_tokens(prompt) + bytes(known.resume).count(b","),
-        session=known.session_id or session or known.prompt_cache_key or "",
-        prompts=prompts,
+        choice_count=choices,
+        max_output_tokens=None
+        if limit is None or limit < 0
+        else min(limit, MAX_ESTIMATED_OUTPUT_TOKENS),
+        raw_prompt=prompt,
+        estimated_prompt_tokens=_estimate_tokens(prompt) + bytes(known.resume).count(b","),
+        session_id=known.session_id or session_id or known.prompt_cache_key or "",
+        prompt_count=prompts,
         timeout_s=math.inf if known.timeout_s is None else known.timeout_s,
         priority=known.priority or 0,
         include_usage=options is not None and bool(options.include_usage),
-        drew_seed=drew_seed,
+        has_generated_seed=drew_seed,
         request_id=known.request_id or "",
-        domain=domain,
-        size=len(raw),
+        cache_domain=cache_domain,
+        body_bytes=len(body),
     )
 
 
-def _exceeds(prompt: bytes, tokens: int) -> bool:
+def _exceeds_token_limit(prompt: bytes, max_tokens: int) -> bool:
     """See `Ask.exceeds`. Decodes no more than it has to: there may be millions of ids. Raises DecodeError."""
-    if len(prompt) <= tokens:
+    if len(prompt) <= max_tokens:
         return False
-    if _IDS.fullmatch(prompt):
-        return prompt.count(b",") >= tokens
+    if _TOKEN_ID_LIST.fullmatch(prompt):
+        return prompt.count(b",") >= max_tokens
     if not prompt.startswith(b"["):
-        return len(msgspec.json.decode(prompt, type=str)) // LONGEST_TOKEN_BYTES > tokens
-    if _first_of(prompt) == b"{":  # a chat's messages
-        if len(prompt) // LONGEST_TOKEN_BYTES <= tokens:
+        return len(msgspec.json.decode(prompt, type=str)) // MAX_TOKEN_BYTES > max_tokens
+    if _first_item_byte(prompt) == b"{":  # a chat's messages
+        if len(prompt) // MAX_TOKEN_BYTES <= max_tokens:
             return False
-        messages = msgspec.json.decode(prompt, type=list[_Message])
-        return sum(one.length for one in messages) // LONGEST_TOKEN_BYTES > tokens
-    return any(_exceeds(bytes(one), tokens) for one in msgspec.json.decode(prompt, type=list[Raw]))
+        messages = msgspec.json.decode(prompt, type=list[_ChatMessage])
+        return sum(one.text_length for one in messages) // MAX_TOKEN_BYTES > max_tokens
+    return any(
+        _exceeds_token_limit(bytes(one), max_tokens)
+        for one in msgspec.json.decode(prompt, type=list[Raw])
+    )
 
 
-def fields_of(raw: bytes, prompt_bytes: int) -> dict[str, Raw]:
+def parse_raw_fields(body: bytes, prompt_bytes: int) -> dict[str, Raw]:
     """All fields of a body, of which so much may be prompt. Raises ApiError 400 or 413.
 
     Their texts are UTF-8: some are read here only later, for some servers.
     """
-    if len(raw) - prompt_bytes > MOST_BESIDE_BYTES:
-        message = f"The body has more than {MOST_BESIDE_BYTES} bytes beside its prompt. Send less."
+    if len(body) - prompt_bytes > MAX_NON_PROMPT_BYTES:
+        message = (
+            f"The body has more than {MAX_NON_PROMPT_BYTES} bytes beside its prompt. Send less."
+        )
         raise ApiError(413, "request_too_large", message)
-    if not raw.isascii():
-        _check_utf8(raw)
-    return parse(dict[str, Raw], raw)
+    if not body.isascii():
+        _check_utf8(body)
+    return parse_body(dict[str, Raw], body)
 
 
 def _check_utf8(raw: bytes) -> None:
@@ -204,26 +213,26 @@ def _check_utf8(raw: bytes) -> None:
         raw.decode()
     except UnicodeDecodeError as error:
         message = f"The body is not valid UTF-8 (byte {error.start}). Send UTF-8."
-        raise invalid(message, code="invalid_json") from error
+        raise invalid_request(message, code="invalid_json") from error
 
 
-def _tokens(prompt: bytes) -> int:
+def _estimate_tokens(prompt: bytes) -> int:
     """How many a prompt or chat has, about."""
     if b";base64," not in prompt and b'"input_audio"' not in prompt:
         return max(1, len(prompt) // BYTES_PER_TOKEN)
-    media = _MEDIA.findall(prompt)
+    media = _BASE64_MEDIA.findall(prompt)
     text = (len(prompt) - sum(map(len, media))) // BYTES_PER_TOKEN
-    return max(1, text + MEDIA_TOKENS * len(media))
+    return max(1, text + ESTIMATED_MEDIA_TOKENS * len(media))
 
 
-def _prompts(prompt: bytes) -> int:
+def _count_prompts(prompt: bytes) -> int:
     """How many prompts a completion has: a list of texts or of lists of ids has as many as items."""
-    if _first_of(prompt) not in {b'"', b"["}:
+    if _first_item_byte(prompt) not in {b'"', b"["}:
         return 1  # one text, one list of ids, or a chat's messages
     return len(msgspec.json.decode(prompt, type=list[Raw]))
 
 
-def _first_of(listed: bytes) -> bytes:
+def _first_item_byte(listed: bytes) -> bytes:
     """What the first item of a JSON list begins with; empty where it is none. There may be megabytes of white space."""
     if not listed.startswith(b"["):
         return b""

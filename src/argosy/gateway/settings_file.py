@@ -19,9 +19,9 @@ from msgspec.inspect import (
 )
 
 T = TypeVar("T")
-Part = TypeVar("Part", bound=Type)
+InspectType = TypeVar("InspectType", bound=Type)
 
-_PROBLEM = re.compile(
+_VALIDATION_ERROR = re.compile(
     r"(unknown field `(?P<name>[^`]*)`|Invalid enum value .*?)( - at `\$(?P<path>[^`]*)`)?$"
 )
 
@@ -41,30 +41,30 @@ _Loader.yaml_implicit_resolvers = {
 _Loader.add_implicit_resolver(_BOOL, re.compile("true|True|TRUE|false|False|FALSE"), list("tTfF"))
 
 
-def decode(text: bytes, kind: type[T]) -> T:
+def decode_settings(content: bytes, settings_type: type[T]) -> T:
     """The settings. Raises ValueError, naming the key and what is wrong with it."""
     try:
-        loader = _Loader(text)
+        loader = _Loader(content)
         node = loader.get_single_node()
-        _refuse_twice(node, set())
+        _reject_duplicate_keys(node, set())
         told = None if node is None else loader.construct_document(node)
-        return msgspec.convert({} if told is None else told, kind)
+        return msgspec.convert({} if told is None else told, settings_type)
     except msgspec.ValidationError as error:
-        raise ValueError(f"{error}{_remedy(str(error), kind)}") from error
+        raise ValueError(f"{error}{_suggest_fix(str(error), settings_type)}") from error
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
     except RecursionError as error:
         raise ValueError("it is nested too deeply; settings are flat") from error
 
 
-def _refuse_twice(node: yaml.Node | None, seen: set[int]) -> None:
+def _reject_duplicate_keys(node: yaml.Node | None, seen: set[int]) -> None:
     """Raise ValueError for a key that a mapping has twice: YAML forbids it, and its readers take the last."""
     if id(node) in seen:
         return  # an alias of what was looked at
     seen.add(id(node))
     if isinstance(node, yaml.SequenceNode):
         for item in node.value:
-            _refuse_twice(item, seen)
+            _reject_duplicate_keys(item, seen)
     elif isinstance(node, yaml.MappingNode):
         lines: dict[str, int] = {}
         for key, value in node.value:
@@ -74,39 +74,42 @@ def _refuse_twice(node: yaml.Node | None, seen: set[int]) -> None:
                     f"{name!r} is there twice, in line {lines[name]} and in line {line}; keep one"
                 )
             lines[name] = line
-            _refuse_twice(value, seen)
+            _reject_duplicate_keys(value, seen)
 
 
-def _remedy(problem: str, kind: type) -> str:
+def _suggest_fix(problem: str, settings_type: type) -> str:
     """To be put behind the problem: the key that an unknown one may be meant for, or the words that may stand there."""
-    found = _PROBLEM.search(problem)
+    found = _VALIDATION_ERROR.search(problem)
     if found is None:
         return ""
-    told: Type | None = type_info(kind)
+    told: Type | None = type_info(settings_type)
     for name in re.findall(r"\.(\w+)", found["path"] or ""):
-        told = _fields(told).get(name)
+        told = _struct_fields(told).get(name)
     if found["name"] is None:
-        words = _part(told, LiteralType)
+        words = _find_type(told, LiteralType)
         known = [] if words is None else [str(word) for word in words.values]
         return f"; write {', '.join(known[:-1])} or {known[-1]}" if len(known) > 1 else ""
-    close = get_close_matches(found["name"], _fields(told), n=1)
+    close = get_close_matches(found["name"], _struct_fields(told), n=1)
     return f"; did you mean `{close[0]}`?" if close else ""
 
 
-def _fields(told: Type | None) -> dict[str, Type]:
+def _struct_fields(type_info_node: Type | None) -> dict[str, Type]:
     """Of the structure in it, if there is one."""
-    struct = _part(told, StructType)
+    struct = _find_type(type_info_node, StructType)
     return {} if struct is None else {field.encode_name: field.type for field in struct.fields}
 
 
-def _part(told: Type | None, kind: type[Part]) -> Part | None:
+def _find_type(type_info_node: Type | None, wanted_type: type[InspectType]) -> InspectType | None:
     """What is of this kind in it, if there is such: itself, one of several, or what a list has."""
-    if isinstance(told, kind):
-        return told
-    match told:
+    if isinstance(type_info_node, wanted_type):
+        return type_info_node
+    match type_info_node:
         case ListType() | VarTupleType():
-            return _part(told.item_type, kind)
+            return _find_type(type_info_node.item_type, wanted_type)
         case UnionType():
-            return next((found for one in told.types if (found := _part(one, kind))), None)
+            return next(
+                (found for one in type_info_node.types if (found := _find_type(one, wanted_type))),
+                None,
+            )
         case _:
             return None

@@ -1,49 +1,56 @@
 """Serving HTTP/1.1: hardened connections, requests and answers under limits, listening sockets."""
 
 from argosy.http_server.deadlines import Deadlines
-from argosy.http_server.error_responses import answered, check_method, nothing_at
-from argosy.http_server.gc_tuning import calm_collector
+from argosy.http_server.error_responses import check_method, not_found, run_handler
+from argosy.http_server.gc_tuning import tune_gc
 from argosy.http_server.http_exchange import (
-    EXCHANGE,
-    JSON,
-    App,
+    EXCHANGE_KEY,
+    JSON_CONTENT_TYPE,
+    AsgiApp,
+    ClientListener,
     DisconnectedError,
-    Exchange,
     ExchangeLimits,
+    HttpExchange,
     Receive,
     Scope,
     Send,
     SlowReaderError,
-    Watcher,
 )
-from argosy.http_server.response_observer import Copy
-from argosy.http_server.server import GOODBYE_S, Listener, bind, bind_unix, listening_socket, url_of
-from argosy.http_server.tls import Certificates, TlsConfig
+from argosy.http_server.response_observer import ResponseObserver
+from argosy.http_server.server import (
+    SHUTDOWN_GRACE_S,
+    HttpServer,
+    bind_tcp,
+    bind_unix,
+    listen_url,
+    listening_socket,
+)
+from argosy.http_server.tls import CertificateWatcher, TlsConfig
 
 __all__ = [
-    "EXCHANGE",
-    "GOODBYE_S",
-    "JSON",
-    "App",
-    "Certificates",
-    "Copy",
+    "EXCHANGE_KEY",
+    "JSON_CONTENT_TYPE",
+    "SHUTDOWN_GRACE_S",
+    "AsgiApp",
+    "CertificateWatcher",
+    "ClientListener",
     "Deadlines",
     "DisconnectedError",
-    "Exchange",
     "ExchangeLimits",
-    "Listener",
+    "HttpExchange",
+    "HttpServer",
     "Receive",
+    "ResponseObserver",
     "Scope",
     "Send",
     "SlowReaderError",
     "TlsConfig",
-    "Watcher",
-    "answered",
-    "bind",
+    "bind_tcp",
     "bind_unix",
-    "calm_collector",
     "check_method",
+    "listen_url",
     "listening_socket",
-    "nothing_at",
-    "url_of",
+    "not_found",
+    "run_handler",
+    "tune_gc",
 ]

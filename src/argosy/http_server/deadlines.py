@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
 T = TypeVar("T", bound=Hashable)
-TICK_S = 0.001
+MIN_TIMER_DELAY_S = 0.001
 """Timers ring up to so much too early (libuv's): to wait for less would be to go round and round until it is time."""
 
 
@@ -19,28 +19,28 @@ class Deadlines(Generic[T]):
     where a timer each would cost more than most requests wait for.
     """
 
-    def __init__(self, seconds: float, expired: Callable[[T], object]) -> None:
-        self._seconds = seconds
-        self._expired = expired
+    def __init__(self, timeout_s: float, on_expired: Callable[[T], object]) -> None:
+        self._timeout_s = timeout_s
+        self._on_expired = on_expired
         self._due: dict[T, float] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    def add(self, thing: T) -> None:
+    def add(self, item: T) -> None:
         """It is due in `seconds` from now; earlier deadlines of it are void."""
-        self._due.pop(thing, None)
-        self._due[thing] = time.monotonic() + self._seconds
+        self._due.pop(item, None)
+        self._due[item] = time.monotonic() + self._timeout_s
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(self._seconds, self._ring)
+            self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self._on_timer)
 
     def __len__(self) -> int:
         """How many wait."""
         return len(self._due)
 
-    def remove(self, thing: T) -> None:
+    def remove(self, item: T) -> None:
         """It need not be waited for."""
-        self._due.pop(thing, None)
+        self._due.pop(item, None)
 
-    def _ring(self) -> None:
+    def _on_timer(self) -> None:
         now = time.monotonic()
         try:
             while self._due:
@@ -48,9 +48,11 @@ class Deadlines(Generic[T]):
                 if due > now:
                     return
                 del self._due[thing]
-                self._expired(thing)  # what that adds needs no timer: this is one until its end
+                self._on_expired(thing)  # what that adds needs no timer: this is one until its end
         finally:
             self._timer = None
             if self._due:
                 next_s = next(iter(self._due.values())) - now
-                self._timer = asyncio.get_running_loop().call_later(max(next_s, TICK_S), self._ring)
+                self._timer = asyncio.get_running_loop().call_later(
+                    max(next_s, MIN_TIMER_DELAY_S), self._on_timer
+                )

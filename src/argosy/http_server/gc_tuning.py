@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import gc
 
-YOUNG = 20_000
+GC_GEN0_THRESHOLD = 20_000
 """Objects that are made before the collector looks through them; Python's own default is 700."""
 
 
-def calm_collector() -> None:
+def tune_gc() -> None:
     """Leave what has been made so far to itself, and look for cycles less often: requests leave hardly any.
 
     Call it once a server is ready. Without it, looking through all that a process has imported stops every
@@ -16,4 +16,4 @@ def calm_collector() -> None:
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(YOUNG, 10, 10)
+    gc.set_threshold(GC_GEN0_THRESHOLD, 10, 10)

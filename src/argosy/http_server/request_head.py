@@ -11,59 +11,61 @@ import httptools
 
 from argosy.http_server.http_exchange import Scope
 
-LIMIT_BYTES = 64 * 1024
+MAX_HEAD_BYTES = 64 * 1024
 """Most bytes of request line and headers together."""
-BESIDE_BYTES = 32
+HEADER_OVERHEAD_BYTES = 32
 """What a header counts for beside its name and value (as in RFC 9113, 6.5.2): tens of thousands of empty ones take
 megabytes, and tens of milliseconds."""
-MOST_DIGITS = 9
+MAX_LENGTH_DIGITS = 9
 """Of a body's length that comes with its head, in one piece."""
-_END = b"\r\n\r\n"
-_LENGTH = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: ?([0-9]{1,9})\r\n")
-_MORE = frozenset({b"expect", b"transfer-encoding", b"upgrade"})
+_HEAD_END = b"\r\n\r\n"
+_CONTENT_LENGTH = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: ?([0-9]{1,9})\r\n")
+_UNTEMPLATED_HEADERS = frozenset({b"expect", b"transfer-encoding", b"upgrade"})
 """Headers that say more of how a request goes on than its length does."""
 
 
-class Head:
+class RequestHead:
     """Of one request after another on a connection. Raises ValueError for what cannot be answered."""
 
-    __slots__ = ("_bytes", "_headers", "_hosts", "_url", "expects")
+    __slots__ = ("_headers", "_host_count", "_size_bytes", "_url", "expects_continue")
 
     def __init__(self) -> None:
-        self.begin()
+        self.reset()
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """What comes now is of another request."""
-        self.expects = False
+        self.expects_continue = False
         """The client sends the body when it is told to."""
         self._url = b""
         self._headers: list[tuple[bytes, bytes]] = []
-        self._hosts = 0
-        self._bytes = 0
+        self._host_count = 0
+        self._size_bytes = 0
 
     def add_url(self, url: bytes) -> None:
         """A part of the request line came."""
         self._url += url
-        self._bytes += len(url)
-        if self._bytes > LIMIT_BYTES:
-            raise _too_large()
+        self._size_bytes += len(url)
+        if self._size_bytes > MAX_HEAD_BYTES:
+            raise _head_too_large_error()
 
     def add_header(self, name: bytes, value: bytes) -> None:
         """A header came."""
-        self._bytes += len(name) + len(value) + BESIDE_BYTES
-        if self._bytes > LIMIT_BYTES:
-            raise _too_large()
+        self._size_bytes += len(name) + len(value) + HEADER_OVERHEAD_BYTES
+        if self._size_bytes > MAX_HEAD_BYTES:
+            raise _head_too_large_error()
         name = name.lower()
         if name == b"host":
-            self._hosts += 1
+            self._host_count += 1
         elif name == b"expect":
-            self.expects = value.lower() == b"100-continue"
+            self.expects_continue = value.lower() == b"100-continue"
         self._headers.append((name, value))
 
-    def scope(self, parser: httptools.HttpRequestParser, place: Mapping[str, Any]) -> Scope:
+    def build_scope(
+        self, parser: httptools.HttpRequestParser, connection_scope: Mapping[str, Any]
+    ) -> Scope:
         """The request, in ASGI's words; `place` is what its connection knows of it."""
         version = parser.get_http_version()
-        if self._hosts != 1 and (self._hosts or version == "1.1"):
+        if self._host_count != 1 and (self._host_count or version == "1.1"):
             raise ValueError("whom a request is for is not clear")  # RFC 9112, 3.2
         url = httptools.parse_url(self._url)
         path = url.path.decode("ascii")
@@ -77,10 +79,10 @@ class Head:
             "query_string": url.query or b"",
             "root_path": "",
             "headers": self._headers,
-            **place,
+            **connection_scope,
         }
 
-    def plain(self, parser: httptools.HttpRequestParser) -> bytes:
+    def render_without_upgrade(self, parser: httptools.HttpRequestParser) -> bytes:
         """The head, but that it does not ask to speak something else than HTTP. Raises HttpParserError for a tunnel."""
         method, version = parser.get_method(), parser.get_http_version().encode()
         if method == b"CONNECT":
@@ -92,19 +94,19 @@ class Head:
 class HeadTemplate:
     """A head that came: a client's next is mostly the same, but for the length of its body, and need not be parsed."""
 
-    __slots__ = ("_after", "_before", "_headers", "_place", "_scope")
+    __slots__ = ("_headers", "_length_index", "_prefix", "_scope", "_suffix")
 
-    def __init__(self, before: bytes, after: bytes, scope: Scope, place: int) -> None:
+    def __init__(self, prefix: bytes, suffix: bytes, scope: Scope, length_index: int) -> None:
         """It is what is before and after the length, which is the header at `place`; it became `scope`."""
-        self._before, self._after = before, after
-        self._scope, self._headers, self._place = dict(scope), scope["headers"], place
+        self._prefix, self._suffix = prefix, suffix
+        self._scope, self._headers, self._length_index = dict(scope), scope["headers"], length_index
 
-    def read(self, data: bytes) -> tuple[Scope, bytes] | None:
+    def match_request(self, data: bytes) -> tuple[Scope, bytes] | None:
         """Scope and body of a request that is all of `data`, if its head is the same."""
-        if not data.startswith(self._before):
+        if not data.startswith(self._prefix):
             return None
-        start, after = len(self._before), self._after
-        stop = data.find(b"\r", start, start + MOST_DIGITS + 1)
+        start, after = len(self._prefix), self._suffix
+        stop = data.find(b"\r", start, start + MAX_LENGTH_DIGITS + 1)
         length = data[start:stop]
         body = stop + len(after)
         if not (length.isdigit() and data.startswith(after, stop)):
@@ -112,27 +114,27 @@ class HeadTemplate:
         if int(length) != len(data) - body:
             return None
         headers = self._headers.copy()
-        headers[self._place] = (b"content-length", length)
+        headers[self._length_index] = (b"content-length", length)
         return {**self._scope, "headers": headers}, data[body:]
 
 
-def template_of(data: bytes, scope: Scope) -> HeadTemplate | None:
+def build_head_template(data: bytes, scope: Scope) -> HeadTemplate | None:
     """Of heads like the one that `data` begins with, which became `scope`. None: others cannot be told by it.
 
     To be asked of a request that leaves its connection open.
     """
     headers: list[tuple[bytes, bytes]] = scope["headers"]
     names = [name for name, _ in headers]
-    head = data[: data.find(_END) + len(_END)]
-    length = _LENGTH.search(head)
+    head = data[: data.find(_HEAD_END) + len(_HEAD_END)]
+    length = _CONTENT_LENGTH.search(head)
     lines = head.count(b"\n") - 2  # without the request line and the empty one
     if length is None or lines != len(names) or names.count(b"content-length") != 1:
         return None
-    if not _MORE.isdisjoint(names):
+    if not _UNTEMPLATED_HEADERS.isdisjoint(names):
         return None
     place = names.index(b"content-length")
     return HeadTemplate(head[: length.start(1)], head[length.end(1) :], scope, place)
 
 
-def _too_large() -> ValueError:
+def _head_too_large_error() -> ValueError:
     return ValueError("the request's headers are too large")

@@ -6,23 +6,23 @@ from collections.abc import Callable
 from typing import Protocol
 
 
-class Copy(Protocol):
+class ResponseObserver(Protocol):
     """What an answer is sent to besides its client."""
 
-    def begin(self, kind: bytes) -> None:
+    def on_start(self, content_type: bytes) -> None:
         """It begins, and is of this media type."""
 
-    def add(self, data: bytes) -> None:
+    def on_body(self, data: bytes) -> None:
         """A part of its body."""
 
 
-def to_both(
-    one: Callable[[bytes], None], other: Callable[[bytes], None]
+def tee_writes(
+    first: Callable[[bytes], None], second: Callable[[bytes], None]
 ) -> Callable[[bytes], None]:
     """What gives them to both."""
 
     def push(data: bytes) -> None:
-        one(data)
-        other(data)
+        first(data)
+        second(data)
 
     return push

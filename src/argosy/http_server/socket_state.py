@@ -6,17 +6,17 @@ import asyncio
 import select
 
 
-def has_left(transport: asyncio.Transport) -> bool:
+def is_peer_closed(transport: asyncio.Transport) -> bool:
     """Whether the other end is known to be closed; over TCP only once it was sent something since."""
-    return _is(transport, 0)  # an end is told unasked
+    return _poll_event(transport, 0)  # an end is told unasked
 
 
-def has_sent(transport: asyncio.Transport) -> bool:
+def has_unread_data(transport: asyncio.Transport) -> bool:
     """Whether there is something to read."""
-    return _is(transport, select.POLLIN)
+    return _poll_event(transport, select.POLLIN)
 
 
-def _is(transport: asyncio.Transport, event: int) -> bool:
+def _poll_event(transport: asyncio.Transport, event: int) -> bool:
     poll = select.poll()
     poll.register(transport.get_extra_info("socket").fileno(), event)
     return bool(poll.poll(0))

@@ -6,10 +6,10 @@ from pathlib import Path
 
 _HERE = Path(__file__).resolve().parent
 
-BUNDLED: Path = _HERE / "argosy-mini"
+BUNDLED_MODEL: Path = _HERE / "argosy-mini"
 """The chat model that `argosy serve` runs when no other is named."""
 
-DRAFT: Path = _HERE / "argosy-mini-draft"
+DRAFT_MODEL: Path = _HERE / "argosy-mini-draft"
 """A smaller model with the same tokenizer, for speculative decoding."""
 
-__all__ = ["BUNDLED", "DRAFT"]
+__all__ = ["BUNDLED_MODEL", "DRAFT_MODEL"]

@@ -5,96 +5,98 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from argosy.policy.leased_quota import LARGEST, Ask, Grant, Shared
-from argosy.policy.quota_meters import Concurrency
+from argosy.policy.leased_quota import MAX_UNITS, LeasedQuota, LeaseGrant, LeaseRequest
+from argosy.policy.quota_meters import ConcurrencyMeter
 
 
-class SlotLease(Shared):
+class ConcurrencyLease(LeasedQuota):
     """Places that the authority keeps for this gateway; it forgets one that is silent for `alive_s`."""
 
-    def __init__(self, name: str, own: Concurrency, alive_s: float) -> None:
-        super().__init__(name, own)
+    def __init__(self, name: str, local_meter: ConcurrencyMeter, alive_s: float) -> None:
+        super().__init__(name, local_meter)
         self._alive_s = alive_s
-        self._allowed = 0
-        self._until = -math.inf
-        self._credit_at = -math.inf
-        self._touched = False
-        self._told_at = -math.inf
-        self._others = 0
+        self._granted_slots = 0
+        self._granted_until = -math.inf
+        self._overdraft_at = -math.inf
+        self._was_used = False
+        self._last_grant_at = -math.inf
+        self._used_by_others = 0
 
     @property
     def used(self) -> int:
         """See `Counter`: by all gateways, as far as is known."""
-        return self._others + self._own.used
+        return self._used_by_others + self._local_meter.used
 
     @property
-    def idle(self) -> bool:
+    def is_idle(self) -> bool:
         """See `Shared`."""
-        return not (self._allowed or self._own.used or self._need or self._touched)
+        return not (self._granted_slots or self._local_meter.used or self._needed or self._was_used)
 
-    def room(self, now: float) -> int:
+    def remaining(self, now: float) -> int:
         """See `Counter`."""
-        if now == self._credit_at:
+        if now == self._overdraft_at:
             return 1
-        return self._allowed - self._own.used if now < self._until else 0
+        return self._granted_slots - self._local_meter.used if now < self._granted_until else 0
 
     def add(self, units: int, now: float) -> int:
         """See `Counter`."""
-        self._touched = True
-        self._credit_at = -math.inf
-        return self._own.add(units, now)
+        self._was_used = True
+        self._overdraft_at = -math.inf
+        return self._local_meter.add(units, now)
 
-    def correct(self, slot: int, units: int, now: float) -> bool:
+    def adjust(self, slot: int, units: int, now: float) -> bool:
         """See `Counter`."""
-        return self._own.correct(slot, units, now)
+        return self._local_meter.adjust(slot, units, now)
 
     def wait_s(self, units: int, now: float) -> float:
         """See `Counter`."""
-        return self._own.wait_s(units, now)
+        return self._local_meter.wait_s(units, now)
 
     def reset_s(self, now: float) -> float:
         """See `Counter`."""
-        return self._own.reset_s(now)
+        return self._local_meter.reset_s(now)
 
-    def since(self, now: float) -> tuple[float, ...]:
+    def seed_points(self, now: float) -> tuple[float, ...]:
         """See `Counter`."""
-        return self._own.since(now)
+        return self._local_meter.seed_points(now)
 
-    def recall(self, used: Iterable[tuple[float, int]], now: float) -> None:
+    def seed(self, used: Iterable[tuple[float, int]], now: float) -> None:
         """See `Counter`."""
 
-    def due(self, now: float) -> bool:
+    def is_due(self, now: float) -> bool:
         """See `Shared`: often enough not to be forgotten."""
-        return now >= self._told_at + self._alive_s / 5
+        return now >= self._last_grant_at + self._alive_s / 5
 
-    def lend(self, units: int, now: float) -> None:  # noqa: ARG002 - it is one each time
+    def overdraw(self, units: int, now: float) -> None:  # noqa: ARG002 - it is one each time
         """See `Shared`."""
-        self._credit_at = now
+        self._overdraft_at = now
 
-    def ask(self, now: float) -> Ask:
+    def build_request(self, now: float) -> LeaseRequest:
         """See `Shared`. What is not kept is not used from now on, whatever the answer."""
-        used = self._own.used
-        spare = used // 4 + 1 if self._touched or self._need or used else 0
-        allowed = self._allowed if now < self._until else 0
-        self._allowed = min(allowed, used + spare)
-        kept = max(used, self._allowed)
-        ask = Ask(
+        used = self._local_meter.used
+        spare = used // 4 + 1 if self._was_used or self._needed or used else 0
+        allowed = self._granted_slots if now < self._granted_until else 0
+        self._granted_slots = min(allowed, used + spare)
+        kept = max(used, self._granted_slots)
+        ask = LeaseRequest(
             kind="slots",
-            limit=min(self.limit, LARGEST),
+            limit=min(self.limit, MAX_UNITS),
             keep_s=self._alive_s * 2,
-            need=min(self._need, LARGEST),
+            need=min(self._needed, MAX_UNITS),
             ahead=used + spare - kept,
             kept=kept,
         )
-        self._need, self._touched = 0, False
+        self._needed, self._was_used = 0, False
         return ask
 
-    def answer(self, ask: Ask, grant: Grant, asked_at: float, now: float) -> None:
+    def apply_grant(
+        self, request: LeaseRequest, grant: LeaseGrant, requested_at: float, now: float
+    ) -> None:
         """See `Shared`. Of what all have beyond the limit, each gives back as much as it can as its own end."""
-        self._allowed = ask.kept + grant.granted
-        self._others = grant.used - self._allowed
+        self._granted_slots = request.kept + grant.granted
+        self._used_by_others = grant.used - self._granted_slots
         beyond = max(0, grant.used - self.limit)
-        self._allowed = max(0, self._allowed - beyond)
-        self._until = asked_at + self._alive_s
-        self._told_at = now
-        self._falls_short(ask, grant, now)
+        self._granted_slots = max(0, self._granted_slots - beyond)
+        self._granted_until = requested_at + self._alive_s
+        self._last_grant_at = now
+        self._record_shortfall(request, grant, now)

@@ -10,20 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-OVER = 4
+OVERCOMMIT_DIVISOR = 4
 """A part of one in so many of the seats may be taken twice, so that who has none need not wait for an answer to end."""
 
 
-def part(seats: int, others: Sequence[Mapping[int, int]], tier: int) -> int:
+def slot_share(slots: int, other_gateways: Sequence[Mapping[int, int]], tier: int) -> int:
     """How many of a replica's seats a gateway may have when its next request is of this tier (0 is the highest).
 
     `others` are the requests that each other gateway has there, by tier. No tier has fewer than a lower one.
     """
-    there = sum(sum(other.values()) for other in others)
-    above = sum(count for other in others for rank, count in other.items() if rank < tier)
-    beside = [other[tier] for other in others if other.get(tier)]
-    left, sharing = max(0, seats - above), 1 + len(beside)
+    there = sum(sum(other.values()) for other in other_gateways)
+    above = sum(count for other in other_gateways for rank, count in other.items() if rank < tier)
+    beside = [other[tier] for other in other_gateways if other.get(tier)]
+    left, sharing = max(0, slots - above), 1 + len(beside)
     # What is odd keeps no higher tier out.
     even = left // sharing if above else -(-left // sharing)
-    over = seats + max(1, seats // OVER) - there
+    over = slots + max(1, slots // OVERCOMMIT_DIVISOR) - there
     return max(min(max(left - sum(beside), even), over), 0 if above else 1)

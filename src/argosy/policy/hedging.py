@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from argosy.policy.retry_budget import RetryBudget
 
-SHARE = 0.05
+HEDGE_RATIO = 0.05
 """Second attempts may be this part of the requests of the last while,"""
-RESERVE = 2.0
+HEDGE_RESERVE = 2.0
 """and so many more, for quiet times."""
 HALF_LIFE_S = 60.0
-SPARE = 0.25
+MIN_FREE_FRACTION = 0.25
 """So much of the seats has to be free."""
 
 
@@ -25,18 +25,20 @@ class Hedging:
     def __init__(self, after_s: float) -> None:
         """A request counts as stuck when nothing of its answer has come for `after_s`."""
         self.after_s = after_s
-        self._budget = RetryBudget(SHARE, RESERVE, HALF_LIFE_S)
+        self._budget = RetryBudget(HEDGE_RATIO, HEDGE_RESERVE, HALF_LIFE_S)
 
-    def request(self, now: float) -> None:
+    def record_request(self, now: float) -> None:
         """A request came."""
-        self._budget.request(now)
+        self._budget.record_request(now)
 
-    def take(self, now: float, *, waiting: int, free: int, seats: int, saturated: float) -> bool:
+    def try_acquire(
+        self, now: float, *, queued: int, free_slots: int, total_slots: int, saturation: float
+    ) -> bool:
         """Whether a second attempt may go out now; it is counted when it may.
 
         `waiting` requests are in the queue, `free` of all `seats` are not taken, `saturated` is as
         `shedding.saturation` has it.
         """
-        if waiting or saturated > 0.0 or not 0 < free >= SPARE * seats:
+        if queued or saturation > 0.0 or not 0 < free_slots >= MIN_FREE_FRACTION * total_slots:
             return False
-        return self._budget.take(now)
+        return self._budget.try_acquire(now)

@@ -7,16 +7,16 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Literal
 
-from argosy.policy.quota_meters import Concurrency, Counter, Period, Window
+from argosy.policy.quota_meters import CalendarPeriod, ConcurrencyMeter, QuotaMeter, SlidingWindow
 
-DRY_S = 0.05
+EXHAUSTED_BACKOFF_S = 0.05
 """How long nothing is asked for after the authority had too little."""
-LARGEST = 2**53 - 1
+MAX_UNITS = 2**53 - 1
 """The authority counts in floating point."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class LeaseRequest:
     """What a gateway tells of one limit, and asks of it."""
 
     kind: Literal["window", "period", "slots"]
@@ -42,7 +42,7 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Grant:
+class LeaseGrant:
     """What the authority says to an ask."""
 
     granted: int
@@ -56,17 +56,19 @@ class Grant:
     """Whether what was used before has been told, by whomever."""
 
 
-class Shared(Counter, ABC):
+class LeasedQuota(QuotaMeter, ABC):
     """A counter whose room comes from an authority, or is lent."""
 
-    def __init__(self, name: str, own: Window | Period | Concurrency) -> None:
+    def __init__(
+        self, name: str, local_meter: SlidingWindow | CalendarPeriod | ConcurrencyMeter
+    ) -> None:
         self._name = name
-        self._own = own
+        self._local_meter = local_meter
         """What is used here."""
-        self._need = 0
-        self.unknown = own.unknown
-        self._dry_until = -math.inf
-        self._there = 0
+        self._needed = 0
+        self.needs_seed = local_meter.needs_seed
+        self._exhausted_until = -math.inf
+        self._last_granted = 0
         """Units that there were; before that moment, more is not worth asking for."""
 
     @property
@@ -77,53 +79,55 @@ class Shared(Counter, ABC):
     @property
     def limit(self) -> int:
         """See `Counter`."""
-        return self._own.limit
+        return self._local_meter.limit
 
     @limit.setter
     def limit(self, limit: int) -> None:
-        self._own.limit = limit
+        self._local_meter.limit = limit
 
     @property
     @abstractmethod
-    def idle(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether the authority need not hear of it again, as of the last ask."""
 
     @abstractmethod
-    def due(self, now: float) -> bool:
+    def is_due(self, now: float) -> bool:
         """Whether it is time to ask, though nobody waits."""
 
-    def want(self, units: int) -> None:
+    def request_units(self, units: int) -> None:
         """Somebody needs so much."""
-        self._need += units
+        self._needed += units
 
     @abstractmethod
-    def lend(self, units: int, now: float) -> None:
+    def overdraw(self, units: int, now: float) -> None:
         """Have room for `units` at this very moment, granted or not."""
 
-    def dry(self, units: int, now: float) -> bool:
+    def is_exhausted(self, units: int, now: float) -> bool:
         """Whether the authority had less than that a moment ago."""
-        return now < self._dry_until and units > self._there
+        return now < self._exhausted_until and units > self._last_granted
 
-    def lends(self, units: int, now: float) -> bool:
+    def can_overdraw(self, units: int, now: float) -> bool:
         """Whether there may be so much, as far as the authority has told lately."""
-        return not self.dry(units, now)
+        return not self.is_exhausted(units, now)
 
-    def affords(self, units: int, gateways: int, now: float) -> bool:
+    def is_within_even_share(self, units: int, gateways: int, now: float) -> bool:
         """Whether `units` are within an even share of the limit."""
-        used = self.limit - self._own.room(now)
+        used = self.limit - self._local_meter.remaining(now)
         return used + units <= -(-self.limit // gateways)
 
     @abstractmethod
-    def ask(self, now: float) -> Ask:
+    def build_request(self, now: float) -> LeaseRequest:
         """What to tell and to ask; it will be repeated until `answer` is called."""
 
-    def _falls_short(self, ask: Ask, grant: Grant, now: float) -> bool:
+    def _record_shortfall(self, request: LeaseRequest, grant: LeaseGrant, now: float) -> bool:
         """Whether there was less than was needed."""
-        if grant.granted >= ask.need:
+        if grant.granted >= request.need:
             return False
-        self._dry_until, self._there = now + DRY_S, grant.granted
+        self._exhausted_until, self._last_granted = now + EXHAUSTED_BACKOFF_S, grant.granted
         return True
 
     @abstractmethod
-    def answer(self, ask: Ask, grant: Grant, asked_at: float, now: float) -> None:
+    def apply_grant(
+        self, request: LeaseRequest, grant: LeaseGrant, requested_at: float, now: float
+    ) -> None:
         """What the authority said to what was asked first at `asked_at`."""

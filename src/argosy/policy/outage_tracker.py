@@ -9,54 +9,61 @@ from __future__ import annotations
 
 import math
 
-LOADING_S = 300.0
+STARTING_GRACE_S = 300.0
 """For one that says that it loads its model or restarts its engine; counted from when it was there, as ever."""
-AGAIN_S = 0.5
+RETRY_INTERVAL_S = 0.5
 """After how long one more request may find out whether a replica that was lost is back."""
 
 
-class Absence:
+class OutageTracker:
     """One replica's, which is there until something else is known. Pure: the time is an argument."""
 
-    __slots__ = ("_again", "_allowed_s", "_patience_s", "_since", "away", "met")
+    __slots__ = (
+        "_current_grace_s",
+        "_down_since",
+        "_grace_s",
+        "_next_probe_at",
+        "is_down",
+        "was_ever_up",
+    )
 
-    def __init__(self, patience_s: float = 30.0) -> None:
-        self.away = False
-        self.met = False
+    def __init__(self, grace_s: float = 30.0) -> None:
+        self.is_down = False
+        self.was_ever_up = False
         """Something was heard of it, ever."""
-        self._patience_s = patience_s
-        self._allowed_s = patience_s
-        self._since = -math.inf
+        self._grace_s = grace_s
+        self._current_grace_s = grace_s
+        self._down_since = -math.inf
         """When it was last there, or first said that it would be."""
-        self._again = -math.inf
+        self._next_probe_at = -math.inf
 
     @property
-    def until(self) -> float:
+    def grace_ends_at(self) -> float:
         """When waiting for it ceases to make sense; infinity: it is there."""
-        return self._since + self._allowed_s if self.away else math.inf
+        return self._down_since + self._current_grace_s if self.is_down else math.inf
 
-    def more(self, now: float) -> int:
+    def probe_budget(self, now: float) -> int:
         """Requests that it gets beside those that it has, while it is away."""
-        return int(now >= self._again)
+        return int(now >= self._next_probe_at)
 
-    def asked(self, now: float) -> None:
+    def on_dispatched(self, now: float) -> None:
         """It gets one."""
-        self._again = now + AGAIN_S
+        self._next_probe_at = now + RETRY_INTERVAL_S
 
-    def there(self) -> None:
+    def mark_up(self) -> None:
         """It takes requests."""
-        self.away, self.met = False, True
+        self.is_down, self.was_ever_up = False, True
 
-    def lost(self, now: float) -> None:
+    def mark_down(self, now: float) -> None:
         """It is not heard of, or says that it goes away."""
-        if self.met and not self.away:
-            self._since = now
-        self.away = True
-        self._allowed_s = self._patience_s
+        if self.was_ever_up and not self.is_down:
+            self._down_since = now
+        self.is_down = True
+        self._current_grace_s = self._grace_s
 
-    def coming(self, now: float) -> None:
+    def mark_starting(self, now: float) -> None:
         """It says that it will take requests."""
-        if not self.away or self._since == -math.inf:
-            self._since = now
-        self.away = self.met = True
-        self._allowed_s = max(LOADING_S, self._patience_s)
+        if not self.is_down or self._down_since == -math.inf:
+            self._down_since = now
+        self.is_down = self.was_ever_up = True
+        self._current_grace_s = max(STARTING_GRACE_S, self._grace_s)

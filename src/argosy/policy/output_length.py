@@ -4,28 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-SHARE = 0.9
-UP = 1.5
-DOWN = UP ** -((1 - SHARE) / SHARE)
+TARGET_QUANTILE = 0.9
+STEP_UP = 1.5
+STEP_DOWN = STEP_UP ** -((1 - TARGET_QUANTILE) / TARGET_QUANTILE)
 """In balance when one answer in ten is longer: then steps up and steps down come out even."""
-MOST = 10_000
+MAX_CALLERS = 10_000
 """Of whom lengths are remembered; beyond, those forgotten first are the ones not seen for longest."""
 
 
-class OutputEstimates:
+class OutputLengthEstimator:
     """Tokens that answers had, by who asked which model."""
 
     def __init__(self) -> None:
         self._lengths: dict[Hashable, float] = {}
 
-    def expected(self, asker: Hashable, most: int | None, default: int) -> int:
+    def estimate(self, caller_key: Hashable, max_tokens: int | None, default_tokens: int) -> int:
         """Tokens that an answer will hardly exceed: at most `most`, and `default` where nothing is known."""
-        length = self._lengths.get(asker, default)
-        return most if most is not None and most <= length else round(length)
+        length = self._lengths.get(caller_key, default_tokens)
+        return max_tokens if max_tokens is not None and max_tokens <= length else round(length)
 
-    def learn(self, asker: Hashable, tokens: int, default: int) -> None:
+    def observe(self, caller_key: Hashable, tokens: int, default_tokens: int) -> None:
         """An answer came to its end after so many tokens: its own, or the most that it was allowed."""
-        length = self._lengths.pop(asker, float(default))
-        self._lengths[asker] = max(1.0, length * (UP if tokens > length else DOWN))
-        if len(self._lengths) > MOST:
+        length = self._lengths.pop(caller_key, float(default_tokens))
+        self._lengths[caller_key] = max(1.0, length * (STEP_UP if tokens > length else STEP_DOWN))
+        if len(self._lengths) > MAX_CALLERS:
             del self._lengths[next(iter(self._lengths))]

@@ -8,40 +8,46 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-WAIT_S = 5.0
-REMEMBERED_S = 60.0
-MOST = 1000
+REJECTION_S = 5.0
+QUARANTINE_S = 60.0
+MAX_QUARANTINED = 1000
 """Requests that are remembered, those that were given up last."""
 
 
-class Suspects:
+class PoisonRequestTracker:
     """One pool's, by what tells one request from another. Pure: the time is an argument."""
 
-    __slots__ = ("_since",)
+    __slots__ = ("_quarantined_at",)
 
     def __init__(self) -> None:
-        self._since: OrderedDict[bytes, float] = OrderedDict()
+        self._quarantined_at: OrderedDict[bytes, float] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._since)
+        return len(self._quarantined_at)
 
-    def given_up(self, key: bytes, now: float) -> None:
+    def quarantine(self, key: bytes, now: float) -> None:
         """Too many replicas were lost with it."""
-        self._since[key] = now
-        self._since.move_to_end(key)
-        if len(self._since) > MOST:
-            self._since.popitem(last=False)
+        self._quarantined_at[key] = now
+        self._quarantined_at.move_to_end(key)
+        if len(self._quarantined_at) > MAX_QUARANTINED:
+            self._quarantined_at.popitem(last=False)
 
-    def knows(self, key: bytes, now: float) -> bool:
+    def is_quarantined(self, key: bytes, now: float) -> bool:
         """Whether that was not long ago."""
-        while self._since and next(iter(self._since.values())) + REMEMBERED_S <= now:
-            self._since.popitem(last=False)
-        return key in self._since
+        while (
+            self._quarantined_at and next(iter(self._quarantined_at.values())) + QUARANTINE_S <= now
+        ):
+            self._quarantined_at.popitem(last=False)
+        return key in self._quarantined_at
 
-    def wait_s(self, key: bytes, now: float) -> float:
+    def retry_after_s(self, key: bytes, now: float) -> float:
         """Seconds for which it is turned away yet; 0: it may be tried."""
-        return max(0.0, self._since[key] + WAIT_S - now) if self.knows(key, now) else 0.0
+        return (
+            max(0.0, self._quarantined_at[key] + REJECTION_S - now)
+            if self.is_quarantined(key, now)
+            else 0.0
+        )
 
-    def cleared(self, key: bytes) -> None:
+    def clear(self, key: bytes) -> None:
         """It was answered."""
-        self._since.pop(key, None)
+        self._quarantined_at.pop(key, None)

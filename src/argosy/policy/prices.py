@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 
-class Priced(Protocol):
+class PriceEntry(Protocol):
     """A price as it is kept: what a model's tokens cost from a moment on."""
 
     @property
@@ -44,7 +44,7 @@ class Rates:
     cached_input: int
     output: int
 
-    def cost(self, input_tokens: int, cached_tokens: int, output_tokens: int) -> int:
+    def cost_nano_dollars(self, input_tokens: int, cached_tokens: int, output_tokens: int) -> int:
         """Nano-dollars; the cached tokens are among those of the input."""
         cached = min(cached_tokens, input_tokens)
         fresh = input_tokens - cached
@@ -53,28 +53,30 @@ class Rates:
 
 NO_CHARGE = Rates(0, 0, 0)
 
-Changes = tuple[list[float], list[Rates]]
+RateHistory = tuple[list[float], list[Rates]]
 """Moments, in order, and the rates before the first of them and from each on."""
-UNPRICED: Changes = ([], [NO_CHARGE])
+NO_RATE_HISTORY: RateHistory = ([], [NO_CHARGE])
 
 
 class PriceList:
     """All prices, past and to come."""
 
-    def __init__(self, prices: Iterable[Priced] = ()) -> None:
-        self._rates: dict[tuple[str, str | None], Changes] = {}
+    def __init__(self, prices: Iterable[PriceEntry] = ()) -> None:
+        self._rates: dict[tuple[str, str | None], RateHistory] = {}
         for price in sorted(prices, key=lambda price: (price.tier is not None, price.since)):
             key = price.model, price.tier
             if key not in self._rates:
                 # Before a tier's first price of its own, it pays what all tiers do.
-                times, rates = self._rates.get((price.model, None), UNPRICED)
+                times, rates = self._rates.get((price.model, None), NO_RATE_HISTORY)
                 before = bisect_left(times, price.since)
                 self._rates[key] = times[:before], rates[: before + 1]
             times, rates = self._rates[key]
             times.append(price.since)
             rates.append(Rates(price.input, price.cached_input, price.output))
 
-    def rates(self, model: str, tier: str, now: float) -> Rates:
+    def rates_at(self, model: str, tier: str, now: float) -> Rates:
         """The tier's own newest rates that hold by `now`, else those for all tiers; no price: no charge."""
-        times, rates = self._rates.get((model, tier)) or self._rates.get((model, None), UNPRICED)
+        times, rates = self._rates.get((model, tier)) or self._rates.get(
+            (model, None), NO_RATE_HISTORY
+        )
         return rates[bisect_right(times, now)]

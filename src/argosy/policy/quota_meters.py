@@ -12,37 +12,37 @@ from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
 from typing import Literal, Protocol
 
-SLOTS = 60
+WINDOW_SLOTS = 60
 DAY_S = 86_400
-SHORT_S = 10.0
+MIN_SEEDED_WINDOW_S = 10.0
 """A shorter window is past before anybody has read a ledger."""
-PARTS = 6
+SEED_PARTS = 6
 """What a ledger has of a sliding window is asked for in so many parts, so that it is forgotten as gradually."""
 
-Calendar = Literal["day", "month"]
+CalendarUnit = Literal["day", "month"]
 
 
-class Counter(Protocol):
+class QuotaMeter(Protocol):
     """Units in use, and how many may be. Units are requests, tokens, nano-dollars or what else is counted.
 
     `now` is in seconds since the epoch, and should never go back; where it does, nothing is forgotten meanwhile.
     """
 
     limit: int
-    unknown: bool
+    needs_seed: bool
     """Whether `recall` is still to tell what was used before it was there."""
 
     @property
     def used(self) -> int:
         """Units that count now, as of the last call that told the time."""
 
-    def room(self, now: float) -> int:
+    def remaining(self, now: float) -> int:
         """Units that may be used now; negative when the limit was lowered below what is used."""
 
     def add(self, units: int, now: float) -> int:
         """Count `units` (whatever the room) and return the slot, for `correct`."""
 
-    def correct(self, slot: int, units: int, now: float) -> bool:
+    def adjust(self, slot: int, units: int, now: float) -> bool:
         """Change what was counted in `slot` by `units`; False when it no longer counts: nothing happens then."""
 
     def wait_s(self, units: int, now: float) -> float:
@@ -51,175 +51,184 @@ class Counter(Protocol):
     def reset_s(self, now: float) -> float:
         """Seconds until all of the limit is free again, if nothing more is used."""
 
-    def since(self, now: float) -> tuple[float, ...]:
+    def seed_points(self, now: float) -> tuple[float, ...]:
         """The moments, earliest first, since when sums of what was used are worth telling to `recall`."""
 
-    def recall(self, used: Iterable[tuple[float, int]], now: float) -> None:
+    def seed(self, used: Iterable[tuple[float, int]], now: float) -> None:
         """Count what was used before the counter was there: moments, in order, and what was used just before each.
 
         What was used in a period that is over by now does not count.
         """
 
 
-class Window:
+class SlidingWindow:
     """At most `limit` units in any `seconds`."""
 
-    __slots__ = ("_newest", "_slots", "_until", "_width", "limit", "seconds", "unknown", "used")
+    __slots__ = (
+        "_newest_slot",
+        "_newest_slot_ends_at",
+        "_slot_s",
+        "_units_by_slot",
+        "limit",
+        "needs_seed",
+        "used",
+        "window_s",
+    )
 
-    def __init__(self, limit: int, seconds: float) -> None:
+    def __init__(self, limit: int, window_s: float) -> None:
         self.limit = limit
-        self.unknown = seconds > SHORT_S
-        self.seconds = seconds
+        self.needs_seed = window_s > MIN_SEEDED_WINDOW_S
+        self.window_s = window_s
         self.used = 0
-        self._width = seconds / SLOTS
-        self._slots: dict[int, int] = {}
+        self._slot_s = window_s / WINDOW_SLOTS
+        self._units_by_slot: dict[int, int] = {}
         """Slot number -> units, oldest first; at most SLOTS + 1."""
-        self._newest = 0
+        self._newest_slot = 0
         """The last of them, where more is counted."""
-        self._until = -math.inf
+        self._newest_slot_ends_at = -math.inf
         """When another slot begins."""
 
-    def room(self, now: float) -> int:
+    def remaining(self, now: float) -> int:
         """See `Counter`."""
-        if now >= self._until:
-            self._go_on(now)
+        if now >= self._newest_slot_ends_at:
+            self._advance(now)
         return self.limit - self.used
 
     def add(self, units: int, now: float) -> int:
         """See `Counter`."""
-        if now >= self._until:
-            self._go_on(now)
-        self._slots[self._newest] += units
+        if now >= self._newest_slot_ends_at:
+            self._advance(now)
+        self._units_by_slot[self._newest_slot] += units
         self.used += units
-        return self._newest
+        return self._newest_slot
 
-    def correct(self, slot: int, units: int, now: float) -> bool:
+    def adjust(self, slot: int, units: int, now: float) -> bool:
         """See `Counter`."""
-        if now >= self._until:
-            self._go_on(now)
-        if slot not in self._slots:
+        if now >= self._newest_slot_ends_at:
+            self._advance(now)
+        if slot not in self._units_by_slot:
             return False
-        self._slots[slot] += units
+        self._units_by_slot[slot] += units
         self.used += units
         return True
 
     def wait_s(self, units: int, now: float) -> float:
         """See `Counter`."""
-        short = units - self.room(now)
+        short = units - self.remaining(now)
         if short <= 0:
             return 0.0
         if units > self.limit:
             return math.inf
-        for slot, used in self._slots.items():
+        for slot, used in self._units_by_slot.items():
             short -= used
             if short <= 0:
-                return max(0.0, self._end(slot) - now)
-        return self.seconds
+                return max(0.0, self._expires_at(slot) - now)
+        return self.window_s
 
     def reset_s(self, now: float) -> float:
         """See `Counter`."""
-        for slot in reversed(self._slots):
-            if self._slots[slot]:
-                return max(0.0, self._end(slot) - now)
+        for slot in reversed(self._units_by_slot):
+            if self._units_by_slot[slot]:
+                return max(0.0, self._expires_at(slot) - now)
         return 0.0
 
-    def since(self, now: float) -> tuple[float, ...]:
+    def seed_points(self, now: float) -> tuple[float, ...]:
         """See `Counter`."""
-        return tuple(now - self.seconds * part / PARTS for part in range(PARTS, 0, -1))
+        return tuple(now - self.window_s * part / SEED_PARTS for part in range(SEED_PARTS, 0, -1))
 
-    def recall(self, used: Iterable[tuple[float, int]], now: float) -> None:  # noqa: ARG002 - see `Counter`
+    def seed(self, used: Iterable[tuple[float, int]], now: float) -> None:  # noqa: ARG002 - see `Counter`
         """See `Counter`."""
-        self.unknown = False
+        self.needs_seed = False
         for at, units in used:
-            slot = int(at // self._width)
-            self._slots[slot] = self._slots.get(slot, 0) + units
+            slot = int(at // self._slot_s)
+            self._units_by_slot[slot] = self._units_by_slot.get(slot, 0) + units
             self.used += units
-        self._slots = dict(sorted(self._slots.items()))
+        self._units_by_slot = dict(sorted(self._units_by_slot.items()))
 
-    def _end(self, slot: int) -> float:
+    def _expires_at(self, slot: int) -> float:
         """When the slot no longer counts."""
-        return (slot + 1) * self._width + self.seconds
+        return (slot + 1) * self._slot_s + self.window_s
 
-    def _go_on(self, now: float) -> None:
+    def _advance(self, now: float) -> None:
         """Drop the slots whose last instant is a whole window ago, and begin the one that it is now."""
-        current, slots = int(now // self._width), self._slots
-        while slots and (oldest := next(iter(slots))) < current - SLOTS:
+        current, slots = int(now // self._slot_s), self._units_by_slot
+        while slots and (oldest := next(iter(slots))) < current - WINDOW_SLOTS:
             self.used -= slots.pop(oldest)
-        self._newest = current
+        self._newest_slot = current
         slots.setdefault(current, 0)
-        self._until = (current + 1) * self._width
+        self._newest_slot_ends_at = (current + 1) * self._slot_s
 
 
-class Period:
+class CalendarPeriod:
     """At most `limit` units in each day or month of the calendar, in UTC."""
 
-    __slots__ = ("_ends", "_starts", "calendar", "limit", "unknown", "used")
+    __slots__ = ("_period_end", "_period_start", "calendar", "limit", "needs_seed", "used")
 
-    def __init__(self, limit: int, calendar: Calendar) -> None:
+    def __init__(self, limit: int, calendar: CalendarUnit) -> None:
         self.limit = limit
-        self.unknown = True
+        self.needs_seed = True
         self.calendar = calendar
         self.used = 0
-        self._starts = self._ends = -math.inf
+        self._period_start = self._period_end = -math.inf
 
-    def room(self, now: float) -> int:
+    def remaining(self, now: float) -> int:
         """See `Counter`."""
-        if now >= self._ends:
-            self._turn(now)
+        if now >= self._period_end:
+            self._start_period(now)
         return self.limit - self.used
 
     def add(self, units: int, now: float) -> int:
         """See `Counter`; the slot is the second when the period began."""
-        if now >= self._ends:
-            self._turn(now)
+        if now >= self._period_end:
+            self._start_period(now)
         self.used += units
-        return int(self._starts)
+        return int(self._period_start)
 
-    def correct(self, slot: int, units: int, now: float) -> bool:
+    def adjust(self, slot: int, units: int, now: float) -> bool:
         """See `Counter`."""
-        self.room(now)
-        if slot != self._starts:
+        self.remaining(now)
+        if slot != self._period_start:
             return False
         self.used += units
         return True
 
     def wait_s(self, units: int, now: float) -> float:
         """See `Counter`."""
-        if units <= self.room(now):
+        if units <= self.remaining(now):
             return 0.0
-        return math.inf if units > self.limit else self._ends - now
+        return math.inf if units > self.limit else self._period_end - now
 
     def reset_s(self, now: float) -> float:
         """See `Counter`."""
-        self.room(now)
-        return self._ends - now if self.used else 0.0
+        self.remaining(now)
+        return self._period_end - now if self.used else 0.0
 
-    def since(self, now: float) -> tuple[float, ...]:
+    def seed_points(self, now: float) -> tuple[float, ...]:
         """See `Counter`."""
-        self.room(now)
-        return (self._starts,)
+        self.remaining(now)
+        return (self._period_start,)
 
-    def recall(self, used: Iterable[tuple[float, int]], now: float) -> None:  # noqa: ARG002 - see `Counter`
+    def seed(self, used: Iterable[tuple[float, int]], now: float) -> None:  # noqa: ARG002 - see `Counter`
         """See `Counter`."""
-        self.unknown = False
-        self.used += sum(units for at, units in used if at > self._starts)
+        self.needs_seed = False
+        self.used += sum(units for at, units in used if at > self._period_start)
 
-    def _turn(self, now: float) -> None:
-        self._starts, self._ends = period(self.calendar, now)
+    def _start_period(self, now: float) -> None:
+        self._period_start, self._period_end = calendar_bounds(self.calendar, now)
         self.used = 0
 
 
-class Concurrency:
+class ConcurrencyMeter:
     """At most `limit` at a time."""
 
-    __slots__ = ("limit", "unknown", "used")
+    __slots__ = ("limit", "needs_seed", "used")
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self.unknown = False
+        self.needs_seed = False
         self.used = 0
 
-    def room(self, now: float) -> int:  # noqa: ARG002 - see `Counter`
+    def remaining(self, now: float) -> int:  # noqa: ARG002 - see `Counter`
         """See `Counter`."""
         return self.limit - self.used
 
@@ -228,7 +237,7 @@ class Concurrency:
         self.used += units
         return 0
 
-    def correct(self, slot: int, units: int, now: float) -> bool:  # noqa: ARG002 - see `Counter`
+    def adjust(self, slot: int, units: int, now: float) -> bool:  # noqa: ARG002 - see `Counter`
         """See `Counter`."""
         self.used += units
         return True
@@ -241,15 +250,15 @@ class Concurrency:
         """See `Counter`."""
         return 0.0
 
-    def since(self, now: float) -> tuple[float, ...]:  # noqa: ARG002 - see `Counter`
+    def seed_points(self, now: float) -> tuple[float, ...]:  # noqa: ARG002 - see `Counter`
         """See `Counter`: what ran before has ended."""
         return ()
 
-    def recall(self, used: Iterable[tuple[float, int]], now: float) -> None:
+    def seed(self, used: Iterable[tuple[float, int]], now: float) -> None:
         """See `Counter`."""
 
 
-def period(calendar: Calendar, now: float) -> tuple[float, float]:
+def calendar_bounds(calendar: CalendarUnit, now: float) -> tuple[float, float]:
     """When the day or month around `now` begins and ends, in UTC; seconds since the epoch."""
     day = now // DAY_S * DAY_S
     if calendar == "day":

@@ -5,26 +5,26 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
-ABSENT_S = 15.0
+MISSING_GRACE_S = 15.0
 """An address goes when answers have lacked it for so long,"""
-EMPTY_S = 60.0
+EMPTY_ANSWER_GRACE_S = 60.0
 """or for so long while they have none at all: that is more often the resolver's fault than the whole fleet's end."""
 
 
-class Addresses:
+class ResolvedAddresses:
     """One name's."""
 
     def __init__(self) -> None:
-        self._absent_since: dict[str, float] = {}
+        self._missing_since: dict[str, float] = {}
         """Infinite: the last answer had it."""
 
-    def answered(self, found: Collection[str], now: float) -> frozenset[str]:
+    def update(self, resolved: Collection[str], now: float) -> frozenset[str]:
         """Take in an answer; the addresses that there are now."""
-        patience = ABSENT_S if found else EMPTY_S
-        known = dict.fromkeys(found, math.inf)
-        for address in self._absent_since.keys() - known.keys():
-            since = min(self._absent_since[address], now)
+        patience = MISSING_GRACE_S if resolved else EMPTY_ANSWER_GRACE_S
+        known = dict.fromkeys(resolved, math.inf)
+        for address in self._missing_since.keys() - known.keys():
+            since = min(self._missing_since[address], now)
             if now - since < patience:
                 known[address] = since
-        self._absent_since = known
+        self._missing_since = known
         return frozenset(known)

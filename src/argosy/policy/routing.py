@@ -23,10 +23,10 @@ import msgspec
 
 from argosy.policy.smoothing import PeakEwma
 
-BARRIER_S = 0.15
+MEMORY_BARRIER_S = 0.15
 """Cost of a half full KV cache: it grows without bound towards a full one."""
-FULLEST = 0.999
-STALE_S = 2.0
+MAX_KV_USAGE_RATIO = 0.999
+STALE_AFTER_S = 2.0
 """After so long without a report a replica is judged by what was sent to it, at `STALE_PENALTY_S` more."""
 STALE_PENALTY_S = 0.25
 
@@ -36,30 +36,30 @@ class ReplicaLoad:
     """What is known of a replica: its own last report, and what was sent there since."""
 
     name: str
-    prefill_rate: float = 2000.0
+    prefill_tokens_per_s: float = 2000.0
     """Prompt tokens a second, measured."""
-    decode_s: float = 0.02
+    inter_token_s: float = 0.02
     """Seconds between a sequence's tokens, were one more to run there."""
     queued_tokens: int = 0
     """Prompt tokens not computed yet, as reported."""
     running: int = 0
     waiting: int = 0
-    kv_used: float = 0.0
+    kv_usage_ratio: float = 0.0
     """Part of the KV cache, 0 to 1."""
     reported_at: float = float("-inf")
     sent_tokens: int = 0
     """Uncached prompt tokens dispatched since the report."""
     in_flight: int = 0
     """Requests dispatched by this gateway that have not ended."""
-    over: int = 0
+    oversubscribed: int = 0
     """Requests more than it runs at once, all gateways' together, as reported: they had not heard of each other yet."""
-    capacity: int = 0
+    max_seqs: int = 0
     """Sequences that it runs at once; 0: unknown."""
-    latency: PeakEwma = field(default_factory=PeakEwma)
+    ttft: PeakEwma = field(default_factory=PeakEwma)
     """Time to the first token, as this gateway saw it."""
 
 
-class Cost(msgspec.Struct, frozen=True, gc=False, array_like=True):
+class RoutingCost(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """The terms of one candidate, in seconds, for the explanation."""
 
     replica: str
@@ -75,21 +75,21 @@ class Cost(msgspec.Struct, frozen=True, gc=False, array_like=True):
         return self.queue_s + self.prefill_s + self.decode_s + self.memory_s + self.stale_s
 
 
-class Candidate(msgspec.Struct, frozen=True):
+class RoutingCandidate(msgspec.Struct, frozen=True):
     """A replica that could get a request, and what that would cost."""
 
     load: ReplicaLoad
-    uncached: int
+    uncached_tokens: int
     """Prompt tokens that it probably has to compute."""
-    cost: Cost
+    cost: RoutingCost
 
 
-class Chooser(Protocol):
+class RoutingPolicy(Protocol):
     """A routing rule."""
 
-    def choose(
-        self, candidates: Sequence[Candidate], key: str, draw: float, now: float
-    ) -> Candidate:
+    def select(
+        self, candidates: Sequence[RoutingCandidate], affinity_key: str, draw: float, now: float
+    ) -> RoutingCandidate:
         """One of `candidates` (at least one).
 
         `key` is what should stay together: a session, else the prompt's beginning; empty: nothing. `draw` is uniform
@@ -98,17 +98,19 @@ class Chooser(Protocol):
         ...
 
 
-def cost(load: ReplicaLoad, uncached: int, output_tokens: int, now: float) -> Cost:
+def estimate_cost(
+    load: ReplicaLoad, uncached_tokens: int, output_tokens: int, now: float
+) -> RoutingCost:
     """What a request costs on this replica: prompt tokens that it has not cached, and expected output."""
-    rate = max(load.prefill_rate, 1.0)
-    used = min(max(load.kv_used, 0.0), FULLEST)
-    stale = now - load.reported_at > STALE_S
-    return Cost(
+    rate = max(load.prefill_tokens_per_s, 1.0)
+    used = min(max(load.kv_usage_ratio, 0.0), MAX_KV_USAGE_RATIO)
+    stale = now - load.reported_at > STALE_AFTER_S
+    return RoutingCost(
         replica=load.name,
         queue_s=(load.queued_tokens + load.sent_tokens) / rate,
-        prefill_s=uncached / rate,
-        decode_s=load.decode_s * output_tokens,
-        memory_s=BARRIER_S * used / (1.0 - used),
+        prefill_s=uncached_tokens / rate,
+        decode_s=load.inter_token_s * output_tokens,
+        memory_s=MEMORY_BARRIER_S * used / (1.0 - used),
         stale_s=STALE_PENALTY_S if stale else 0.0,
     )
 
@@ -116,11 +118,11 @@ def cost(load: ReplicaLoad, uncached: int, output_tokens: int, now: float) -> Co
 class LeastCost:
     """The cheapest in seconds; `draw` decides between equals."""
 
-    def choose(
-        self, candidates: Sequence[Candidate], key: str, draw: float, now: float
-    ) -> Candidate:
+    def select(
+        self, candidates: Sequence[RoutingCandidate], affinity_key: str, draw: float, now: float
+    ) -> RoutingCandidate:
         """See `Chooser`."""
-        del key, now
+        del affinity_key, now
         totals = [candidate.cost.total_s for candidate in candidates]
         least = min(totals) + 1e-9
         equal = [one for one, total in zip(candidates, totals, strict=True) if total <= least]
@@ -131,27 +133,27 @@ class RoundRobin:
     """One after the other."""
 
     def __init__(self) -> None:
-        self._last = ""
+        self._last_replica = ""
 
-    def choose(
-        self, candidates: Sequence[Candidate], key: str, draw: float, now: float
-    ) -> Candidate:
+    def select(
+        self, candidates: Sequence[RoutingCandidate], affinity_key: str, draw: float, now: float
+    ) -> RoutingCandidate:
         """See `Chooser`."""
-        del key, draw, now
+        del affinity_key, draw, now
         ordered = sorted(candidates, key=lambda one: one.load.name)
-        chosen = next((one for one in ordered if one.load.name > self._last), ordered[0])
-        self._last = chosen.load.name
+        chosen = next((one for one in ordered if one.load.name > self._last_replica), ordered[0])
+        self._last_replica = chosen.load.name
         return chosen
 
 
 class PowerOfTwo:
     """The less loaded of two at random (Mitzenmacher 2001)."""
 
-    def choose(
-        self, candidates: Sequence[Candidate], key: str, draw: float, now: float
-    ) -> Candidate:
+    def select(
+        self, candidates: Sequence[RoutingCandidate], affinity_key: str, draw: float, now: float
+    ) -> RoutingCandidate:
         """See `Chooser`."""
-        del key, now
+        del affinity_key, now
         count = len(candidates)
         if count == 1:
             return candidates[0]
@@ -164,16 +166,16 @@ class PowerOfTwo:
 class LatencyAware:
     """The least smoothed time to the first token, times who is there already (as Finagle's balancer)."""
 
-    def choose(
-        self, candidates: Sequence[Candidate], key: str, draw: float, now: float
-    ) -> Candidate:
+    def select(
+        self, candidates: Sequence[RoutingCandidate], affinity_key: str, draw: float, now: float
+    ) -> RoutingCandidate:
         """See `Chooser`. Who is not known yet gets one request, then counts as the slowest."""
-        del key, draw
-        slowest = max(one.load.latency.value(now) for one in candidates)
+        del affinity_key, draw
+        slowest = max(one.load.ttft.value(now) for one in candidates)
 
-        def expected(one: Candidate) -> tuple[float, int]:
+        def expected(one: RoutingCandidate) -> tuple[float, int]:
             busy = one.load.in_flight
-            latency = one.load.latency.value(now) or (slowest if busy else 0.0)
+            latency = one.load.ttft.value(now) or (slowest if busy else 0.0)
             return latency * (busy + 1), busy
 
         return min(candidates, key=expected)
@@ -182,55 +184,59 @@ class LatencyAware:
 class BoundedHash:
     """Consistent hashing with bounded loads (Mirrokni, Thorup & Zadimoghaddam 2018) on the key."""
 
-    POINTS = 64
+    VIRTUAL_NODES = 64
     """Places of each replica on the ring."""
-    REMEMBERED = 1000
+    MAX_RING_REPLICAS = 1000
     """Replicas, about: their names may change for ever."""
 
-    def __init__(self, bound: float = 1.25) -> None:
-        self._bound = bound
+    def __init__(self, load_factor: float = 1.25) -> None:
+        self._load_factor = load_factor
         self._names: frozenset[str] = frozenset()
         self._ring: list[tuple[int, str]] = []
 
-    def choose(
-        self, candidates: Sequence[Candidate], key: str, draw: float, now: float
-    ) -> Candidate:
+    def select(
+        self, candidates: Sequence[RoutingCandidate], affinity_key: str, draw: float, now: float
+    ) -> RoutingCandidate:
         """See `Chooser`. Without a key the place is `draw`'s."""
         del now
         named = {one.load.name: one for one in candidates}
-        self._build(frozenset(named))
+        self._rebuild_ring(frozenset(named))
         busy = sum(map(_in_flight, candidates)) + 1
-        most = math.ceil(self._bound * busy / len(candidates))
-        place = _place(key) if key else int(draw * 2**64)
+        most = math.ceil(self._load_factor * busy / len(candidates))
+        place = _ring_position(affinity_key) if affinity_key else int(draw * 2**64)
         start = bisect_left(self._ring, (place, ""))
         around = (self._ring[(start + step) % len(self._ring)] for step in range(len(self._ring)))
         there = (named[name] for _, name in around if name in named)
         return next(one for one in there if one.load.in_flight < most)
 
-    def _build(self, names: frozenset[str]) -> None:
+    def _rebuild_ring(self, names: frozenset[str]) -> None:
         """Who is full or away for a moment keeps its places: a thousand hashes for each request would be too many."""
         if not names <= self._names:
-            self._names = names if len(self._names) >= self.REMEMBERED else self._names | names
+            self._names = (
+                names if len(self._names) >= self.MAX_RING_REPLICAS else self._names | names
+            )
             self._ring = sorted(
-                (_place(f"{n} {i}"), n) for n in self._names for i in range(self.POINTS)
+                (_ring_position(f"{n} {i}"), n)
+                for n in self._names
+                for i in range(self.VIRTUAL_NODES)
             )
 
 
-def _in_flight(candidate: Candidate) -> int:
+def _in_flight(candidate: RoutingCandidate) -> int:
     return candidate.load.in_flight
 
 
-def _place(key: str) -> int:
+def _ring_position(key: str) -> int:
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest())
 
 
-Rule = Literal["least-cost", "round-robin", "power-of-two", "latency", "hash"]
+RoutingPolicyName = Literal["least-cost", "round-robin", "power-of-two", "latency", "hash"]
 """As a pool's setting names it."""
 
-SEES_ALL: frozenset[Rule] = frozenset({"round-robin", "hash"})
+FULL_SCAN_POLICIES: frozenset[RoutingPolicyName] = frozenset({"round-robin", "hash"})
 """Rules that go by who is there; the others look for a good one, and need not see all of very many."""
 
-CHOOSERS: dict[Rule, Callable[[], Chooser]] = {
+ROUTING_POLICIES: dict[RoutingPolicyName, Callable[[], RoutingPolicy]] = {
     "least-cost": LeastCost,
     "round-robin": RoundRobin,
     "power-of-two": PowerOfTwo,

@@ -5,41 +5,41 @@ from __future__ import annotations
 import math
 
 
-class Rate:
+class EwmaRate:
     """Units a second, over the last units: what is `half_life` units ago counts half."""
 
-    __slots__ = ("_half_life", "_seconds", "_units")
+    __slots__ = ("_half_life_units", "_seconds", "_units")
 
-    def __init__(self, half_life: float) -> None:
-        self._half_life = half_life
+    def __init__(self, half_life_units: float) -> None:
+        self._half_life_units = half_life_units
         self._units = 0.0
         self._seconds = 0.0
 
     def add(self, units: float, seconds: float) -> None:
         """So many units took so long."""
-        left = 0.5 ** (units / self._half_life)
+        left = 0.5 ** (units / self._half_life_units)
         self._units = self._units * left + units
         self._seconds = self._seconds * left + seconds
 
     @property
-    def per_s(self) -> float:
+    def units_per_s(self) -> float:
         """0: nothing was measured."""
         return self._units / self._seconds if self._seconds > 0 else 0.0
 
 
-class Mean:
+class EwmaMean:
     """Over the last samples: what is `half_life` samples ago counts half."""
 
-    __slots__ = ("_left", "_value")
+    __slots__ = ("_decay", "_value")
 
-    def __init__(self, half_life: float, start: float) -> None:
+    def __init__(self, half_life_samples: float, initial: float) -> None:
         """`start` is what is presumed before anything was measured."""
-        self._left = 0.5 ** (1.0 / half_life)
-        self._value = start
+        self._decay = 0.5 ** (1.0 / half_life_samples)
+        self._value = initial
 
     def add(self, sample: float) -> None:
         """One more sample."""
-        self._value = self._value * self._left + sample * (1.0 - self._left)
+        self._value = self._value * self._decay + sample * (1.0 - self._decay)
 
     @property
     def value(self) -> float:
@@ -62,41 +62,41 @@ class PeakEwma:
 
     def add(self, seconds: float, now: float) -> None:
         """One more sample."""
-        left = self._left(now)
+        left = self._decay(now)
         mean = self._value * left + seconds * (1.0 - left)
         self._value, self._at = max(seconds, mean), now
 
     def value(self, now: float) -> float:
         """Seconds; 0: nothing was measured."""
-        return self._value * self._left(now)
+        return self._value * self._decay(now)
 
-    def _left(self, now: float) -> float:
+    def _decay(self, now: float) -> float:
         return math.exp(-max(0.0, now - self._at) / self._tau_s)
 
 
-class Line:
+class OnlineLinearFit:
     """The line `y = a + b * x` through what was measured, by least squares; each new point makes the others fade.
 
     It never falls: `b` is at least 0.
     """
 
-    __slots__ = ("_left", "_n", "_x", "_xx", "_xy", "_y")
+    __slots__ = ("_decay", "_n", "_x", "_xx", "_xy", "_y")
 
-    def __init__(self, half_life: float) -> None:
+    def __init__(self, half_life_points: float) -> None:
         """Points that are `half_life` points ago count half."""
-        self._left = 0.5 ** (1.0 / half_life)
+        self._decay = 0.5 ** (1.0 / half_life_points)
         self._n = self._x = self._y = self._xx = self._xy = 0.0
 
     def add(self, x: float, y: float) -> None:
         """One more point."""
-        left = self._left
+        left = self._decay
         self._n = self._n * left + 1.0
         self._x = self._x * left + x
         self._y = self._y * left + y
         self._xx = self._xx * left + x * x
         self._xy = self._xy * left + x * y
 
-    def at(self, x: float) -> float:
+    def predict(self, x: float) -> float:
         """What is expected there; 0: nothing was measured."""
         if not self._n:
             return 0.0

@@ -10,19 +10,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-KEPT = 8
+RESERVED_SLOT_DIVISOR = 8
 """One seat in so many is kept free for each higher tier."""
-LATELY_S = 60.0
+RECENT_WINDOW_S = 60.0
 """Nothing is kept for a tier that has not asked for so long."""
 
 
-def nothing_kept(tier: int, asked: Sequence[float], now: float) -> bool:
+def no_reservation_active(tier: int, last_request_at: Sequence[float], now: float) -> bool:
     """Whether no higher tier has asked lately, so that any free seat is for this one."""
-    return now - max(asked[:tier], default=-math.inf) >= LATELY_S
+    return now - max(last_request_at[:tier], default=-math.inf) >= RECENT_WINDOW_S
 
 
-def lowest_tier(
-    free: Sequence[int], seats: int, running: Sequence[int], asked: Sequence[float], now: float
+def lowest_admissible_tier(
+    free_slots: Sequence[int],
+    total_slots: int,
+    running: Sequence[int],
+    last_request_at: Sequence[float],
+    now: float,
 ) -> int:
     """The lowest tier that may have one of those of all `seats` that are `free` for it; -1: none.
 
@@ -30,9 +34,9 @@ def lowest_tier(
     lower one.
     """
     kept = 0
-    for tier, (runs, at) in enumerate(zip(running, asked, strict=True)):
-        if free[tier] <= kept:
+    for tier, (runs, at) in enumerate(zip(running, last_request_at, strict=True)):
+        if free_slots[tier] <= kept:
             return tier - 1
-        if now - at < LATELY_S:
-            kept += max(0, min(seats // KEPT, seats // 2 - runs))
+        if now - at < RECENT_WINDOW_S:
+            kept += max(0, min(total_slots // RESERVED_SLOT_DIVISOR, total_slots // 2 - runs))
     return len(running) - 1

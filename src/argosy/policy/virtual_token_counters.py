@@ -9,63 +9,69 @@ service per weight then differs by at most twice the larger of (input price x lo
 
 from __future__ import annotations
 
-INPUT_PRICE = 1.0
-OUTPUT_PRICE = 2.0
+INPUT_TOKEN_WEIGHT = 1.0
+OUTPUT_TOKEN_WEIGHT = 2.0
 """An output token occupies a whole step's slot, an input token shares one: it weighs more."""
 
 
-def service(computed: float, output: float) -> float:
+def weighted_tokens(input_tokens: float, output_tokens: float) -> float:
     """What so many tokens count for: those of prompts that were not found in a cache, and those of answers."""
-    return INPUT_PRICE * computed + OUTPUT_PRICE * output
+    return INPUT_TOKEN_WEIGHT * input_tokens + OUTPUT_TOKEN_WEIGHT * output_tokens
 
 
-class Account:
+class TenantCounter:
     """What one tenant has been served, in weighted tokens."""
 
-    __slots__ = ("active", "served", "tenant", "weight")
+    __slots__ = ("active_requests", "served_tokens", "tenant", "weight")
 
-    def __init__(self, tenant: str, weight: float, served: float) -> None:
+    def __init__(self, tenant: str, weight: float, served_tokens: float) -> None:
         self.tenant = tenant
         self.weight = weight
-        self.served = served
-        self.active = 0
+        self.served_tokens = served_tokens
+        self.active_requests = 0
         """Requests of this tenant that wait or run."""
 
 
-class TenantShares:
+class VirtualTokenCounters:
     """The accounts of all tenants. A tenant is backlogged between `enter` and the matching `leave`."""
 
-    def __init__(self, max_idle: int = 10_000) -> None:
-        self._accounts: dict[str, Account] = {}
-        self._busy: dict[str, Account] = {}
-        self._level = 0.0
+    def __init__(self, max_idle_tenants: int = 10_000) -> None:
+        self._counters: dict[str, TenantCounter] = {}
+        self._backlogged: dict[str, TenantCounter] = {}
+        self._idle_level = 0.0
         """What the tenant that was busy last had been served: where the next busy time begins."""
-        self._max_idle = max_idle
+        self._max_idle_tenants = max_idle_tenants
 
-    def enter(self, tenant: str, weight: float) -> Account:
+    def add_request(self, tenant: str, weight: float) -> TenantCounter:
         """One more request of `tenant`; its weight (> 0) is the one last given."""
-        account = self._accounts.get(tenant)
+        account = self._counters.get(tenant)
         if account is None:
-            account = self._accounts[tenant] = Account(tenant, weight, 0.0)
-        if account.active == 0:
-            level = min((other.served for other in self._busy.values()), default=self._level)
-            account.served = max(account.served, level)
-            self._busy[tenant] = account
+            account = self._counters[tenant] = TenantCounter(tenant, weight, 0.0)
+        if account.active_requests == 0:
+            level = min(
+                (other.served_tokens for other in self._backlogged.values()),
+                default=self._idle_level,
+            )
+            account.served_tokens = max(account.served_tokens, level)
+            self._backlogged[tenant] = account
         account.weight = weight
-        account.active += 1
+        account.active_requests += 1
         return account
 
-    def leave(self, account: Account) -> None:
+    def remove_request(self, counter: TenantCounter) -> None:
         """A request of this tenant has ended."""
-        account.active -= 1
-        if account.active == 0:
-            del self._busy[account.tenant]
-            self._level = account.served
-        if len(self._accounts) > self._max_idle:
-            self._forget_idle()
+        counter.active_requests -= 1
+        if counter.active_requests == 0:
+            del self._backlogged[counter.tenant]
+            self._idle_level = counter.served_tokens
+        if len(self._counters) > self._max_idle_tenants:
+            self._evict_idle()
 
-    def _forget_idle(self) -> None:
+    def _evict_idle(self) -> None:
         """Keep the idle accounts that still carry debt, largest first; the others would be lifted anyway."""
-        idle = sorted((a for a in self._accounts.values() if not a.active), key=lambda a: a.served)
-        for account in idle[: max(0, len(idle) - self._max_idle // 2)]:
-            del self._accounts[account.tenant]
+        idle = sorted(
+            (a for a in self._counters.values() if not a.active_requests),
+            key=lambda a: a.served_tokens,
+        )
+        for account in idle[: max(0, len(idle) - self._max_idle_tenants // 2)]:
+            del self._counters[account.tenant]

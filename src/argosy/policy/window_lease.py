@@ -19,257 +19,281 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from argosy.policy.leased_quota import LARGEST, Ask, Grant, Shared
-from argosy.policy.quota_meters import SHORT_S, SLOTS, Period, Window, period
+from argosy.policy.leased_quota import MAX_UNITS, LeasedQuota, LeaseGrant, LeaseRequest
+from argosy.policy.quota_meters import (
+    MIN_SEEDED_WINDOW_S,
+    WINDOW_SLOTS,
+    CalendarPeriod,
+    SlidingWindow,
+    calendar_bounds,
+)
 
-LEASE_S = 2.0
+MAX_LEASE_S = 2.0
 """Most that a grant is good for; of a window, a tenth of it at most."""
-MOST_OWED = 2 * SLOTS
-FRESH_S = 10.0
+MAX_OWED_SLOTS = 2 * WINDOW_SLOTS
+MAX_SEED_AGE_S = 10.0
 """For so long the authority may be told what a ledger said: later that would lack what others have used since."""
 
 
-def _nothing() -> None:
+def _ignore() -> None:
     """There is nobody to tell."""
 
 
 @dataclass(slots=True)
-class _Granted:
+class _ActiveGrant:
     slot: int
-    left: int
-    until: float
+    remaining: int
+    expires_at: float
 
 
-class Lease(Shared):
+class WindowLease(LeasedQuota):
     """Of a limit over a window or a period of the calendar."""
 
-    def __init__(self, name: str, own: Window | Period) -> None:
-        super().__init__(name, own)
-        self.on_news: Callable[[], None] = _nothing
+    def __init__(self, name: str, local_meter: SlidingWindow | CalendarPeriod) -> None:
+        super().__init__(name, local_meter)
+        self.on_report_due: Callable[[], None] = _ignore
         """Called when there is something to tell that nobody waits for."""
-        self._seconds = own.seconds if isinstance(own, Window) else 0.0
-        self._lease_s = min(LEASE_S, self._seconds / 10 or LEASE_S)
-        self._grants: deque[_Granted] = deque()
-        self._left = 0
-        self._starts, self._ends = 0.0, (math.inf if self._seconds else -math.inf)
-        self._credit, self._credit_at = 0, -math.inf
-        self._spent = self._pace = 0
+        self._window_s = local_meter.window_s if isinstance(local_meter, SlidingWindow) else 0.0
+        self._lease_s = min(MAX_LEASE_S, self._window_s / 10 or MAX_LEASE_S)
+        self._grants: deque[_ActiveGrant] = deque()
+        self._granted_units = 0
+        self._period_start, self._period_end = 0.0, (math.inf if self._window_s else -math.inf)
+        self._overdraft, self._overdraft_at = 0, -math.inf
+        self._spent_since_request = self._expected_spend = 0
         self._owed: dict[int, int] = {}
         """Own slot -> units used without a grant."""
-        self._origins: dict[int, int] = {}
+        self._earliest_grant_slots: dict[int, int] = {}
         """Own slot -> the earliest slot of grants that were used in it."""
-        self._back: dict[int, int] = {}
+        self._returned: dict[int, int] = {}
         self._seeds: list[tuple[float, int]] | None = None
-        self._seeds_until = -math.inf
-        self._sought = False
+        self._seeds_expire_at = -math.inf
+        self._seeds_requested = False
         """The authority has asked for them."""
-        self._short = False
+        self._is_short = False
         """There was not enough: what nobody here could use of it may be what somebody elsewhere waits for."""
         self._renew_at = math.inf
-        self._told = Grant(0, 0, 0, 0.0, 0.0, known=True)
-        self._told_at = -math.inf
-        self._on_its_way = 0
+        self._last_grant = LeaseGrant(0, 0, 0, 0.0, 0.0, known=True)
+        self._last_grant_at = -math.inf
+        self._units_in_transit = 0
         """Given back, less what was owed, with an ask that was not answered yet."""
 
     @property
     def name(self) -> str:
         """See `Shared`."""
-        return self._name if self._seconds else f"{self._name}:{self._starts:.0f}"
+        return self._name if self._window_s else f"{self._name}:{self._period_start:.0f}"
 
     @property
     def used(self) -> int:
         """See `Counter`: by all gateways, as far as is known."""
-        return max(self._told.used - self._left, self._own.used)
+        return max(self._last_grant.used - self._granted_units, self._local_meter.used)
 
     @property
-    def idle(self) -> bool:
+    def is_idle(self) -> bool:
         """See `Shared`."""
-        news = self._back or self._owed or self._to_seed
-        return not (self._grants or self._need or self._spent or news)
+        news = self._returned or self._owed or self._has_requested_seeds
+        return not (self._grants or self._needed or self._spent_since_request or news)
 
-    def room(self, now: float) -> int:
+    def remaining(self, now: float) -> int:
         """See `Counter`."""
-        self._expire(now)
-        self._own.room(now)  # so that `used` is as of now
-        return self._left + self._credit if now == self._credit_at else self._left
+        self._expire_grants(now)
+        self._local_meter.remaining(now)  # so that `used` is as of now
+        return (
+            self._granted_units + self._overdraft
+            if now == self._overdraft_at
+            else self._granted_units
+        )
 
     def add(self, units: int, now: float) -> int:
         """See `Counter`; the slot is our own."""
-        self._expire(now)
-        own = self._own.add(units, now)
+        self._expire_grants(now)
+        own = self._local_meter.add(units, now)
         rest, slot = units, None
         while rest and self._grants:
             grant = self._grants[0]
-            taken = min(grant.left, rest)
-            grant.left -= taken
+            taken = min(grant.remaining, rest)
+            grant.remaining -= taken
             rest -= taken
             slot = grant.slot if slot is None else slot
-            if not grant.left:
+            if not grant.remaining:
                 self._grants.popleft()
-        self._left -= units - rest
-        self._spent += units
+        self._granted_units -= units - rest
+        self._spent_since_request += units
         if rest:
             self._owed[own] = self._owed.get(own, 0) + rest
-            if len(self._owed) > MOST_OWED:
+            if len(self._owed) > MAX_OWED_SLOTS:
                 del self._owed[next(iter(self._owed))]  # longer ago than a window
-            self._credit = max(0, self._credit - rest)
-            self.on_news()
+            self._overdraft = max(0, self._overdraft - rest)
+            self.on_report_due()
         if slot is not None:
-            self._origins.setdefault(own, slot)
+            self._earliest_grant_slots.setdefault(own, slot)
         return own
 
-    def correct(self, slot: int, units: int, now: float) -> bool:
+    def adjust(self, slot: int, units: int, now: float) -> bool:
         """See `Counter`. The authority is told the slot where it counts, or an earlier one: never a later one."""
-        self._expire(now)
-        if not self._own.correct(slot, units, now):
+        self._expire_grants(now)
+        if not self._local_meter.adjust(slot, units, now):
             return False
-        back, origin = -units, self._origins.get(slot)
+        back, origin = -units, self._earliest_grant_slots.get(slot)
         if origin is None:  # all of it was lent
             untold = min(back, self._owed.get(slot, 0))
             if untold:
                 self._owed[slot] -= untold
                 back -= untold
-            if not self._seconds:  # a period is one slot; of a window nobody knows where it counts
+            if not self._window_s:  # a period is one slot; of a window nobody knows where it counts
                 origin = slot
         if back and origin is not None:
-            self._back[origin] = self._back.get(origin, 0) + back
-            self._dry_until = -math.inf  # there is this again
-            self.on_news()
+            self._returned[origin] = self._returned.get(origin, 0) + back
+            self._exhausted_until = -math.inf  # there is this again
+            self.on_report_due()
         return True
 
     def wait_s(self, units: int, now: float) -> float:
         """See `Counter`."""
-        if units <= self.room(now):
+        if units <= self.remaining(now):
             return 0.0
         if units > self.limit:
             return math.inf
-        if not self._seconds:
-            return self._ends - now
-        return max(0.0, self._told.wait_s - (now - self._told_at))
+        if not self._window_s:
+            return self._period_end - now
+        return max(0.0, self._last_grant.wait_s - (now - self._last_grant_at))
 
     def reset_s(self, now: float) -> float:
         """See `Counter`."""
-        self._expire(now)
-        if not self._seconds:
-            return self._ends - now if self.used else 0.0
-        return max(0.0, self._told.reset_s - (now - self._told_at), self._own.reset_s(now))
+        self._expire_grants(now)
+        if not self._window_s:
+            return self._period_end - now if self.used else 0.0
+        return max(
+            0.0,
+            self._last_grant.reset_s - (now - self._last_grant_at),
+            self._local_meter.reset_s(now),
+        )
 
-    def since(self, now: float) -> tuple[float, ...]:
+    def seed_points(self, now: float) -> tuple[float, ...]:
         """See `Counter`."""
-        self._expire(now)
-        return self._own.since(now)
+        self._expire_grants(now)
+        return self._local_meter.seed_points(now)
 
-    def recall(self, used: Iterable[tuple[float, int]], now: float) -> None:
+    def seed(self, used: Iterable[tuple[float, int]], now: float) -> None:
         """See `Counter`: the authority is told with the next ask; it listens to the first that tells.
 
         It is told no more when nothing was asked for long: it will say if nobody has told.
         """
-        self.unknown = False
-        self._seeds = [(at, units) for at, units in used if at > self._starts]
-        self._seeds_until = now + FRESH_S
-        if self._sought:
-            self.on_news()
+        self.needs_seed = False
+        self._seeds = [(at, units) for at, units in used if at > self._period_start]
+        self._seeds_expire_at = now + MAX_SEED_AGE_S
+        if self._seeds_requested:
+            self.on_report_due()
 
-    def due(self, now: float) -> bool:
+    def is_due(self, now: float) -> bool:
         """See `Shared`."""
-        self._expire(now)
-        return now >= self._renew_at or self._to_seed or bool(self._back or self._owed)
+        self._expire_grants(now)
+        return (
+            now >= self._renew_at or self._has_requested_seeds or bool(self._returned or self._owed)
+        )
 
-    def lends(self, units: int, now: float) -> bool:
+    def can_overdraw(self, units: int, now: float) -> bool:
         """See `Shared`. What streams were lent since counts too: slow ones would never end otherwise."""
-        if now >= self._told_at + self._lease_s:
+        if now >= self._last_grant_at + self._lease_s:
             return True
-        since = self._on_its_way + sum(self._back.values()) - sum(self._owed.values())
-        return units <= self._left + self.limit - self._told.used + since
+        since = self._units_in_transit + sum(self._returned.values()) - sum(self._owed.values())
+        return units <= self._granted_units + self.limit - self._last_grant.used + since
 
-    def lend(self, units: int, now: float) -> None:
+    def overdraw(self, units: int, now: float) -> None:
         """See `Shared`."""
-        self._credit, self._credit_at = units, now
+        self._overdraft, self._overdraft_at = units, now
 
-    def ask(self, now: float) -> Ask:
+    def build_request(self, now: float) -> LeaseRequest:
         """See `Shared`."""
-        self._expire(now)
-        need = min(self._need, LARGEST)
+        self._expire_grants(now)
+        need = min(self._needed, MAX_UNITS)
         # What was needed before it was time to renew was too little: twice as much, until it lasts.
-        pace = 2 * max(self._spent, self._pace) if need else max(self._spent, self._pace // 2)
-        self._pace = min(pace, self.limit)
-        idle = not self._spent and not need
-        if idle or self._short:
+        pace = (
+            2 * max(self._spent_since_request, self._expected_spend)
+            if need
+            else max(self._spent_since_request, self._expected_spend // 2)
+        )
+        self._expected_spend = min(pace, self.limit)
+        idle = not self._spent_since_request and not need
+        if idle or self._is_short:
             while self._grants:
-                self._return(self._grants.popleft())
-        ahead = 0 if idle else max(0, max(self._pace, need) - self._left)
-        seeds = self._seeds if now < self._seeds_until else None
-        width = self._seconds / SLOTS
-        ask = Ask(
-            kind="window" if self._seconds else "period",
-            limit=min(self.limit, LARGEST),
-            seconds=self._seconds,
+                self._return_grant(self._grants.popleft())
+        ahead = 0 if idle else max(0, max(self._expected_spend, need) - self._granted_units)
+        seeds = self._seeds if now < self._seeds_expire_at else None
+        width = self._window_s / WINDOW_SLOTS
+        ask = LeaseRequest(
+            kind="window" if self._window_s else "period",
+            limit=min(self.limit, MAX_UNITS),
+            seconds=self._window_s,
             lease_s=self._lease_s,
-            keep_s=(self._seconds or self._ends - now) + self._lease_s + width + 1.0,
-            slot=int(self._starts),
+            keep_s=(self._window_s or self._period_end - now) + self._lease_s + width + 1.0,
+            slot=int(self._period_start),
             need=need,
-            ahead=min(ahead, LARGEST),
-            owed=tuple(self._aged(now)),
-            back=tuple((slot, min(units, LARGEST)) for slot, units in self._back.items()),
+            ahead=min(ahead, MAX_UNITS),
+            owed=tuple(self._owed_by_age(now)),
+            back=tuple((slot, min(units, MAX_UNITS)) for slot, units in self._returned.items()),
             seeds=None if seeds is None else tuple((now - at, units) for at, units in seeds),
         )
-        self._on_its_way = sum(self._back.values()) - sum(self._owed.values())
-        self._need = self._spent = 0
-        self._short = False
-        self._owed, self._back, self._seeds = {}, {}, None
+        self._units_in_transit = sum(self._returned.values()) - sum(self._owed.values())
+        self._needed = self._spent_since_request = 0
+        self._is_short = False
+        self._owed, self._returned, self._seeds = {}, {}, None
         self._renew_at = now + self._lease_s / 2 if self._grants else math.inf
-        if self._seconds:
-            oldest = int(now // width) - SLOTS
-            self._origins = {own: at for own, at in self._origins.items() if own >= oldest}
+        if self._window_s:
+            oldest = int(now // width) - WINDOW_SLOTS
+            self._earliest_grant_slots = {
+                own: at for own, at in self._earliest_grant_slots.items() if own >= oldest
+            }
         return ask
 
-    def answer(self, ask: Ask, grant: Grant, asked_at: float, now: float) -> None:
+    def apply_grant(
+        self, request: LeaseRequest, grant: LeaseGrant, requested_at: float, now: float
+    ) -> None:
         """See `Shared`."""
-        self._expire(now)
-        if ask.slot != int(self._starts):
+        self._expire_grants(now)
+        if request.slot != int(self._period_start):
             return  # of a period that is over
         if grant.granted:
-            until = min(asked_at + self._lease_s, self._ends)
-            self._grants.append(_Granted(grant.slot, grant.granted, until))
-            self._left += grant.granted
-            self._renew_at = min(self._renew_at, asked_at + self._lease_s / 2)
-        self._told, self._told_at, self._on_its_way = grant, now, 0
-        if self._falls_short(ask, grant, now):
-            self._short, self._renew_at = True, now
-        self._sought = not grant.known and not 0.0 < self._seconds <= SHORT_S
-        if self._sought and self._seeds is None:
-            self.unknown = True
+            until = min(requested_at + self._lease_s, self._period_end)
+            self._grants.append(_ActiveGrant(grant.slot, grant.granted, until))
+            self._granted_units += grant.granted
+            self._renew_at = min(self._renew_at, requested_at + self._lease_s / 2)
+        self._last_grant, self._last_grant_at, self._units_in_transit = grant, now, 0
+        if self._record_shortfall(request, grant, now):
+            self._is_short, self._renew_at = True, now
+        self._seeds_requested = not grant.known and not 0.0 < self._window_s <= MIN_SEEDED_WINDOW_S
+        if self._seeds_requested and self._seeds is None:
+            self.needs_seed = True
 
     @property
-    def _to_seed(self) -> bool:
-        return self._sought and self._seeds is not None
+    def _has_requested_seeds(self) -> bool:
+        return self._seeds_requested and self._seeds is not None
 
-    def _aged(self, now: float) -> Iterator[tuple[float, int]]:
+    def _owed_by_age(self, now: float) -> Iterator[tuple[float, int]]:
         """What is owed, as used at the latest at the end of the slot in which it was."""
-        width = self._seconds / SLOTS
+        width = self._window_s / WINDOW_SLOTS
         for own, units in self._owed.items():
-            yield max(0.0, now - (own + 1) * width) if width else 0.0, min(units, LARGEST)
+            yield max(0.0, now - (own + 1) * width) if width else 0.0, min(units, MAX_UNITS)
 
-    def _expire(self, now: float) -> None:
-        if now >= self._ends:
-            self._turn(now)
-        while self._grants and now >= self._grants[0].until:
-            self._return(self._grants.popleft())
+    def _expire_grants(self, now: float) -> None:
+        if now >= self._period_end:
+            self._start_period(now)
+        while self._grants and now >= self._grants[0].expires_at:
+            self._return_grant(self._grants.popleft())
 
-    def _return(self, grant: _Granted) -> None:
-        self._back[grant.slot] = self._back.get(grant.slot, 0) + grant.left
-        self._left -= grant.left
+    def _return_grant(self, grant: _ActiveGrant) -> None:
+        self._returned[grant.slot] = self._returned.get(grant.slot, 0) + grant.remaining
+        self._granted_units -= grant.remaining
 
-    def _turn(self, now: float) -> None:
+    def _start_period(self, now: float) -> None:
         """A new period: nothing of the old one matters. Whoever sees it begin knows that nothing was used before."""
-        seen = self._ends > 0.0
-        if isinstance(self._own, Period):
-            self._starts, self._ends = period(self._own.calendar, now)
-        seen = seen and now < self._starts + self._lease_s
+        seen = self._period_end > 0.0
+        if isinstance(self._local_meter, CalendarPeriod):
+            self._period_start, self._period_end = calendar_bounds(self._local_meter.calendar, now)
+        seen = seen and now < self._period_start + self._lease_s
         self._grants.clear()
-        self._left = self._spent = self._pace = 0
-        self._owed, self._origins, self._back = {}, {}, {}
-        self._seeds, self.unknown = ([], False) if seen else (None, True)
-        self._seeds_until, self._sought = now + FRESH_S, False
-        self._on_its_way = 0
-        self._told = Grant(0, 0, 0, 0.0, 0.0, known=True)
+        self._granted_units = self._spent_since_request = self._expected_spend = 0
+        self._owed, self._earliest_grant_slots, self._returned = {}, {}, {}
+        self._seeds, self.needs_seed = ([], False) if seen else (None, True)
+        self._seeds_expire_at, self._seeds_requested = now + MAX_SEED_AGE_S, False
+        self._units_in_transit = 0
+        self._last_grant = LeaseGrant(0, 0, 0, 0.0, 0.0, known=True)

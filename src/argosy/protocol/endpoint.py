@@ -6,7 +6,7 @@ from urllib.parse import unquote, urlsplit
 
 import msgspec
 
-REMEDY = "write http://HOST:PORT, https://HOST or unix:/PATH/OF.sock"
+URL_REMEDY = "write http://HOST:PORT, https://HOST or unix:/PATH/OF.sock"
 
 
 class Endpoint(msgspec.Struct, frozen=True):
@@ -14,10 +14,10 @@ class Endpoint(msgspec.Struct, frozen=True):
 
     host: str
     port: int = 0
-    unix: str | None = None
+    socket_path: str | None = None
     """Path of the Unix socket that takes the place of host and port."""
     tls: bool = False
-    path: str = ""
+    path_prefix: str = ""
     """Put before each request's path; no slash at the end."""
     address: str | None = None
     """Which of the host's addresses is meant; None: any."""
@@ -25,16 +25,16 @@ class Endpoint(msgspec.Struct, frozen=True):
     @property
     def authority(self) -> str:
         """For the `Host` header."""
-        if self.unix is not None:
+        if self.socket_path is not None:
             return self.host
         host = f"[{self.host}]" if ":" in self.host else self.host
         usual = 443 if self.tls else 80
         return host if self.port == usual else f"{host}:{self.port}"
 
     @property
-    def name(self) -> str:
+    def display_name(self) -> str:
         """For people."""
-        return self.authority if self.unix is None else f"unix:{self.unix}"
+        return self.authority if self.socket_path is None else f"unix:{self.socket_path}"
 
 
 def parse_endpoint(url: str) -> Endpoint:
@@ -45,20 +45,20 @@ def parse_endpoint(url: str) -> Endpoint:
     if url.startswith("unix:"):
         socket = unquote(url.removeprefix("unix:").removeprefix("//"))
         if not socket.startswith("/"):
-            raise ValueError(f"{url!r} is no URL of a server: {REMEDY}")
-        return Endpoint("localhost", unix=socket)
+            raise ValueError(f"{url!r} is no URL of a server: {URL_REMEDY}")
+        return Endpoint("localhost", socket_path=socket)
     try:
         parts = urlsplit(url)
         port = parts.port if parts.scheme in {"http", "https"} else None
     except ValueError as error:
-        raise ValueError(f"{url!r} is no URL ({error}): {REMEDY}") from error
+        raise ValueError(f"{url!r} is no URL ({error}): {URL_REMEDY}") from error
     path = parts.path.rstrip("/").removesuffix("/v1")
     if parts.scheme == "http+unix" and parts.netloc:
-        return Endpoint("localhost", unix=unquote(parts.netloc), path=path)
+        return Endpoint("localhost", socket_path=unquote(parts.netloc), path_prefix=path)
     if parts.scheme not in {"http", "https"} or not parts.hostname:
-        raise ValueError(f"{url!r} is no URL of a server: {REMEDY}")
+        raise ValueError(f"{url!r} is no URL of a server: {URL_REMEDY}")
     if parts.query or parts.fragment or parts.username is not None or " " in url:
         message = f"the URL of {parts.hostname} has a user, a query, a fragment or a space"
-        raise ValueError(f"{message}, which no server would be told: {REMEDY}")
+        raise ValueError(f"{message}, which no server would be told: {URL_REMEDY}")
     tls = parts.scheme == "https"
-    return Endpoint(parts.hostname, port or (443 if tls else 80), tls=tls, path=path)
+    return Endpoint(parts.hostname, port or (443 if tls else 80), tls=tls, path_prefix=path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-_TYPES = {
+_ERROR_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
@@ -42,9 +42,9 @@ class ApiError(Exception):
     def type(self) -> str:
         """OpenAI's word for the status."""
         by_class = "server_error" if self.status >= 500 else "invalid_request_error"
-        return _TYPES.get(self.status, by_class)
+        return _ERROR_TYPES.get(self.status, by_class)
 
-    def body(self, request_id: str) -> bytes:
+    def encode_body(self, request_id: str) -> bytes:
         """The JSON error body (OpenAI's shape, with the request id beside it)."""
         return msgspec.json.encode(
             {
@@ -59,6 +59,8 @@ class ApiError(Exception):
         )
 
 
-def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
+def invalid_request(
+    message: str, param: str | None = None, code: str = "invalid_value"
+) -> ApiError:
     """A 400 for the parameter `param`."""
     return ApiError(400, code, message, param=param)

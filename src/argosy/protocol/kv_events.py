@@ -13,14 +13,14 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-NAME_BYTES = 8
+BLOCK_NAME_BYTES = 8
 """Two of 10 million blocks share a name once in 300,000 times; then some prompt goes to a second-best replica."""
 
 
-class KvReading(msgspec.Struct, frozen=True, kw_only=True):
+class TokenizationKey(msgspec.Struct, frozen=True, kw_only=True):
     """How texts become blocks. Replicas that read alike give the same text the same names."""
 
-    text: str
+    tokenizer: str
     """Stands for the tokenizer and the chat template."""
     block_size: Annotated[int, Meta(ge=1)]
     """Tokens of a block."""
@@ -29,19 +29,19 @@ class KvReading(msgspec.Struct, frozen=True, kw_only=True):
 class KvEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What came and went in a replica's prefix cache."""
 
-    start: KvReading | None = None
+    reset: TokenizationKey | None = None
     """Forget what was told before: from here on everything is told anew."""
     stored: bytes = b""
     """Names, one after the other."""
     removed: bytes = b""
 
 
-def pack_names(names: Iterable[int]) -> bytes:
+def pack_block_names(names: Iterable[int]) -> bytes:
     """Names as they travel."""
     return array("Q", names).tobytes()
 
 
-def unpack_names(packed: bytes) -> array[int]:
+def unpack_block_names(packed: bytes) -> array[int]:
     """The names, as numbers that mean nothing. Raises ValueError for what are none."""
     names = array("Q")
     names.frombytes(packed)

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-Json = dict[str, Any]
+JsonObject = dict[str, Any]
 """A JSON object whose inside is judged later, or only refused."""
 
 
@@ -28,7 +28,7 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Accepted; nothing is padded."""
 
 
-class Resume(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ResumeInput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Tokens already generated elsewhere; the answer goes on after them, exactly.
 
     `token_ids` is one list of ids, or one list for each choice (in index order). They count in
@@ -54,7 +54,7 @@ class ContentPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     cache_control: Any = None
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ChatMessageParam(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One message of a conversation; the chat template says which roles there are."""
 
     role: Annotated[str, Meta(min_length=1, max_length=64)]
@@ -63,10 +63,10 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     refusal: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[Json] | None = None
+    tool_calls: list[JsonObject] | None = None
     tool_call_id: str | None = None
-    function_call: Json | None = None
-    audio: Json | None = None
+    function_call: JsonObject | None = None
+    audio: JsonObject | None = None
     cache_control: Any = None
     annotations: Any = None
     """With the next four: what APIs and client libraries put beside an answer's text, and send back with it."""
@@ -116,55 +116,55 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """Choices carry `token_ids`; the first of each carries `prompt_token_ids`."""
     return_tokens_as_token_ids: bool | None = None
     """Logprobs name tokens as `token_id:123`."""
-    response_format: Json | None = None
-    structured_outputs: Json | None = None
+    response_format: JsonObject | None = None
+    structured_outputs: JsonObject | None = None
     priority: int | None = None
     request_id: str | None = None
     session_id: str | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
-    kv_transfer_params: Json | None = None
+    kv_transfer_params: JsonObject | None = None
     stream_interval: int | None = None
 
     # ours
     timeout_s: float | None = None
     """After so many seconds the request ends with what there is, `finish_reason` "timeout"."""
-    resume: Resume | None = None
+    resume: ResumeInput | None = None
 
 
 class ChatCompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     """Body of `POST /v1/chat/completions`: the 36 fields of the SDK, and the extras."""
 
-    messages: list[Message]
+    messages: list[ChatMessageParam]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    audio: Json | None = None
-    function_call: str | Json | None = None
-    functions: list[Json] | None = None
+    audio: JsonObject | None = None
+    function_call: str | JsonObject | None = None
+    functions: list[JsonObject] | None = None
     metadata: dict[str, str] | None = None
     modalities: list[str] | None = None
-    moderation: Json | None = None
+    moderation: JsonObject | None = None
     parallel_tool_calls: bool | None = None
-    prediction: Json | None = None
+    prediction: JsonObject | None = None
     prompt_cache_key: str | None = None
-    prompt_cache_options: Json | None = None
+    prompt_cache_options: JsonObject | None = None
     prompt_cache_retention: str | None = None
     reasoning_effort: str | None = None
     safety_identifier: str | None = None
     service_tier: str | None = None
     store: bool | None = None
-    tool_choice: str | Json | None = None
-    tools: list[Json] | None = None
+    tool_choice: str | JsonObject | None = None
+    tools: list[JsonObject] | None = None
     verbosity: str | None = None
-    web_search_options: Json | None = None
+    web_search_options: JsonObject | None = None
 
     # vLLM's names
     echo: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template: str | None = None
-    chat_template_kwargs: Json | None = None
-    documents: list[Json] | None = None
+    chat_template_kwargs: JsonObject | None = None
+    documents: list[JsonObject] | None = None
     include_reasoning: bool | None = None
     thinking_token_budget: int | None = None
 
@@ -185,14 +185,14 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: list[ChatMessageParam] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template: str | None = None
-    chat_template_kwargs: Json | None = None
-    tools: list[Json] | None = None
+    chat_template_kwargs: JsonObject | None = None
+    tools: list[JsonObject] | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -14,7 +14,7 @@ FinishReason = Literal["stop", "length", "timeout"]
 """`timeout` is ours: the request ran out of its time and this is what there was."""
 
 
-class CachedTokens(msgspec.Struct, frozen=True, kw_only=True):
+class PromptTokenUsageInfo(msgspec.Struct, frozen=True, kw_only=True):
     """How much of the prompt was found in the prefix cache."""
 
     cached_tokens: int
@@ -26,7 +26,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: CachedTokens
+    prompt_tokens_details: PromptTokenUsageInfo
 
 
 class TopLogprob(msgspec.Struct, frozen=True, kw_only=True):
@@ -154,7 +154,7 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
     last_id: str | None
 
 
-class Tokens(msgspec.Struct, frozen=True, kw_only=True):
+class TokenizeResponse(msgspec.Struct, frozen=True, kw_only=True):
     """Answer of `/tokenize`."""
 
     count: int
@@ -163,54 +163,54 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True):
     token_strs: list[str] | None = None
 
 
-class Text(msgspec.Struct, frozen=True, kw_only=True):
+class DetokenizeResponse(msgspec.Struct, frozen=True, kw_only=True):
     """Answer of `/detokenize`."""
 
     prompt: str
 
 
-class Status(msgspec.Struct, frozen=True, kw_only=True):
+class StatusResponse(msgspec.Struct, frozen=True, kw_only=True):
     """Answer of `/health`, `/ready` and `/drain`."""
 
     status: str
 
 
-class Version(msgspec.Struct, frozen=True, kw_only=True):
+class VersionResponse(msgspec.Struct, frozen=True, kw_only=True):
     """Answer of `/version`."""
 
     version: str
 
 
-MOST_COUNTED = 2**53
+MAX_COUNT = 2**53
 """No server has more of anything; a number that no float holds would fail whoever computes with it."""
-Count = Annotated[int, Meta(ge=0, le=MOST_COUNTED)]
-Measured = Annotated[float, Meta(ge=0)]
+NonNegativeCount = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
+NonNegativeFloat = Annotated[float, Meta(ge=0)]
 
 
-class Load(msgspec.Struct, frozen=True, kw_only=True):
+class LoadResponse(msgspec.Struct, frozen=True, kw_only=True):
     """Answer of `/load`: what a router needs to choose a replica."""
 
-    server_load: Count
+    server_load: NonNegativeCount
     """Generation requests being answered (vLLM's name)."""
     state: str
     models: list[str]
-    running: Count
-    waiting: Count
-    queued_tokens: Count
+    running: NonNegativeCount
+    waiting: NonNegativeCount
+    queued_tokens: NonNegativeCount
     """Prompt tokens waiting to be computed, those of running prefills too."""
-    max_seqs: Count
-    max_model_len: Count
-    block_size: Count
-    kv_blocks_total: Count
-    kv_blocks_used: Count
-    kv_blocks_cached: Count
-    step: Count
-    step_s: Measured
-    prefill_tokens_per_s: Measured = 0.0
+    max_seqs: NonNegativeCount
+    max_model_len: NonNegativeCount
+    block_size: NonNegativeCount
+    kv_blocks_total: NonNegativeCount
+    kv_blocks_used: NonNegativeCount
+    kv_blocks_cached: NonNegativeCount
+    step: NonNegativeCount
+    step_s: NonNegativeFloat
+    prefill_tokens_per_s: NonNegativeFloat = 0.0
     """Measured by the engine; 0: not yet."""
-    decode_s: Measured = 0.0
+    decode_s: NonNegativeFloat = 0.0
     """Seconds between a sequence's tokens, were one more to run; measured, 0: not yet."""
-    others: list[dict[int, Count]] = []
+    other_gateways: list[dict[int, NonNegativeCount]] = []
     """Of each gateway that has requests here, but for the one that asks: how many, by their tier."""
 
 

@@ -9,18 +9,18 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from argosy.protocol.errors import ApiError, invalid
+from argosy.protocol.errors import ApiError, invalid_request
 
 T = TypeVar("T")
 
-_UNKNOWN = re.compile(r"unknown field `([^`]*)`")
-_MISSING = re.compile(r"missing required field `([^`]*)`")
-_PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
-_LONGEST_NAME = 100
-_LONGEST_PROBLEM = 300
-_decoder: Callable[[Any], msgspec.json.Decoder[Any]] = functools.cache(msgspec.json.Decoder)
+_UNKNOWN_FIELD = re.compile(r"unknown field `([^`]*)`")
+_MISSING_FIELD = re.compile(r"missing required field `([^`]*)`")
+_ERROR_PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
+_MAX_NAME_CHARS = 100
+_MAX_PROBLEM_CHARS = 300
+_get_decoder: Callable[[Any], msgspec.json.Decoder[Any]] = functools.cache(msgspec.json.Decoder)
 """A type's, made once."""
-_MARKS = {
+_MAX_MARKS = {
     b'"': (1 << 20, "strings"),
     b"[": (1 << 19, "lists"),
     b"{": (1 << 19, "objects"),
@@ -31,33 +31,35 @@ _MARKS = {
 Millions of tiny values take seconds to decode, in which nothing else runs, and many times their bytes. Within a text
 each of these is about a token, so none is too long for it that a model could take.
 """
-_FEW = min(most for most, _ in _MARKS.values())
+_MIN_CHECKED_BYTES = min(most for most, _ in _MAX_MARKS.values())
 
 
-def parse(body_type: type[T], body: bytes) -> T:
+def parse_body(body_type: type[T], body: bytes) -> T:
     """Decode the JSON `body`. Raises ApiError (400) for whatever is wrong with it, 413 for too many values.
 
     An unknown or missing field is named in `param`, a wrong type with its path (`messages[0].role`).
     """
-    if len(body) > _FEW:
-        _refuse_many(body)
-    decoder: msgspec.json.Decoder[T] = _decoder(body_type)
+    if len(body) > _MIN_CHECKED_BYTES:
+        _check_value_counts(body)
+    decoder: msgspec.json.Decoder[T] = _get_decoder(body_type)
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        raise _refusal(str(error)) from error
+        raise _to_api_error(str(error)) from error
     except msgspec.DecodeError as error:
-        raise invalid(f"The body is not valid JSON: {error}.", code="invalid_json") from error
+        raise invalid_request(
+            f"The body is not valid JSON: {error}.", code="invalid_json"
+        ) from error
     except UnicodeDecodeError as error:
         message = f"The body is not valid UTF-8 (byte {error.start} of a string). Send UTF-8."
-        raise invalid(message, code="invalid_json") from error
+        raise invalid_request(message, code="invalid_json") from error
     except RecursionError as error:
         message = "The body is nested too deeply. Flatten it."
-        raise invalid(message, code="invalid_json") from error
+        raise invalid_request(message, code="invalid_json") from error
 
 
-def _refuse_many(body: bytes) -> None:
-    for mark, (most, what) in _MARKS.items():
+def _check_value_counts(body: bytes) -> None:
+    for mark, (most, what) in _MAX_MARKS.items():
         if body.count(mark) > most:
             message = f"The body has too many {what}. Send less in one request."
             raise ApiError(413, "request_too_large", message)
@@ -68,28 +70,30 @@ def parse_query(query_type: type[T], parameters: Mapping[str, str]) -> T:
     try:
         return msgspec.convert(dict(parameters), type=query_type, strict=False)
     except msgspec.ValidationError as error:
-        raise _refusal(str(error)) from error
+        raise _to_api_error(str(error)) from error
 
 
-def _refusal(problem: str) -> ApiError:
-    at = _PATH.search(problem)
+def _to_api_error(problem: str) -> ApiError:
+    at = _ERROR_PATH.search(problem)
     path = at[1] if at else ""
-    if unknown := _UNKNOWN.search(problem):
-        name = _join(path, unknown[1])
-        return invalid(f"Unknown parameter '{name}'. Remove it.", name, "unknown_parameter")
-    if missing := _MISSING.search(problem):
-        name = _join(path, missing[1])
-        return invalid(f"Missing parameter '{name}'. Add it.", name, "missing_required_parameter")
-    what = _cut(_PATH.sub("", problem), _LONGEST_PROBLEM)  # it may quote what was sent
+    if unknown := _UNKNOWN_FIELD.search(problem):
+        name = _join_path(path, unknown[1])
+        return invalid_request(f"Unknown parameter '{name}'. Remove it.", name, "unknown_parameter")
+    if missing := _MISSING_FIELD.search(problem):
+        name = _join_path(path, missing[1])
+        return invalid_request(
+            f"Missing parameter '{name}'. Add it.", name, "missing_required_parameter"
+        )
+    what = _truncate(_ERROR_PATH.sub("", problem), _MAX_PROBLEM_CHARS)  # it may quote what was sent
     if not path:
-        return invalid(f"The body does not fit: {what}.", code="invalid_type")
-    return invalid(f"Invalid value for '{path}': {what}.", path, "invalid_type")
+        return invalid_request(f"The body does not fit: {what}.", code="invalid_type")
+    return invalid_request(f"Invalid value for '{path}': {what}.", path, "invalid_type")
 
 
-def _join(path: str, name: str) -> str:
-    name = _cut(name, _LONGEST_NAME)
+def _join_path(path: str, name: str) -> str:
+    name = _truncate(name, _MAX_NAME_CHARS)
     return f"{path}.{name}" if path else name
 
 
-def _cut(text: str, longest: int) -> str:
-    return text if len(text) <= longest else text[:longest] + "..."
+def _truncate(text: str, max_chars: int) -> str:
+    return text if len(text) <= max_chars else text[:max_chars] + "..."

@@ -5,26 +5,26 @@ WHATWG HTML standard, section 9.2 (https://html.spec.whatwg.org/multipage/server
 
 from __future__ import annotations
 
-DONE = b"data: [DONE]\n\n"
+SSE_DONE = b"data: [DONE]\n\n"
 """The OpenAI API's end of a stream that went well."""
 
-CONTENT_TYPE = b"text/event-stream; charset=utf-8"
+SSE_CONTENT_TYPE = b"text/event-stream; charset=utf-8"
 
 
-def event(data: bytes) -> bytes:
+def format_event(data: bytes) -> bytes:
     """One event carrying `data`, which must be a single line (JSON never has a raw line break)."""
     return b"data: " + data + b"\n\n"
 
 
-def comment(text: bytes) -> bytes:
+def format_comment(text: bytes) -> bytes:
     """A line that every reader ignores; it keeps proxies from closing an idle stream."""
     return b": " + text + b"\n\n"
 
 
-LONGEST_EVENT_BYTES = 64 * 1024 * 1024
+MAX_EVENT_BYTES = 64 * 1024 * 1024
 
 
-class Unended:
+class LineBuffer:
     """What has come of a stream and not to its end: pieces of a line that may be long are put together once."""
 
     def __init__(self) -> None:
@@ -34,13 +34,13 @@ class Unended:
     def __len__(self) -> int:
         return self._size
 
-    def join(self, piece: bytes) -> bytes:
+    def feed(self, piece: bytes) -> bytes:
         """All of it with `piece`, where that ends a line: then `keep` what is over. Nothing where it ends none."""
         self._pieces.append(piece)
         self._size += len(piece)
         return b"".join(self._pieces) if b"\n" in piece else b""
 
-    def keep(self, rest: bytes) -> None:
+    def set_remainder(self, rest: bytes) -> None:
         """Only this has not come to its end."""
         self._pieces, self._size = [rest], len(rest)
 
@@ -49,7 +49,7 @@ class EventParser:
     """Collects the `data` of events from a byte stream, however it is cut."""
 
     def __init__(self) -> None:
-        self._rest = Unended()
+        self._line_buffer = LineBuffer()
         self._data: list[bytes] = []
         self._size = 0
         """Bytes in `_data`."""
@@ -59,9 +59,9 @@ class EventParser:
 
         Raises ValueError when an event does not end.
         """
-        *lines, rest = self._rest.join(chunk).split(b"\n")
+        *lines, rest = self._line_buffer.feed(chunk).split(b"\n")
         if lines:
-            self._rest.keep(rest)
+            self._line_buffer.set_remainder(rest)
         events = []
         for line in lines:
             text = line.removesuffix(b"\r")
@@ -71,6 +71,6 @@ class EventParser:
             elif not text and self._data:
                 events.append(b"\n".join(self._data))
                 self._data, self._size = [], 0
-        if len(self._rest) + self._size > LONGEST_EVENT_BYTES:
-            raise ValueError(f"an event is longer than {LONGEST_EVENT_BYTES} bytes")
+        if len(self._line_buffer) + self._size > MAX_EVENT_BYTES:
+            raise ValueError(f"an event is longer than {MAX_EVENT_BYTES} bytes")
         return events

@@ -1,23 +1,41 @@
 """Durable state (SQLite or PostgreSQL) and fast state that gateways share (memory or Redis)."""
 
 from argosy.store.accounts import Accounts
-from argosy.store.api_keys import digest
-from argosy.store.audit import Audit, AuditEntry, Verdict
-from argosy.store.clock import Clock, SteadyClock, steady
-from argosy.store.errors import ConflictError, NotFoundError, StoreAwayError, StoreError
-from argosy.store.idempotency_store import Answer, Answers, Claim, IdempotencyConfig
-from argosy.store.ledger import Group, ReportRow, UsageFilter, UsageLog, UsageSum, read_groups
-from argosy.store.limits_and_prices import Terms
-from argosy.store.quota_backend import MemoryState, SharedState, open_answers, open_shared
-from argosy.store.quota_meters import Wants
-from argosy.store.record_tables import Part
+from argosy.store.api_keys import hash_key
+from argosy.store.audit import AuditEntry, AuditLog, AuditVerification
+from argosy.store.clock import Clock, SteadyClock, steady_clock
+from argosy.store.errors import ConflictError, NotFoundError, StoreError, StoreUnavailableError
+from argosy.store.idempotency_store import (
+    CachedResponse,
+    IdempotencyConfig,
+    IdempotencyStore,
+    InFlightClaim,
+)
+from argosy.store.ledger import (
+    Ledger,
+    ReportGroup,
+    UsageFilter,
+    UsageReportRow,
+    UsageTotals,
+    parse_report_groups,
+)
+from argosy.store.limits_and_prices import LimitsAndPrices
+from argosy.store.quota_backend import (
+    LocalQuotaBackend,
+    QuotaBackend,
+    create_idempotency_store,
+    create_quota_backend,
+)
+from argosy.store.quota_meters import QuotaDemand
+from argosy.store.record_tables import PageRequest
 from argosy.store.records import (
-    Amount,
-    Directory,
+    AccountSnapshot,
     Key,
     KeyInfo,
     Limit,
-    Moment,
+    LimitAmount,
+    LimitUnit,
+    LimitWindow,
     Name,
     Names,
     Networks,
@@ -25,91 +43,90 @@ from argosy.store.records import (
     OwnerKind,
     Price,
     Project,
+    QuotaFailureMode,
     Role,
     RoleScope,
     Tier,
+    Timestamp,
     TokenPrice,
-    Unit,
-    Unsure,
-    UsageRow,
+    UsageRecord,
     User,
     Weight,
-    Window,
 )
 from argosy.store.store import (
     Store,
     StoreConfig,
-    default_url,
-    find_store,
+    default_store_url,
+    open_existing_store,
     open_store,
-    usage_folder,
+    usage_log_folder,
 )
-from argosy.store.usage_log import Spool, SpoolError, SpoolFullError
-from argosy.store.usage_slots import Slot
-from argosy.store.validation import working
+from argosy.store.usage_log import UsageLog, UsageLogError, UsageLogFullError
+from argosy.store.usage_slots import UsageSlot
+from argosy.store.validation import is_key_valid
 
 __all__ = [
+    "AccountSnapshot",
     "Accounts",
-    "Amount",
-    "Answer",
-    "Answers",
-    "Audit",
     "AuditEntry",
-    "Claim",
+    "AuditLog",
+    "AuditVerification",
+    "CachedResponse",
     "Clock",
     "ConflictError",
-    "Directory",
-    "Group",
     "IdempotencyConfig",
+    "IdempotencyStore",
+    "InFlightClaim",
     "Key",
     "KeyInfo",
+    "Ledger",
     "Limit",
-    "MemoryState",
-    "Moment",
+    "LimitAmount",
+    "LimitUnit",
+    "LimitWindow",
+    "LimitsAndPrices",
+    "LocalQuotaBackend",
     "Name",
     "Names",
     "Networks",
     "NotFoundError",
     "Organisation",
     "OwnerKind",
-    "Part",
+    "PageRequest",
     "Price",
     "Project",
-    "ReportRow",
+    "QuotaBackend",
+    "QuotaDemand",
+    "QuotaFailureMode",
+    "ReportGroup",
     "Role",
     "RoleScope",
-    "SharedState",
-    "Slot",
-    "Spool",
-    "SpoolError",
-    "SpoolFullError",
     "SteadyClock",
     "Store",
-    "StoreAwayError",
     "StoreConfig",
     "StoreError",
-    "Terms",
+    "StoreUnavailableError",
     "Tier",
+    "Timestamp",
     "TokenPrice",
-    "Unit",
-    "Unsure",
     "UsageFilter",
     "UsageLog",
-    "UsageRow",
-    "UsageSum",
+    "UsageLogError",
+    "UsageLogFullError",
+    "UsageRecord",
+    "UsageReportRow",
+    "UsageSlot",
+    "UsageTotals",
     "User",
-    "Verdict",
-    "Wants",
     "Weight",
-    "Window",
-    "default_url",
-    "digest",
-    "find_store",
-    "open_answers",
-    "open_shared",
+    "create_idempotency_store",
+    "create_quota_backend",
+    "default_store_url",
+    "hash_key",
+    "is_key_valid",
+    "open_existing_store",
     "open_store",
-    "read_groups",
-    "steady",
-    "usage_folder",
-    "working",
+    "parse_report_groups",
+    "steady_clock",
+    "usage_log_folder",
 ]

@@ -6,21 +6,21 @@ from collections.abc import Sequence
 
 from msgspec import UNSET, UnsetType
 
-from argosy.store.api_keys import create_key, new_id, rotate_key
-from argosy.store.record_tables import ALL, Part, Records
+from argosy.store.api_keys import create_key, generate_id, rotate_key
+from argosy.store.record_tables import ALL_RECORDS, PageRequest, RecordTables
 from argosy.store.records import (
     Key,
     Organisation,
     Project,
+    QuotaFailureMode,
     Role,
     RoleScope,
     Tier,
-    Unsure,
     User,
 )
 
 
-class Accounts(Records):
+class Accounts(RecordTables):
     """Reads and changes accounts. `actor` says who makes a change, for the audit log.
 
     What has been ended (archived, disabled, revoked) is kept, and listed, but cannot be changed any more.
@@ -28,15 +28,15 @@ class Accounts(Records):
     come or gone since, and raises ValueError where that is not in it. To end something twice does nothing.
     """
 
-    def first_run(self, *, actor: str) -> tuple[Key, str] | None:
+    def bootstrap(self, *, actor: str) -> tuple[Key, str] | None:
         """An organisation and a project named "default" and an admin's key, if there is nothing yet; else None."""
-        with self._change(actor) as change:
-            if change.find(Organisation):
+        with self._begin_transaction(actor) as change:
+            if change.find_records(Organisation):
                 return None
-            organisation = change.create(_organisation("default", change.now))
-            project = change.create(
+            organisation = change.create_record(_new_organisation("default", change.now))
+            project = change.create_record(
                 Project(
-                    id=new_id("proj"),
+                    id=generate_id("proj"),
                     organisation=organisation.id,
                     name="default",
                     created_at=change.now,
@@ -50,31 +50,37 @@ class Accounts(Records):
 
     def create_organisation(self, name: str, *, actor: str) -> Organisation:
         """A new organisation."""
-        with self._change(actor) as change:
-            return change.create(_organisation(name, change.now))
+        with self._begin_transaction(actor) as change:
+            return change.create_record(_new_organisation(name, change.now))
 
     def get_organisation(self, organisation: str) -> Organisation:
         """The one with this id."""
-        return self._get(Organisation, organisation)
+        return self._get_record(Organisation, organisation)
 
-    def list_organisations(self, part: Part = ALL) -> list[Organisation]:
+    def list_organisations(self, page: PageRequest = ALL_RECORDS) -> list[Organisation]:
         """All of them."""
-        return self._find(Organisation, part)
+        return self._find_records(Organisation, page)
 
     def change_organisation(self, organisation: str, *, name: str, actor: str) -> Organisation:
         """Give it another name."""
-        with self._change(actor) as change:
-            return change.change(change.get_living(Organisation, organisation), "change", name=name)
+        with self._begin_transaction(actor) as change:
+            return change.update_record(
+                change.get_active_record(Organisation, organisation), "change", name=name
+            )
 
     def archive_organisation(self, organisation: str, *, actor: str) -> Organisation:
         """End it, with all its projects and users."""
-        with self._change(actor) as change:
-            for project in change.find(Project, organisation=organisation, archived_at=None):
-                change.change(project, "archive", archived_at=change.now)
-            for user in change.find(User, organisation=organisation, disabled_at=None):
-                change.change(user, "disable", disabled_at=change.now)
-            ended = change.get(Organisation, organisation)
-            return change.change(ended, "archive", archived_at=ended.archived_at or change.now)
+        with self._begin_transaction(actor) as change:
+            for project in change.find_records(
+                Project, organisation=organisation, archived_at=None
+            ):
+                change.update_record(project, "archive", archived_at=change.now)
+            for user in change.find_records(User, organisation=organisation, disabled_at=None):
+                change.update_record(user, "disable", disabled_at=change.now)
+            ended = change.get_record(Organisation, organisation)
+            return change.update_record(
+                ended, "archive", archived_at=ended.archived_at or change.now
+            )
 
     # --- projects --------------------------------------------------------------------------------
 
@@ -86,17 +92,17 @@ class Accounts(Records):
         tier: Tier = "standard",
         weight: float = 1.0,
         share_cache: bool = False,
-        when_unsure: Unsure = "open",
+        when_unsure: QuotaFailureMode = "open",
         networks: Sequence[str] = (),
         flags: Sequence[str] = (),
         actor: str,
     ) -> Project:
         """A new project of the organisation with this id."""
-        with self._change(actor) as change:
-            return change.create(
+        with self._begin_transaction(actor) as change:
+            return change.create_record(
                 Project(
-                    id=new_id("proj"),
-                    organisation=change.get_living(Organisation, organisation).id,
+                    id=generate_id("proj"),
+                    organisation=change.get_active_record(Organisation, organisation).id,
                     name=name,
                     tier=tier,
                     weight=weight,
@@ -110,11 +116,13 @@ class Accounts(Records):
 
     def get_project(self, project: str) -> Project:
         """The one with this id."""
-        return self._get(Project, project)
+        return self._get_record(Project, project)
 
-    def list_projects(self, organisation: str | None = None, part: Part = ALL) -> list[Project]:
+    def list_projects(
+        self, organisation: str | None = None, page: PageRequest = ALL_RECORDS
+    ) -> list[Project]:
         """Those of the organisation with this id, or all."""
-        return self._find(Project, part, organisation=organisation)
+        return self._find_records(Project, page, organisation=organisation)
 
     def change_project(
         self,
@@ -124,15 +132,15 @@ class Accounts(Records):
         tier: Tier | UnsetType = UNSET,
         weight: float | UnsetType = UNSET,
         share_cache: bool | UnsetType = UNSET,
-        when_unsure: Unsure | UnsetType = UNSET,
+        when_unsure: QuotaFailureMode | UnsetType = UNSET,
         networks: Sequence[str] | UnsetType = UNSET,
         flags: Sequence[str] | UnsetType = UNSET,
         actor: str,
     ) -> Project:
         """Change what is given."""
-        with self._change(actor) as change:
-            return change.change(
-                change.get_living(Project, project),
+        with self._begin_transaction(actor) as change:
+            return change.update_record(
+                change.get_active_record(Project, project),
                 "change",
                 name=name,
                 tier=tier,
@@ -145,9 +153,11 @@ class Accounts(Records):
 
     def archive_project(self, project: str, *, actor: str) -> Project:
         """End it: its keys are refused from now on."""
-        with self._change(actor) as change:
-            ended = change.get(Project, project)
-            return change.change(ended, "archive", archived_at=ended.archived_at or change.now)
+        with self._begin_transaction(actor) as change:
+            ended = change.get_record(Project, project)
+            return change.update_record(
+                ended, "archive", archived_at=ended.archived_at or change.now
+            )
 
     # --- users -----------------------------------------------------------------------------------
 
@@ -162,12 +172,12 @@ class Accounts(Records):
         actor: str,
     ) -> User:
         """A new user of the organisation with this id."""
-        with self._change(actor) as change:
-            change.get_living(Organisation, organisation)
-            change.check_organisation(organisation, Project, project)
-            return change.create(
+        with self._begin_transaction(actor) as change:
+            change.get_active_record(Organisation, organisation)
+            change.check_same_organisation(organisation, Project, project)
+            return change.create_record(
                 User(
-                    id=new_id("user"),
+                    id=generate_id("user"),
                     organisation=organisation,
                     email=email,
                     role=role,
@@ -179,11 +189,13 @@ class Accounts(Records):
 
     def get_user(self, user: str) -> User:
         """The one with this id."""
-        return self._get(User, user)
+        return self._get_record(User, user)
 
-    def list_users(self, organisation: str | None = None, part: Part = ALL) -> list[User]:
+    def list_users(
+        self, organisation: str | None = None, page: PageRequest = ALL_RECORDS
+    ) -> list[User]:
         """Those of the organisation with this id, or all."""
-        return self._find(User, part, organisation=organisation)
+        return self._find_records(User, page, organisation=organisation)
 
     def change_user(
         self,
@@ -196,19 +208,21 @@ class Accounts(Records):
         actor: str,
     ) -> User:
         """Change what is given."""
-        with self._change(actor) as change:
-            before = change.get_living(User, user)
+        with self._begin_transaction(actor) as change:
+            before = change.get_active_record(User, user)
             if project is not UNSET:
-                change.check_organisation(before.organisation, Project, project)
-            return change.change(
+                change.check_same_organisation(before.organisation, Project, project)
+            return change.update_record(
                 before, "change", email=email, role=role, scope=scope, project=project
             )
 
     def disable_user(self, user: str, *, actor: str) -> User:
         """End it: the user may not sign in any more, and their keys are refused."""
-        with self._change(actor) as change:
-            ended = change.get(User, user)
-            return change.change(ended, "disable", disabled_at=ended.disabled_at or change.now)
+        with self._begin_transaction(actor) as change:
+            ended = change.get_record(User, user)
+            return change.update_record(
+                ended, "disable", disabled_at=ended.disabled_at or change.now
+            )
 
     # --- keys ------------------------------------------------------------------------------------
 
@@ -227,7 +241,7 @@ class Accounts(Records):
         actor: str,
     ) -> tuple[Key, str]:
         """A new key of the project with this id, and the plain key, which cannot be told again."""
-        with self._change(actor) as change:
+        with self._begin_transaction(actor) as change:
             return create_key(
                 change,
                 project=project,
@@ -243,11 +257,11 @@ class Accounts(Records):
 
     def get_key(self, key: str) -> Key:
         """The one with this id."""
-        return self._get(Key, key)
+        return self._get_record(Key, key)
 
-    def list_keys(self, project: str | None = None, part: Part = ALL) -> list[Key]:
+    def list_keys(self, project: str | None = None, page: PageRequest = ALL_RECORDS) -> list[Key]:
         """Those of the project with this id, or all."""
-        return self._find(Key, part, project=project)
+        return self._find_records(Key, page, project=project)
 
     def rotate_key(self, key: str, overlap_s: float, *, actor: str) -> tuple[Key, str]:
         """A key in place of this one, and the plain key. The old one works for `overlap_s` more, at most.
@@ -256,15 +270,15 @@ class Accounts(Records):
         """
         if not 0 <= overlap_s < float("inf"):
             raise ValueError("An overlap takes 0 seconds or more.")
-        with self._change(actor) as change:
-            return rotate_key(change, change.get(Key, key), overlap_s)
+        with self._begin_transaction(actor) as change:
+            return rotate_key(change, change.get_record(Key, key), overlap_s)
 
     def revoke_key(self, key: str, *, actor: str) -> Key:
         """End it at once."""
-        with self._change(actor) as change:
-            ended = change.get(Key, key)
-            return change.change(ended, "revoke", revoked_at=ended.revoked_at or change.now)
+        with self._begin_transaction(actor) as change:
+            ended = change.get_record(Key, key)
+            return change.update_record(ended, "revoke", revoked_at=ended.revoked_at or change.now)
 
 
-def _organisation(name: str, now: float) -> Organisation:
-    return Organisation(id=new_id("org"), name=name, created_at=now)
+def _new_organisation(name: str, now: float) -> Organisation:
+    return Organisation(id=generate_id("org"), name=name, created_at=now)

@@ -13,7 +13,7 @@ from argosy.store import schema
 from argosy.store.database import Database
 from argosy.store.errors import StoreError
 
-START = bytes(32)
+GENESIS_HASH = bytes(32)
 """What the first entry is sealed with in place of a hash before it."""
 
 
@@ -38,7 +38,7 @@ class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
     """SHA-256 in hex, see `seal`."""
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+class AuditVerification(msgspec.Struct, frozen=True, kw_only=True):
     """What `verify` found."""
 
     entries: int
@@ -49,56 +49,56 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """What is wrong with it."""
 
 
-class Audit:
+class AuditLog:
     """Reads and checks the log. It is written by the changes themselves, in the same transaction."""
 
-    def __init__(self, database: Database, organisation: str | None = None) -> None:
+    def __init__(self, database: Database, organisation_id: str | None = None) -> None:
         self._database = database
-        self._organisation = organisation
+        self._organisation_id = organisation_id
 
-    def within(self, organisation: str | None) -> Audit:
+    def for_organisation(self, organisation_id: str | None) -> AuditLog:
         """The log of what belongs to one organisation; None: all of it."""
-        return Audit(self._database, organisation)
+        return AuditLog(self._database, organisation_id)
 
-    def entries(
+    def list_entries(
         self, *, subject: str | None = None, before: int | None = None, limit: int = 100
     ) -> list[AuditEntry]:
         """The newest entries first: those about `subject`, and with numbers less than `before`."""
         query = select(schema.audit).order_by(schema.audit.c.entry.desc()).limit(limit)
-        if self._organisation is not None:
-            query = query.where(schema.audit.c.organisation == self._organisation)
+        if self._organisation_id is not None:
+            query = query.where(schema.audit.c.organisation == self._organisation_id)
         if subject is not None:
             query = query.where(schema.audit.c.subject == subject)
         if before is not None:
             query = query.where(schema.audit.c.entry < before)
-        with self._database.read() as connection:
-            return [_entry(row._asdict()) for row in connection.execute(query)]
+        with self._database.read_transaction() as connection:
+            return [_decode_entry(row._asdict()) for row in connection.execute(query)]
 
-    def verify(self) -> Verdict:
+    def verify(self) -> AuditVerification:
         """Follow the chain from the first entry to the head that the last change left, whosever they are."""
         query = (
             select(schema.audit).order_by(schema.audit.c.entry).execution_options(yield_per=1000)
         )
-        count, head = 0, START
-        with self._database.read() as connection:
+        count, head = 0, GENESIS_HASH
+        with self._database.read_transaction() as connection:
             state = connection.execute(select(schema.state)).one()
             with connection.execute(query) as rows:
                 for entry in (row._asdict() for row in rows):
                     if entry["entry"] != count + 1:
-                        return _broken(count, "it is missing")
-                    if entry["hash"] != seal(head, entry):
-                        return _broken(count, "it is not what was written")
+                        return _failed_verification(count, "it is missing")
+                    if entry["hash"] != hash_entry(head, entry):
+                        return _failed_verification(count, "it is not what was written")
                     count, head = count + 1, entry["hash"]
         if count < state.audit_entries:
-            return _broken(count, "it is missing")
+            return _failed_verification(count, "it is missing")
         if count > state.audit_entries:
-            return _broken(state.audit_entries, "it was added by hand")
+            return _failed_verification(state.audit_entries, "it was added by hand")
         if head != state.audit_head:
-            return _broken(count - 1, "it is not what was written")
-        return Verdict(entries=count)
+            return _failed_verification(count - 1, "it is not what was written")
+        return AuditVerification(entries=count)
 
 
-def seal(previous: bytes, entry: Mapping[str, Any]) -> bytes:
+def hash_entry(previous: bytes, entry: Mapping[str, Any]) -> bytes:
     """SHA-256 of the hash before and of the entry as JSON: sorted keys, no spaces, `details` a string as stored.
 
     Without `organisation` where it is None, as in entries that are older than the column.
@@ -109,7 +109,7 @@ def seal(previous: bytes, entry: Mapping[str, Any]) -> bytes:
     return hashlib.sha256(previous + msgspec.json.encode(told, order="sorted")).digest()
 
 
-def _entry(fields: dict[str, Any]) -> AuditEntry:
+def _decode_entry(fields: dict[str, Any]) -> AuditEntry:
     """Raises StoreError for what can no longer be read: it is not what was written."""
     try:
         details = msgspec.json.decode(fields["details"], type=dict[str, Any])
@@ -120,5 +120,5 @@ def _entry(fields: dict[str, Any]) -> AuditEntry:
         ) from error
 
 
-def _broken(intact: int, problem: str) -> Verdict:
-    return Verdict(entries=intact, broken=intact + 1, problem=problem)
+def _failed_verification(intact: int, problem: str) -> AuditVerification:
+    return AuditVerification(entries=intact, broken=intact + 1, problem=problem)

@@ -15,18 +15,18 @@ class SteadyClock:
     def __init__(self, clock: Clock | None = None) -> None:
         """`clock` is the system's."""
         self._clock = clock or time.time
-        self._ahead = 0.0
-        self._last = 0.0
+        self._offset_s = 0.0
+        self._last_s = 0.0
 
     def __call__(self) -> float:
         """Now."""
-        now = self._clock() + self._ahead
-        if now < self._last:
-            self._ahead += self._last - now
-            now = self._last
-        self._last = now
+        now = self._clock() + self._offset_s
+        if now < self._last_s:
+            self._offset_s += self._last_s - now
+            now = self._last_s
+        self._last_s = now
         return now
 
 
-steady = SteadyClock()
+steady_clock = SteadyClock()
 """The one by which limits are kept, here and at whoever shares them."""

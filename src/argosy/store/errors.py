@@ -7,7 +7,7 @@ class StoreError(ValueError):
     """The database cannot be used; the message says what to change: its URL, its driver, its tables, or the server."""
 
 
-class StoreAwayError(StoreError):
+class StoreUnavailableError(StoreError):
     """The server of the database cannot be reached, or does not do it now: it may be back soon."""
 
 

@@ -7,9 +7,9 @@ from typing import Any
 from sqlalchemy import ColumnElement, Table, null, or_
 
 from argosy.store import schema
-from argosy.store.records import Key, Limit, Organisation, Price, Project, Record, User
+from argosy.store.records import AccountRecord, Key, Limit, Organisation, Price, Project, User
 
-ORGANISATION: dict[type[Record], ColumnElement[Any]] = {
+ORGANISATION_COLUMNS: dict[type[AccountRecord], ColumnElement[Any]] = {
     Organisation: schema.organisations.c.id,
     Project: schema.projects.c.organisation,
     User: schema.users.c.organisation,
@@ -20,7 +20,7 @@ ORGANISATION: dict[type[Record], ColumnElement[Any]] = {
 """Id of the organisation that a record belongs to; NULL when it is the whole gateway's."""
 
 
-def not_ended(table: Table, now: float) -> list[ColumnElement[bool]]:
+def active_conditions(table: Table, now: float) -> list[ColumnElement[bool]]:
     """Those that are neither archived, disabled, revoked nor expired."""
     ended = ("archived_at", "disabled_at", "revoked_at")
     still: list[ColumnElement[bool]] = [table.c[n].is_(None) for n in ended if n in table.c]

@@ -18,41 +18,43 @@ the same."""
 Tier = Literal["premium", "standard", "free"]
 """The first is served first."""
 
-Ending = Literal["completed", "cancelled", "failed", "stopped", "interrupted", "refused"]
+UsageStatus = Literal["completed", "cancelled", "failed", "stopped", "interrupted", "refused"]
 """How a request ended: as it should; the client left; it could not be answered; a limit or its deadline ended it; the
 gateway died; it was not to be answered, as it was or then.
 
 `slots.py` keeps their places: only ever add at the end.
 """
 
-Unit = Literal["requests", "tokens", "input_tokens", "output_tokens", "concurrency", "nano_dollars"]
+LimitUnit = Literal[
+    "requests", "tokens", "input_tokens", "output_tokens", "concurrency", "nano_dollars"
+]
 
 OwnerKind = Literal["organisation", "project", "user", "key"]
 
-Unsure = Literal["open", "closed"]
+QuotaFailureMode = Literal["open", "closed"]
 
-Window = Literal["second", "minute", "hour", "day", "month"]
+LimitWindow = Literal["second", "minute", "hour", "day", "month"]
 """Day and month are the calendar's, in UTC; the others slide."""
 
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
 Names = Annotated[tuple[Annotated[str, Meta(max_length=200)], ...], Meta(max_length=1000)]
 Networks = Annotated[tuple[Annotated[str, Meta(max_length=64)], ...], Meta(max_length=100)]
 """In CIDR notation. Every request of whom they fence in is compared with each."""
-Amount = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+LimitAmount = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 TokenPrice = Annotated[int, Meta(ge=0, le=10**9)]
 """Nano-dollars for a token: a dollar at most, so that what a ledger sums up stays within 64 bits."""
 Weight = Annotated[float, Meta(ge=1e-6, le=1e6)]
-Moment = Annotated[float, Meta(ge=0, le=253_402_300_799)]
+Timestamp = Annotated[float, Meta(ge=0, le=253_402_300_799)]
 """Seconds since the epoch, until the year 9999."""
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True):
+class AccountRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What accounts are made of."""
 
     id: str
 
 
-class Organisation(Record, frozen=True, kw_only=True):
+class Organisation(AccountRecord, frozen=True, kw_only=True):
     """Who pays. Owns projects and users."""
 
     name: Name
@@ -62,7 +64,7 @@ class Organisation(Record, frozen=True, kw_only=True):
     """Then all of its projects are archived and its users disabled as well."""
 
 
-class Project(Record, frozen=True, kw_only=True):
+class Project(AccountRecord, frozen=True, kw_only=True):
     """A tenant: what fairness, limits and isolation are about."""
 
     organisation: str
@@ -74,7 +76,7 @@ class Project(Record, frozen=True, kw_only=True):
     """Its share, beside others of its tier."""
     share_cache: bool = False
     """Whether it shares cached prompts with its organisation's other projects that share."""
-    when_unsure: Unsure = "open"
+    when_unsure: QuotaFailureMode = "open"
     """What its limits do while the state that gateways share is down: go on locally, or refuse."""
     networks: Networks = ()
     """Those that its callers may come from; none: from anywhere."""
@@ -84,7 +86,7 @@ class Project(Record, frozen=True, kw_only=True):
     archived_at: float | None = None
 
 
-class User(Record, frozen=True, kw_only=True):
+class User(AccountRecord, frozen=True, kw_only=True):
     """A person, for sign-in by JWT and for usage by user."""
 
     organisation: str
@@ -98,7 +100,7 @@ class User(Record, frozen=True, kw_only=True):
     disabled_at: float | None = None
 
 
-class KeyInfo(Record, frozen=True, kw_only=True):
+class KeyInfo(AccountRecord, frozen=True, kw_only=True):
     """What may be told of an API key."""
 
     project: str
@@ -115,7 +117,7 @@ class KeyInfo(Record, frozen=True, kw_only=True):
     flags: Names = ()
     """Beside those of its project."""
     created_at: float
-    expires_at: Moment | None = None
+    expires_at: Timestamp | None = None
     revoked_at: float | None = None
     replaced_by: str | None = None
     """Id of the key that it was rotated into; both work until it expires."""
@@ -128,21 +130,21 @@ class Key(KeyInfo, frozen=True, kw_only=True):
     """SHA-256 of the whole key."""
 
 
-class Limit(Record, frozen=True, kw_only=True):
+class Limit(AccountRecord, frozen=True, kw_only=True):
     """At most `amount` units of `unit` in each window (or at a time) for one owner."""
 
     owner_kind: OwnerKind
     owner: str
     """Id of the owner."""
-    unit: Unit
-    amount: Amount
-    window: Window | None = None
+    unit: LimitUnit
+    amount: LimitAmount
+    window: LimitWindow | None = None
     """None: concurrency has no window."""
     model: Name | None = None
     """Public model name; None: all models together."""
 
 
-class Price(Record, frozen=True, kw_only=True):
+class Price(AccountRecord, frozen=True, kw_only=True):
     """What a model's tokens cost from a moment on."""
 
     id: str = ""
@@ -155,10 +157,10 @@ class Price(Record, frozen=True, kw_only=True):
     """For each token that was not cached."""
     cached_input: TokenPrice
     output: TokenPrice
-    since: Moment = 0.0
+    since: Timestamp = 0.0
 
 
-class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
+class UsageRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One row of the ledger: how one admitted request ended, and what it used. Written once."""
 
     request: str
@@ -177,7 +179,7 @@ class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
     """The one that ended it."""
     started_at: float
     ended_at: float
-    status: Ending
+    status: UsageStatus
     input_tokens: int = 0
     """Of the prompt, cached ones included."""
     cached_tokens: int = 0
@@ -186,7 +188,7 @@ class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
     nano_dollars: int = 0
 
 
-class Directory(msgspec.Struct, frozen=True, kw_only=True):
+class AccountSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """All that a gateway must know to let requests in, as of one version. Small enough to be held in memory.
 
     Revoked keys have left it. What is archived, disabled, or has expired in the last 30 days is there and marked,
@@ -195,26 +197,26 @@ class Directory(msgspec.Struct, frozen=True, kw_only=True):
 
     version: int = 0
     """Raised by each change."""
-    entries: int = 0
+    audit_entries: int = 0
     """Those of the audit log."""
-    seal: bytes = b""
+    audit_head: bytes = b""
     """Of the last change, as in the audit log."""
     organisations: tuple[Organisation, ...] = ()
     projects: tuple[Project, ...] = ()
     users: tuple[User, ...] = ()
-    named: dict[str, float] = {}
+    renamed_at: dict[str, float] = {}
     """Ids of projects and users that were given another name or email, and when they were given the one they have."""
     keys: tuple[Key, ...] = ()
     limits: tuple[Limit, ...] = ()
     prices: tuple[Price, ...] = ()
-    heirs: dict[str, str] = {}
+    successors: dict[str, str] = {}
     """Ids of all keys that were ever rotated, and of those that took their places."""
-    had_keys: bool = False
+    has_had_keys: bool = False
     """Whether a key was ever made, one that is revoked by now too."""
     read_at: float = 0.0
     """When its reading began, on the monotonic clock."""
 
     @property
-    def keyed(self) -> bool:
+    def requires_keys(self) -> bool:
         """Whether callers need keys: revoking the last one opens nothing."""
-        return self.had_keys or bool(self.keys)
+        return self.has_had_keys or bool(self.keys)

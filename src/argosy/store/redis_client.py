@@ -10,15 +10,15 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError
 
-CONNECT_S = 0.5
+CONNECT_TIMEOUT_S = 0.5
 """Longest that a connection may take where an answer may take less."""
-MOST_CONNECTIONS = 8
-TELL_AGAIN_S = 0.05
-PREFIX = "{argosy}:"
+MAX_CONNECTIONS = 8
+CANCEL_RETRY_INTERVAL_S = 0.05
+KEY_PREFIX = "{argosy}:"
 """Of all keys; the braces keep them on one node of a cluster."""
 
 
-def redis_client(url: str, password: str | None, wait_s: float) -> Redis:
+def create_redis_client(url: str, password: str | None, timeout_s: float) -> Redis:
     """A client that waits so long for each answer, and for a connection to be free: there are few.
 
     Raises ValueError when it is no URL of a Redis.
@@ -27,10 +27,10 @@ def redis_client(url: str, password: str | None, wait_s: float) -> Redis:
         pool = BlockingConnectionPool.from_url(
             url,
             password=password,
-            max_connections=MOST_CONNECTIONS,
-            timeout=wait_s,
-            socket_timeout=wait_s,
-            socket_connect_timeout=max(CONNECT_S, wait_s),
+            max_connections=MAX_CONNECTIONS,
+            timeout=timeout_s,
+            socket_timeout=timeout_s,
+            socket_connect_timeout=max(CONNECT_TIMEOUT_S, timeout_s),
             retry=Retry(NoBackoff(), 0),
         )
     except ValueError as error:
@@ -42,14 +42,14 @@ def redis_client(url: str, password: str | None, wait_s: float) -> Redis:
     return Redis.from_pool(pool)
 
 
-def reason(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """Why Redis could not be asked, for the log, and what to change where that is plain."""
     if AuthenticationError in (type(error), type(error.__cause__)):
         return "it takes no such password: limits.password_env names the variable that has it"
     return f"{type(error).__name__}: {error}"
 
 
-async def end(task: asyncio.Task[Any]) -> None:
+async def cancel_task(task: asyncio.Task[Any]) -> None:
     """End a task that asks Redis.
 
     It is told until it has ended: redis-py sends by `wait_for`, which before Python 3.12 loses it when what it waits
@@ -57,4 +57,4 @@ async def end(task: asyncio.Task[Any]) -> None:
     """
     while not task.done():
         task.cancel()
-        await asyncio.wait({task}, timeout=TELL_AGAIN_S)
+        await asyncio.wait({task}, timeout=CANCEL_RETRY_INTERVAL_S)

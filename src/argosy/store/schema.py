@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Dialect
 
 
-class Strings(TypeDecorator[tuple[str, ...]]):
+class StringTuple(TypeDecorator[tuple[str, ...]]):
     """A tuple of strings, kept as a JSON array."""
 
     impl = Text
@@ -48,34 +48,34 @@ class Strings(TypeDecorator[tuple[str, ...]]):
 metadata = MetaData()
 
 
-def _name(table: str, *columns: str, living: str) -> Index:
+def _unique_name_index(table: str, *columns: str, ended_column: str) -> Index:
     """Names that are unique among what has not been ended."""
-    still = text(f"{living} IS NULL")
+    still = text(f"{ended_column} IS NULL")
     name = f"{table}_{columns[-1]}"
     return Index(name, *columns, unique=True, sqlite_where=still, postgresql_where=still)
 
 
-def _scope() -> Column[str]:
+def _scope_column() -> Column[str]:
     """A gateway that knows no scopes writes rows without one, and means the whole gateway."""
     return Column("scope", Text, nullable=False, server_default="gateway")
 
 
-def _flags() -> Column[tuple[str, ...]]:
+def _flags_column() -> Column[tuple[str, ...]]:
     """A gateway that knows no flags writes rows without them."""
-    return Column("flags", Strings, nullable=False, server_default="[]")
+    return Column("flags", StringTuple, nullable=False, server_default="[]")
 
 
-def _listed(table: str, *of: str) -> Index:
+def _list_index(table: str, *columns: str) -> Index:
     """By which a part of a list is found where the one before ended: of all, or of what one has."""
-    return Index("_".join([table, "listed", *of]), *of, "created_at", "id")
+    return Index("_".join([table, "listed", *columns]), *columns, "created_at", "id")
 
 
-def _whose() -> Column[str]:
+def _organisation_column() -> Column[str]:
     """Id of its organisation, by which lists of an organisation's are found. A trigger writes it: no record has it."""
     return Column("organisation", Text)
 
 
-def _named_at() -> Column[float]:
+def _named_at_column() -> Column[float]:
     """When it was given the name or email that it has; NULL: it has had it since it was made. No record has it."""
     return Column("named_at", Double)
 
@@ -97,8 +97,8 @@ organisations = Table(
     Column("name", Text, nullable=False),
     Column("created_at", Double, nullable=False),
     Column("archived_at", Double),
-    _name("organisations", "name", living="archived_at"),
-    _listed("organisations"),
+    _unique_name_index("organisations", "name", ended_column="archived_at"),
+    _list_index("organisations"),
 )
 
 projects = Table(
@@ -111,14 +111,14 @@ projects = Table(
     Column("weight", Double, nullable=False),
     Column("share_cache", Boolean, nullable=False),
     Column("when_unsure", Text, nullable=False),
-    Column("networks", Strings, nullable=False),
+    Column("networks", StringTuple, nullable=False),
     Column("created_at", Double, nullable=False),
     Column("archived_at", Double),
-    _flags(),
-    _named_at(),
-    _name("projects", "organisation", "name", living="archived_at"),
-    _listed("projects"),
-    _listed("projects", "organisation"),
+    _flags_column(),
+    _named_at_column(),
+    _unique_name_index("projects", "organisation", "name", ended_column="archived_at"),
+    _list_index("projects"),
+    _list_index("projects", "organisation"),
 )
 
 users = Table(
@@ -131,11 +131,11 @@ users = Table(
     Column("project", Text, ForeignKey("projects.id")),
     Column("created_at", Double, nullable=False),
     Column("disabled_at", Double),
-    _scope(),
-    _named_at(),
-    _name("users", "organisation", "email", living="disabled_at"),
-    _listed("users"),
-    _listed("users", "organisation"),
+    _scope_column(),
+    _named_at_column(),
+    _unique_name_index("users", "organisation", "email", ended_column="disabled_at"),
+    _list_index("users"),
+    _list_index("users", "organisation"),
 )
 
 keys = Table(
@@ -148,18 +148,18 @@ keys = Table(
     Column("prefix", Text, nullable=False),
     Column("digest", LargeBinary, nullable=False, unique=True),
     Column("role", Text, nullable=False),
-    Column("models", Strings, nullable=False),
-    Column("networks", Strings, nullable=False),
+    Column("models", StringTuple, nullable=False),
+    Column("networks", StringTuple, nullable=False),
     Column("created_at", Double, nullable=False),
     Column("expires_at", Double),
     Column("revoked_at", Double),
     Column("replaced_by", Text),
-    _scope(),
-    _flags(),
-    _whose(),
-    _listed("keys"),
-    _listed("keys", "organisation"),
-    _listed("keys", "project"),
+    _scope_column(),
+    _flags_column(),
+    _organisation_column(),
+    _list_index("keys"),
+    _list_index("keys", "organisation"),
+    _list_index("keys", "project"),
 )
 
 limits = Table(
@@ -172,7 +172,7 @@ limits = Table(
     Column("amount", BigInteger, nullable=False),
     Column("window", Text),
     Column("model", Text),
-    _whose(),
+    _organisation_column(),
     Index("limits_owner", "owner", "owner_kind", "id"),
     Index("limits_listed_organisation", "organisation", "id"),
 )

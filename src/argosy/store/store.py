@@ -15,18 +15,18 @@ from sqlalchemy import select
 from argosy.folders import state_folder
 from argosy.store import schema
 from argosy.store.accounts import Accounts
-from argosy.store.audit import Audit
+from argosy.store.audit import AuditLog
 from argosy.store.database import Database, parse_url
 from argosy.store.errors import StoreError
-from argosy.store.ledger import UsageLog
-from argosy.store.limits_and_prices import Terms
-from argosy.store.records import Directory
-from argosy.store.snapshot_reader import read_directory
-from argosy.store.store_copy import copy_all
+from argosy.store.ledger import Ledger
+from argosy.store.limits_and_prices import LimitsAndPrices
+from argosy.store.records import AccountSnapshot
+from argosy.store.snapshot_reader import read_snapshot
+from argosy.store.store_copy import copy_database
 
-EXPIRED_STAY_S = 30 * 86_400
+EXPIRED_KEY_RETENTION_S = 30 * 86_400
 """How long an expired key stays in the directory."""
-_PLACE = {
+_POSTGRES_LOCATION_VARIABLES = {
     "host": "PGHOST",
     "port": "PGPORT",
     "dbname": "PGDATABASE",
@@ -56,11 +56,11 @@ class Store:
     def __init__(self, database: Database, clock: Callable[[], float]) -> None:
         self._database = database
         self._clock = clock
-        self._known: Directory | None = None
+        self._last_snapshot: AccountSnapshot | None = None
         self.accounts = Accounts(database, clock)
-        self.terms = Terms(database, clock)
-        self.audit = Audit(database)
-        self.usage = UsageLog(database)
+        self.limits_and_prices = LimitsAndPrices(database, clock)
+        self.audit_log = AuditLog(database)
+        self.ledger = Ledger(database)
 
     def migrate(self) -> None:
         """Bring the tables up to date. Any number of processes may do this at a time."""
@@ -73,27 +73,27 @@ class Store:
 
         They are as of one moment, whoever writes meanwhile. Raises ConflictError when the other is not empty.
         """
-        return copy_all(self._database, other._database)
+        return copy_database(self._database, other._database)
 
     def close(self) -> None:
         """Close its connections."""
         self._database.close()
 
-    def is_current(self, directory: Directory) -> bool:
+    def is_current(self, snapshot: AccountSnapshot) -> bool:
         """Whether these are the accounts as they are now; one small query.
 
         The seal of the last change tells: a backup that was put back may come to the same version by other changes.
         """
-        with self._database.read() as connection:
+        with self._database.read_transaction() as connection:
             head = connection.execute(select(schema.state.c.audit_head)).scalar_one()
-        return bytes(head) == directory.seal
+        return bytes(head) == snapshot.audit_head
 
-    def directory(self) -> Directory:
+    def load_snapshot(self) -> AccountSnapshot:
         """All accounts, as of one version. What has not changed since this was last asked is not read again."""
-        read_at, expired = time.monotonic(), self._clock() - EXPIRED_STAY_S
-        with self._database.read() as connection:
-            self._known = found = read_directory(
-                connection, self._known, read_at=read_at, expired_before=expired
+        read_at, expired = time.monotonic(), self._clock() - EXPIRED_KEY_RETENTION_S
+        with self._database.read_transaction() as connection:
+            self._last_snapshot = found = read_snapshot(
+                connection, self._last_snapshot, read_at=read_at, expired_before=expired
             )
         return found
 
@@ -106,12 +106,12 @@ def open_store(url: str, *, clock: Callable[[], float] = time.time) -> Store:
     return Store(Database(url), clock)
 
 
-def find_store(url: str) -> Store:
+def open_existing_store(url: str) -> Store:
     """The store at a URL, where there is one: a mistyped URL makes none. Raises StoreError; else as `open_store`."""
-    return Store(Database.existing(url), time.time)
+    return Store(Database.open_existing(url), time.time)
 
 
-def default_url() -> str:
+def default_store_url() -> str:
     """SQLite in the user's state folder. Raises StoreError for a user without a home."""
     try:
         return f"sqlite:///{state_folder() / 'argosy.db'}"
@@ -119,7 +119,7 @@ def default_url() -> str:
         raise StoreError(f"There is no place for a store: {error}, or name a database.") from error
 
 
-def usage_folder(url: str) -> Path:
+def usage_log_folder(url: str) -> Path:
     """Where usage waits for the store: beside its file, or in the user's state folder, one folder for each database.
 
     Raises StoreError as `default_url` does, and for what is no URL.
@@ -130,7 +130,7 @@ def usage_folder(url: str) -> Path:
     written = {"host": parsed.host, "port": parsed.port, "dbname": parsed.database}
     host, port, database, *others = (
         written.get(name) or parsed.query.get(name) or os.environ.get(variable)
-        for name, variable in _PLACE.items()
+        for name, variable in _POSTGRES_LOCATION_VARIABLES.items()
     )
     place = f"postgresql://{host}:{port}/{database or parsed.username}"
     place = " ".join([place, *(str(other) for other in others if other)])

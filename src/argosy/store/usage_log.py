@@ -35,238 +35,254 @@ from pathlib import Path
 import structlog
 
 from argosy.policy import NO_CHARGE, Rates
-from argosy.store.records import UsageRow
-from argosy.store.usage_slots import FREE, RUNNING, SLOT_BYTES, Slot, Table, is_time
+from argosy.store.records import UsageRecord
+from argosy.store.usage_slots import (
+    FREE,
+    RUNNING,
+    SLOT_BYTES,
+    UsageSlot,
+    UsageSlotTable,
+    is_valid_time,
+)
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.store")
 
-SLOTS = 4096
+SLOTS_PER_TABLE = 4096
 """Of a new table."""
-SPARE = 1024
+MIN_SPARE_SLOTS = 1024
 """With fewer free slots than this, another table is made before it is needed."""
-MEMORY_TABLES = 16
-BATCH = 500
+MAX_MEMORY_TABLES = 16
+DRAIN_BATCH_RECORDS = 500
 """Rows that the store is given at a time."""
 MAGIC = int.from_bytes(b"argosy\x00\x02")
-BEFORE = int.from_bytes(b"argosy\x00\x01")
+PREVIOUS_MAGIC = int.from_bytes(b"argosy\x00\x01")
 """Of a file whose texts may be fewer: see `Slot.row`."""
 
 
-class SpoolError(ValueError):
+class UsageLogError(ValueError):
     """The journal cannot be kept where it should be; the message says what to change."""
 
 
-class SpoolFullError(Exception):
+class UsageLogFullError(Exception):
     """Neither the disk nor memory has room for one more row."""
 
 
-class Spool:
+class UsageLog:
     """The tables of one process. Requests begin and end on one thread; one other may recover and drain."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
         """Keep tables in `folder`. Raises SpoolError when it cannot be used."""
         self._folder = folder
         self._clock = clock
-        self._ended: deque[Slot] = deque()
+        self._ended_slots: deque[UsageSlot] = deque()
         self._lock = threading.Lock()
         """Over the tables and their free slots."""
-        self._tables: list[Table] = []
+        self._tables: list[UsageSlotTable] = []
         """The newest file first; what is in memory comes last."""
-        self._full = False
+        self._is_disk_full = False
         """The disk was, when it was last asked for more."""
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with self._alone():
+            with self._lock_folder():
                 pass
         except OSError as error:
             message = f"Usage cannot be kept in {folder} ({error.strerror}). Name a folder that can be written."
-            raise SpoolError(message) from error
-        self._attach(self._make())
+            raise UsageLogError(message) from error
+        self._attach_table(self._create_table())
 
     @property
-    def waiting(self) -> int:
+    def pending_records(self) -> int:
         """Rows that the store does not have yet."""
-        return len(self._ended)
+        return len(self._ended_slots)
 
     @property
-    def in_memory(self) -> int:
+    def unpersisted_records(self) -> int:
         """Rows, of running requests too, that would not survive this process, since the disk was full."""
         with self._lock:
-            return sum(table.size - len(table.free) for table in self._in_memory())
+            return sum(
+                table.slot_count - len(table.free_slots) for table in self._find_memory_tables()
+            )
 
-    def begin(self, row: UsageRow, rates: Rates = NO_CHARGE) -> Slot:
+    def allocate_slot(self, record: UsageRecord, rates: Rates = NO_CHARGE) -> UsageSlot:
         """A request that was let in: of `row` whose it is and since when, to be paid at `rates`.
 
         Raises SpoolFullError.
         """
-        slot = self._take()
-        slot.begin(row, rates)
+        slot = self._take_free_slot()
+        slot.begin(record, rates)
         return slot
 
-    def recover(self) -> list[UsageRow]:
+    def recover(self) -> list[UsageRecord]:
         """Take over the files of dead owners; the rows of the requests that they were killed in.
 
         These rows, and all that had ended, are drained like any others. Raises SpoolError or OSError.
         """
-        interrupted: list[UsageRow] = []
-        with self._alone():
+        interrupted: list[UsageRecord] = []
+        with self._lock_folder():
             for path in sorted(self._folder.glob("*.usage")):
-                table = _take_over(path)
+                table = _open_abandoned_file(path)
                 if table is not None:
-                    interrupted += self._adopt(table)
+                    interrupted += self._adopt_table(table)
         if interrupted:
-            log.warning("usage_recovered", interrupted=len(interrupted), waiting=self.waiting)
+            log.warning(
+                "usage_recovered", interrupted=len(interrupted), waiting=self.pending_records
+            )
         return interrupted
 
-    def drain(self, into: Callable[[list[UsageRow]], object]) -> int:
+    def drain(self, write_records: Callable[[list[UsageRecord]], object]) -> int:
         """Give what has ended to `into`, which knows the rows that it has by their request; how many were given.
 
         What `into` raises is passed on, and the rows are kept for the next time.
         """
-        self._tend()
-        given, waiting = 0, len(self._ended)
+        self._maintain_tables()
+        given, waiting = 0, len(self._ended_slots)
         while given < waiting:
-            slots = [self._ended.popleft() for _ in range(min(BATCH, waiting - given))]
+            slots = [
+                self._ended_slots.popleft()
+                for _ in range(min(DRAIN_BATCH_RECORDS, waiting - given))
+            ]
             try:
-                into([slot.row() for slot in slots])
+                write_records([slot.read_record() for slot in slots])
             except BaseException:
-                self._ended.extendleft(reversed(slots))
+                self._ended_slots.extendleft(reversed(slots))
                 for table in self._tables:
                     table.sync()
                 raise
             with self._lock:
                 for slot in slots:
-                    slot.free()
-                    slot.table.free.append(slot)
+                    slot.release()
+                    slot.table.free_slots.append(slot)
             given += len(slots)
         return given
 
     def close(self) -> None:
         """Let go of everything. Files that still hold rows are for whoever recovers them; rows in memory are lost."""
-        lost = self.in_memory
+        lost = self.unpersisted_records
         if lost:
             log.error("usage_lost", rows=lost, folder=str(self._folder), reason="the disk is full")
         with self._lock:
             tables, self._tables = self._tables, []
         for table in tables:
-            self._remove(table) if table.idle else table.close()
+            self._remove_table(table) if table.is_idle else table.close()
 
     # --- tables ----------------------------------------------------------------------------------
 
-    def _take(self) -> Slot:
+    def _take_free_slot(self) -> UsageSlot:
         while True:
             with self._lock:
                 for table in self._tables:
-                    if table.free:
-                        return table.free.pop()
-            self._attach(self._make())
+                    if table.free_slots:
+                        return table.free_slots.pop()
+            self._attach_table(self._create_table())
 
-    def _attach(self, table: Table) -> None:
+    def _attach_table(self, table: UsageSlotTable) -> None:
         with self._lock:
             self._tables.insert(0 if table.path is not None else len(self._tables), table)
 
-    def _make(self) -> Table:
+    def _create_table(self) -> UsageSlotTable:
         """An empty table, in memory if need be. Raises SpoolFullError."""
-        table = self._make_file()
+        table = self._create_file_table()
         if table is not None:
             return table
-        if len(self._in_memory()) >= MEMORY_TABLES:
-            raise SpoolFullError
-        return self._fill(Table(mmap.mmap(-1, SLOTS * SLOT_BYTES)))
+        if len(self._find_memory_tables()) >= MAX_MEMORY_TABLES:
+            raise UsageLogFullError
+        return self._initialize_table(UsageSlotTable(mmap.mmap(-1, SLOTS_PER_TABLE * SLOT_BYTES)))
 
-    def _make_file(self) -> Table | None:
+    def _create_file_table(self) -> UsageSlotTable | None:
         """An empty table in a file; None when the disk is full."""
         path = self._folder / f"{uuid.uuid4().hex}.usage"
         try:
-            with self._alone():
-                table = self._fill(_create(path))
+            with self._lock_folder():
+                table = self._initialize_table(_create_file(path))
         except OSError as error:
-            if not self._full:
+            if not self._is_disk_full:
                 reason = error.strerror
-                log.error("usage_kept_in_memory", folder=str(self._folder), reason=reason)  # noqa: TRY400 - the reason says it
-            self._full = True
+                log.error("usage_log_disk_full", folder=str(self._folder), reason=reason)  # noqa: TRY400 - the reason says it
+            self._is_disk_full = True
             return None
-        if self._full:
-            log.info("usage_kept_on_disk", folder=str(self._folder))
-        self._full = False
+        if self._is_disk_full:
+            log.info("usage_log_disk_recovered", folder=str(self._folder))
+        self._is_disk_full = False
         return table
 
-    def _fill(self, table: Table) -> Table:
-        table.alive_at = self._clock()
+    def _initialize_table(self, table: UsageSlotTable) -> UsageSlotTable:
+        table.owner_alive_at = self._clock()
         table.words[0] = MAGIC
-        table.free = [Slot(table, number, self._ended) for number in range(table.size, 0, -1)]
+        table.free_slots = [
+            UsageSlot(table, number, self._ended_slots) for number in range(table.slot_count, 0, -1)
+        ]
         return table
 
-    def _adopt(self, table: Table) -> list[UsageRow]:
+    def _adopt_table(self, table: UsageSlotTable) -> list[UsageRecord]:
         """Finish what a dead owner left; the rows that were running."""
         table.words[0] = MAGIC  # what begins in it from now on is for no older version
         interrupted = []
-        died_at = table.alive_at if is_time(table.alive_at) else self._clock()
-        for number in range(table.size, 0, -1):
-            slot = Slot(table, number, self._ended)
-            if slot.state != FREE and not slot.sound:
-                log.error("usage_row_unreadable", file=str(table.path), slot=number)
-                slot.free()
+        died_at = table.owner_alive_at if is_valid_time(table.owner_alive_at) else self._clock()
+        for number in range(table.slot_count, 0, -1):
+            slot = UsageSlot(table, number, self._ended_slots)
+            if slot.state != FREE and not slot.is_intact:
+                log.error("usage_record_unreadable", file=str(table.path), slot=number)
+                slot.release()
             if slot.state == FREE:
-                table.free.append(slot)
+                table.free_slots.append(slot)
             elif slot.state == RUNNING:
-                slot.end("interrupted", "", died_at)
-                interrupted.append(slot.row())
+                slot.finish("interrupted", "", died_at)
+                interrupted.append(slot.read_record())
             else:
-                self._ended.append(slot)
-        self._attach(table)
+                self._ended_slots.append(slot)
+        self._attach_table(table)
         return interrupted
 
-    def _tend(self) -> None:
+    def _maintain_tables(self) -> None:
         """Show that the owner lives, and keep as many tables as are needed."""
         now, spare, unused = self._clock(), 0, []
         with self._lock:
             for table in self._tables:
-                table.alive_at = now
-                if table.idle and spare >= SPARE:
+                table.owner_alive_at = now
+                if table.is_idle and spare >= MIN_SPARE_SLOTS:
                     unused.append(table)
                 elif table.path is not None:
-                    spare += len(table.free)
+                    spare += len(table.free_slots)
             self._tables = [table for table in self._tables if table not in unused]
         for table in unused:
-            self._remove(table)
-        if spare < SPARE:
-            made = self._make_file()
+            self._remove_table(table)
+        if spare < MIN_SPARE_SLOTS:
+            made = self._create_file_table()
             if made is not None:
-                self._attach(made)
+                self._attach_table(made)
 
-    def _remove(self, table: Table) -> None:
+    def _remove_table(self, table: UsageSlotTable) -> None:
         try:
-            with self._alone():
+            with self._lock_folder():
                 table.remove()
         except FileNotFoundError:
             table.close()  # somebody has removed the folder
 
-    def _in_memory(self) -> list[Table]:
+    def _find_memory_tables(self) -> list[UsageSlotTable]:
         return [table for table in self._tables if table.path is None]
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _lock_folder(self) -> Iterator[None]:
         """Meanwhile nobody else makes files in the folder, takes them over or removes them."""
         with (self._folder / "lock").open("wb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
 
-def _create(path: Path) -> Table:
+def _create_file(path: Path) -> UsageSlotTable:
     """A table in a new file, whose blocks are on the disk: writing to it cannot fail. Raises OSError."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.posix_fallocate(file, 0, SLOTS * SLOT_BYTES)
-        return Table(mmap.mmap(file, SLOTS * SLOT_BYTES), path, file)
+        os.posix_fallocate(file, 0, SLOTS_PER_TABLE * SLOT_BYTES)
+        return UsageSlotTable(mmap.mmap(file, SLOTS_PER_TABLE * SLOT_BYTES), path, file)
     except BaseException:
         os.close(file)
         path.unlink()
         raise
 
 
-def _take_over(path: Path) -> Table | None:
+def _open_abandoned_file(path: Path) -> UsageSlotTable | None:
     """The table in a dead process's file. None: its owner lives, or died before there was anything in it.
 
     Raises SpoolError when the file is none of ours.
@@ -280,12 +296,12 @@ def _take_over(path: Path) -> Table | None:
             return None
         magic = int.from_bytes(os.pread(file, 8, 0), sys.byteorder)
         size = os.fstat(file).st_size
-        if magic in {MAGIC, BEFORE} and size > SLOT_BYTES and size % SLOT_BYTES == 0:
-            table = Table(mmap.mmap(file, size), path, file)
+        if magic in {MAGIC, PREVIOUS_MAGIC} and size > SLOT_BYTES and size % SLOT_BYTES == 0:
+            table = UsageSlotTable(mmap.mmap(file, size), path, file)
             failing.pop_all()
             return table
     if magic:
-        raise SpoolError(
+        raise UsageLogError(
             f"{path} holds usage that this version of Argosy cannot read. Start the version that wrote"
             " it once more, or move the file away."
         )

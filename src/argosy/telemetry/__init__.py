@@ -1,30 +1,28 @@
 """The instruments: metrics and logs."""
 
-from argosy.telemetry.coalesced_scrape import Scrape
+from argosy.telemetry.coalesced_scrape import CoalescedScrape
 from argosy.telemetry.engine_stats import EngineStats
 from argosy.telemetry.gateway_gauges import (
-    GatewayReading,
-    ReplicaReading,
-    ReplicaState,
-    SharedLimitsReading,
+    GatewayGauges,
+    QuotaBackendGauges,
+    ReplicaGauges,
 )
 from argosy.telemetry.gateway_metrics import GatewayMetrics
-from argosy.telemetry.instruments import CONTENT_TYPE
-from argosy.telemetry.logs import LogFormat, configure_logs, name_request
-from argosy.telemetry.replica_metrics import Metrics, SequenceTimes
+from argosy.telemetry.instruments import METRICS_CONTENT_TYPE
+from argosy.telemetry.logs import LogFormat, bind_request, configure_logging
+from argosy.telemetry.replica_metrics import ReplicaMetrics, SequenceTimes
 
 __all__ = [
-    "CONTENT_TYPE",
+    "METRICS_CONTENT_TYPE",
+    "CoalescedScrape",
     "EngineStats",
+    "GatewayGauges",
     "GatewayMetrics",
-    "GatewayReading",
     "LogFormat",
-    "Metrics",
-    "ReplicaReading",
-    "ReplicaState",
-    "Scrape",
+    "QuotaBackendGauges",
+    "ReplicaGauges",
+    "ReplicaMetrics",
     "SequenceTimes",
-    "SharedLimitsReading",
-    "configure_logs",
-    "name_request",
+    "bind_request",
+    "configure_logging",
 ]

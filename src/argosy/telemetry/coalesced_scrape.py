@@ -6,15 +6,15 @@ import asyncio
 from collections.abc import Callable, Coroutine
 
 
-class Scrape:
+class CoalescedScrape:
     """What `make` gives, which takes a while. Belongs to one event loop."""
 
-    def __init__(self, make: Callable[[], Coroutine[None, None, bytes]]) -> None:
-        self._make = make
-        self._making: asyncio.Task[bytes] | None = None
+    def __init__(self, render: Callable[[], Coroutine[None, None, bytes]]) -> None:
+        self._render = render
+        self._task: asyncio.Task[bytes] | None = None
 
-    async def text(self) -> bytes:
+    async def get_text(self) -> bytes:
         """What is being made, or is from now on; whoever leaves spoils it for nobody. Raises what `make` raises."""
-        if self._making is None or self._making.done():
-            self._making = asyncio.create_task(self._make())
-        return await asyncio.shield(self._making)
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._render())
+        return await asyncio.shield(self._task)

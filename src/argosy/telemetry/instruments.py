@@ -17,7 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.utils import floatToGoString
 
-CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
+METRICS_CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
 TTFT_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
@@ -33,11 +33,11 @@ PHASE_BUCKETS = (
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
 
-Labels = tuple[str, ...]
+LabelValues = tuple[str, ...]
 """Values, in the order of the names that a family was made with."""
 
 
-class Sum:
+class CounterChild:
     """That of one set of label values."""
 
     __slots__ = ("value",)
@@ -47,46 +47,56 @@ class Sum:
 
 
 class Counter:
-    """A sum for each set of label values."""
+    """A sum for each set of label values.
 
-    def __init__(self, name: str, text: str, *labels: str) -> None:
-        self._name, self._text, self._labels = name, text, labels
-        self._sums: defaultdict[Labels, Sum] = defaultdict(Sum)
+    Args:
+        name: The family's name, without the suffix `_total`.
+        help_text: Text of the HELP line.
+        labels: Label names, in the order of the label values.
+        divisor: How many counted units make one exposed unit. Counting stays in integers.
+    """
 
-    def of(self, labels: Labels) -> Sum:
+    def __init__(self, name: str, help_text: str, *labels: str, divisor: int = 1) -> None:
+        self._name, self._help_text, self._label_names = name, help_text, labels
+        self._divisor = divisor
+        self._children: defaultdict[LabelValues, CounterChild] = defaultdict(CounterChild)
+
+    def child(self, label_values: LabelValues) -> CounterChild:
         """Where these are counted, for who counts them often; they are shown from now on, be it 0."""
-        return self._sums[labels]
+        return self._children[label_values]
 
-    def add(self, labels: Labels, amount: float = 1) -> None:
+    def add(self, label_values: LabelValues, amount: float = 1) -> None:
         """Count; what was counted once is shown, be it 0."""
-        self._sums[labels].value += amount
+        self._children[label_values].value += amount
 
-    def family(self) -> Metric:
+    def metric_family(self) -> Metric:
         """As Prometheus has it."""
-        shown = CounterMetricFamily(self._name, self._text, labels=self._labels)
-        for labels, counted in list(self._sums.items()):
-            shown.add_metric(labels, counted.value)
+        shown = CounterMetricFamily(self._name, self._help_text, labels=self._label_names)
+        for labels, counted in list(self._children.items()):
+            shown.add_metric(labels, counted.value / self._divisor)
         return shown
 
 
 class Histogram:
     """How values are spread over buckets, for each set of label values."""
 
-    def __init__(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> None:
-        self._name, self._text, self._labels = name, text, labels
+    def __init__(self, name: str, help_text: str, buckets: Sequence[float], *labels: str) -> None:
+        self._name, self._help_text, self._label_names = name, help_text, labels
         self._buckets = buckets
         self._bounds = [*map(floatToGoString, buckets), "+Inf"]
-        self._counts: defaultdict[Labels, list[int]] = defaultdict(lambda: [0] * len(self._bounds))
-        self._sums: defaultdict[Labels, float] = defaultdict(float)
+        self._counts: defaultdict[LabelValues, list[int]] = defaultdict(
+            lambda: [0] * len(self._bounds)
+        )
+        self._sums: defaultdict[LabelValues, float] = defaultdict(float)
 
-    def observe(self, labels: Labels, value: float) -> None:
+    def observe(self, label_values: LabelValues, value: float) -> None:
         """Count a value."""
-        self._counts[labels][bisect_left(self._buckets, value)] += 1
-        self._sums[labels] += value
+        self._counts[label_values][bisect_left(self._buckets, value)] += 1
+        self._sums[label_values] += value
 
-    def observe_all(self, labels: Labels, values: Sequence[float]) -> None:
+    def observe_many(self, label_values: LabelValues, values: Sequence[float]) -> None:
         """Count values, of which there may be none: most of many are in the same few buckets."""
-        counts, buckets, ordered = self._counts[labels], self._buckets, sorted(values)
+        counts, buckets, ordered = self._counts[label_values], self._buckets, sorted(values)
         counted = 0
         while counted < len(ordered):
             bucket = bisect_left(buckets, ordered[counted])
@@ -94,20 +104,22 @@ class Histogram:
             upto = bisect_right(ordered, bound, counted)
             counts[bucket] += upto - counted
             counted = upto
-        self._sums[labels] += sum(values)
+        self._sums[label_values] += sum(values)
 
-    def family(self) -> Metric:
+    def metric_family(self) -> Metric:
         """As Prometheus has it."""
-        shown = HistogramMetricFamily(self._name, self._text, labels=self._labels)
+        shown = HistogramMetricFamily(self._name, self._help_text, labels=self._label_names)
         for labels, counts in list(self._counts.items()):
             below = zip(self._bounds, accumulate(counts), strict=True)
             shown.add_metric(labels, list(below), self._sums[labels])
         return shown
 
 
-def gauge(name: str, text: str, values: Mapping[Labels, float], *labels: str) -> Metric:
+def gauge_family(
+    name: str, help_text: str, values: Mapping[LabelValues, float], *labels: str
+) -> Metric:
     """Numbers of the moment, one for each set of label values."""
-    shown = GaugeMetricFamily(name, text, labels=labels)
+    shown = GaugeMetricFamily(name, help_text, labels=labels)
     for each, value in values.items():
         shown.add_metric(each, value)
     return shown

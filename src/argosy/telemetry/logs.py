@@ -19,85 +19,85 @@ import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
 LogFormat = Literal["json", "console"]
-TOGETHER_S = 0.05
+FLUSH_INTERVAL_S = 0.05
 """Lines that tell of nothing wrong wait so long for others, at most."""
 
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}.*")
-_context: ContextVar[dict[str, str] | None] = ContextVar("argosy_request", default=None)
+_request_context: ContextVar[dict[str, str] | None] = ContextVar("argosy_request", default=None)
 
 
-def _add_context(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
-    known = _context.get()
+def _add_request_context(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+    known = _request_context.get()
     if known is not None:
         event.update(known)
     return event
 
 
-_SHARED: list[Processor] = [
-    _add_context,
+_SHARED_PROCESSORS: list[Processor] = [
+    _add_request_context,
     structlog.stdlib.add_log_level,
     structlog.stdlib.add_logger_name,
     structlog.processors.TimeStamper(fmt="iso", utc=True),
 ]
-_UNREAD = (OSError, ValueError, AttributeError)
+_WRITE_ERRORS = (OSError, ValueError, AttributeError)
 """Raised by standard error that nobody reads any more: a closed pipe, a full disk, or none at all."""
-_OF_LINES = frozenset({"event", "exception", "stack"})
+_MULTILINE_FIELDS = frozenset({"event", "exception", "stack"})
 """Fields that we write, and that may have several lines."""
-_encode_text = msgspec.json.Encoder(enc_hook=repr).encode
+_encode_json = msgspec.json.Encoder(enc_hook=repr).encode
 
 
-def _encode(event: EventDict) -> bytes:
+def _encode_event(event: EventDict) -> bytes:
     try:
-        return _encode_text(event)
+        return _encode_json(event)
     except UnicodeEncodeError:  # a file's name, which may be any bytes
         return json.dumps(event, default=repr).encode()
 
 
-def _json_line(replica: str) -> Processor:
+def _make_json_processor(replica: str) -> Processor:
     """All that `_SHARED` does, and the JSON, in one call: a request writes a line."""
 
-    def line(logger: _StandardError, method: str, event: EventDict) -> bytes:
-        event.update(_context.get() or {})
+    def line(logger: _StderrLogger, method: str, event: EventDict) -> bytes:
+        event.update(_request_context.get() or {})
         event["level"] = method
         event["logger"] = logger.name
-        event["timestamp"] = _timestamp(time.time_ns())
+        event["timestamp"] = _format_timestamp(time.time_ns())
         if replica:
             event["replica"] = replica
         if "exc_info" in event:
             event = structlog.processors.format_exc_info(logger, method, event)
-        return _encode(event)
+        return _encode_event(event)
 
     return line
 
 
-def _timestamp(now_ns: int) -> str:
+def _format_timestamp(now_ns: int) -> str:
     """ISO 8601 in UTC, to the microsecond."""
     second, rest = divmod(now_ns, 1_000_000_000)
-    return f"{_second(second)}.{rest // 1000:06d}Z"
+    return f"{_format_second(second)}.{rest // 1000:06d}Z"
 
 
 @lru_cache(maxsize=2)
-def _second(second: int) -> str:
+def _format_second(second: int) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second))
 
 
-def _printable(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+def _escape_unprintable(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
     """What clients sent must neither steer a terminal nor look like a line of its own."""
     for name, value in event.items():
-        if isinstance(value, str) and not value.isprintable() and name not in _OF_LINES:
+        if isinstance(value, str) and not value.isprintable() and name not in _MULTILINE_FIELDS:
             event[name] = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in value)
     return event
 
 
-def _json_text(_logger: WrappedLogger, _method: str, event: EventDict) -> str:
-    return _encode(event).decode()
+def _render_json(_logger: WrappedLogger, _method: str, event: EventDict) -> str:
+    return _encode_event(event).decode()
 
 
-def _encoded(_logger: WrappedLogger, _method: str, line: EventDict | str) -> bytes:
+def _encode_line(_logger: WrappedLogger, _method: str, line: EventDict | str) -> bytes:
     return str(line).encode("utf-8", "backslashreplace")
 
 
-class _StandardError:
+class _StderrLogger:
     """Writes lines to standard error, whatever that is at the moment.
 
     When nobody reads it any more, lines are lost, and nothing else is.
@@ -105,7 +105,7 @@ class _StandardError:
 
     def __init__(self, name: str = "") -> None:
         self.name = name
-        self._flushes_at = 0.0
+        self._flush_due_at = 0.0
         """When lines that were not written at once are, on the monotonic clock."""
 
     def write(self, method: str, line: bytes) -> None:
@@ -115,29 +115,29 @@ class _StandardError:
         """
         try:
             sys.stderr.buffer.write(line + b"\n")
-        except _UNREAD:
+        except _WRITE_ERRORS:
             return
         if method != "info":
             self._flush()
-        elif time.monotonic() >= self._flushes_at:
+        elif time.monotonic() >= self._flush_due_at:
             self._flush_soon()
 
     def _flush_soon(self) -> None:
         try:
-            asyncio.get_running_loop().call_later(TOGETHER_S, self._flush)
+            asyncio.get_running_loop().call_later(FLUSH_INTERVAL_S, self._flush)
         except RuntimeError:  # there is none
             self._flush()
         else:
-            self._flushes_at = time.monotonic() + TOGETHER_S
+            self._flush_due_at = time.monotonic() + FLUSH_INTERVAL_S
 
     def _flush(self) -> None:
         # A loop's timer may be early: whatever comes after this asks for another.
-        self._flushes_at = 0.0
-        with contextlib.suppress(*_UNREAD):
+        self._flush_due_at = 0.0
+        with contextlib.suppress(*_WRITE_ERRORS):
             sys.stderr.buffer.flush()
 
 
-class _Straight(structlog.BoundLoggerBase):
+class _DirectBoundLogger(structlog.BoundLoggerBase):
     """What structlog does between the call of a logger's method and the line, in one step instead of four."""
 
     def _proxy_to_logger(
@@ -152,27 +152,32 @@ class _Straight(structlog.BoundLoggerBase):
         self._logger.write(method_name, told)
 
 
-def configure_logs(log_format: LogFormat, level: str = "info", replica: str = "") -> None:
+def configure_logging(log_format: LogFormat, level: str = "info", replica: str = "") -> None:
     """Send every log event of the process, the libraries' too, to standard error. Call once.
 
     Each event carries the name of the `replica` that the process works for, if any. Our own events do not
     pass the standard library's logging, which would make each ten times as dear.
     """
-    shared = [*_SHARED, _named(replica)] if replica else _SHARED
+    shared = [*_SHARED_PROCESSORS, _add_replica_name(replica)] if replica else _SHARED_PROCESSORS
     if log_format == "json":
-        ours: list[Processor] = [_json_line(replica)]
-        theirs: list[Processor] = [structlog.processors.format_exc_info, _json_text]
+        ours: list[Processor] = [_make_json_processor(replica)]
+        theirs: list[Processor] = [structlog.processors.format_exc_info, _render_json]
     else:
         # Plain tracebacks: the pretty ones print local variables, and those hold what users wrote.
         render: Processor = structlog.dev.ConsoleRenderer(
             colors=sys.stderr.isatty() and not os.environ.get("NO_COLOR"),
             exception_formatter=structlog.dev.plain_traceback,
         )
-        ours, theirs = [*shared, _printable, render, _encoded], [_printable, render]
+        ours, theirs = (
+            [*shared, _escape_unprintable, render, _encode_line],
+            [_escape_unprintable, render],
+        )
     structlog.configure(
         processors=ours,
-        wrapper_class=type("Logger", (_Straight, structlog.make_filtering_bound_logger(level)), {}),
-        logger_factory=_StandardError,
+        wrapper_class=type(
+            "Logger", (_DirectBoundLogger, structlog.make_filtering_bound_logger(level)), {}
+        ),
+        logger_factory=_StderrLogger,
         cache_logger_on_first_use=True,
     )
     handler = logging.StreamHandler(sys.stderr)
@@ -189,7 +194,7 @@ def configure_logs(log_format: LogFormat, level: str = "info", replica: str = ""
         logging.getLogger(talkative).setLevel(logging.WARNING)
 
 
-def _named(replica: str) -> Processor:
+def _add_replica_name(replica: str) -> Processor:
     def name(_logger: object, _method: str, event: EventDict) -> EventDict:
         event["replica"] = replica
         return event
@@ -197,9 +202,9 @@ def _named(replica: str) -> Processor:
     return name
 
 
-def name_request(request_id: str, traceparent: str = "") -> None:
+def bind_request(request_id: str, traceparent: str = "") -> None:
     """Have the events of this task carry `request_id` from now on, and the trace id of a W3C `traceparent` header."""
     known = {"request_id": request_id}
     if traceparent and (trace := _TRACEPARENT.fullmatch(traceparent)):
         known["trace_id"] = trace[1]
-    _context.set(known)
+    _request_context.set(known)

@@ -12,7 +12,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-_NAMES = {
+_VLLM_NAMES = {
     "argosy_requests_running": "num_requests_running",
     "argosy_requests_waiting": "num_requests_waiting",
     "argosy_kv_usage_ratio": "kv_cache_usage_perc",
@@ -22,7 +22,7 @@ _NAMES = {
     "argosy_preemptions": "num_preemptions",
     "argosy_prompt_tokens": "prompt_tokens",
     "argosy_generation_tokens": "generation_tokens",
-    "argosy_requests": "request_success",
+    "argosy_sequences_finished": "request_success",
     "argosy_time_to_first_token_seconds": "time_to_first_token_seconds",
     "argosy_inter_token_latency_seconds": "inter_token_latency_seconds",
     "argosy_time_per_output_token_seconds": "request_time_per_output_token_seconds",
@@ -37,15 +37,15 @@ _NAMES = {
     "argosy_request_choices": "request_params_n",
     "argosy_step_tokens": "iteration_tokens_total",
 }
-_LABELS = {
+_VLLM_LABELS = {
     "model": "model_name",
     "finish_reason": "finished_reason",
     "num_blocks": "num_gpu_blocks",
 }
-_REASONS = {"cancelled": "abort"}
+_VLLM_FINISH_REASONS = {"cancelled": "abort"}
 
 
-class VllmNames(Collector):
+class VllmMetricsCollector(Collector):
     """Shows what another collector has under vLLM's names, with label `engine="0"`."""
 
     def __init__(self, source: Collector) -> None:
@@ -54,16 +54,16 @@ class VllmNames(Collector):
     def collect(self) -> Iterator[Metric]:
         """The metrics that vLLM has too, renamed."""
         for family in self._source.collect():
-            if family.name in _NAMES:
-                yield _renamed(family, "vllm:" + _NAMES[family.name])
+            if family.name in _VLLM_NAMES:
+                yield _rename_family(family, "vllm:" + _VLLM_NAMES[family.name])
 
 
-def _renamed(family: Metric, name: str) -> Metric:
+def _rename_family(family: Metric, name: str) -> Metric:
     shown = Metric(name, family.documentation, family.type)
     shown.samples = [
         Sample(
             name + sample.name.removeprefix(family.name),
-            _labels(sample.labels),
+            _rename_labels(sample.labels),
             sample.value,
             sample.timestamp,
             sample.exemplar,
@@ -73,9 +73,9 @@ def _renamed(family: Metric, name: str) -> Metric:
     return shown
 
 
-def _labels(labels: dict[str, str]) -> dict[str, str]:
-    shown = {_LABELS.get(label, label): value for label, value in labels.items()}
+def _rename_labels(labels: dict[str, str]) -> dict[str, str]:
+    shown = {_VLLM_LABELS.get(label, label): value for label, value in labels.items()}
     if "finished_reason" in shown:
         reason = shown["finished_reason"]
-        shown["finished_reason"] = _REASONS.get(reason, reason)
+        shown["finished_reason"] = _VLLM_FINISH_REASONS.get(reason, reason)
     return shown | {"engine": "0"}

@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from argosy.engine.execution.gpu import attention, attention_kernels, elementwise, linear, sampling
-from argosy.engine.execution.sampling_ops import EXP2, FRACTION, NOTHING
+from argosy.engine.execution.sampling_ops import EXP2_COEFFICIENTS, FRACTION_BITS, MIN_EXPONENT
 
 HOPPER = GPUTarget("cuda", 90, 32)
 BFLOAT16, FLOAT32, FLOAT8 = "*bf16", "*fp32", "*fp8e4nv"
@@ -102,7 +102,7 @@ def attend(
     gemma: bool = False,
 ) -> None:
     """The attention of one model."""
-    width = attention._width(head_dim)
+    width = attention._padded_head_dim(head_dim)
     group = heads // kv_heads
     tile = attention._tile(group, width * (4 if dtype == FLOAT32 else 2), single=single)
     constants = {
@@ -151,7 +151,7 @@ def all_attention() -> None:
     for cache in (BFLOAT16, FLOAT8):
         constants = {
             "KV_HEADS": 8,
-            "ROWS": attention.STORE_ROWS,
+            "ROWS": attention.STORE_TILE_ROWS,
             "HEAD_DIM": 128,
             "WIDTH": 128,
             "BLOCK": 16,
@@ -160,7 +160,7 @@ def all_attention() -> None:
             "MOST": 448.0,
         }
         types = {"keys": cache, "values": cache, "tokens": "i32"}
-        report(f"store {cache}", attention_kernels.store, constants, types, num_warps=4)
+        report(f"store {cache}", attention_kernels.store_kv, constants, types, num_warps=4)
     constants = {**shared, "ROWS": 4, "WINDOWED": False}
     types = {"tokens": "i32"}
     report("merge_ranges", attention_kernels.merge_ranges, constants, types, num_warps=4)
@@ -185,14 +185,14 @@ def all_linears() -> None:
             }
             report(
                 f"multiply {kind} {outs}x{tokens}",
-                linear._multiply,
+                linear._matmul,
                 constants,
                 {"tokens": "i32"} | types,
                 num_warps=warps,
                 num_stages=stages,
             )
-    constants = {"COLS": 4096, "WIDTH": 4096, "MOST": linear.FLOAT8_MOST}
-    report("narrow", linear._narrow, constants, {}, num_warps=8)
+    constants = {"COLS": 4096, "WIDTH": 4096, "MOST": linear.FLOAT8_MAX}
+    report("narrow", linear._quantize_float8, constants, {}, num_warps=8)
 
 
 def all_rows() -> None:
@@ -208,14 +208,19 @@ def all_rows() -> None:
         types = {"rows": "i32", "eps": "fp32"}
         report(f"norm {size}", elementwise._norm, constants, types, num_warps=warps)
     for activation in ("silu", "gelu_tanh"):
-        constants = {"ACTIVATION": activation, "TILE": elementwise.GATE_TILE}
-        report(f"gate {activation}", elementwise._gate, constants, num_warps=4)
+        constants = {"ACTIVATION": activation, "TILE": elementwise.GATE_TILE_OUTPUTS}
+        report(f"gate {activation}", elementwise._gated_activation, constants, num_warps=4)
     constants = {"TILE": sampling.VOCAB_TILE}
-    report("draw: survey", sampling._survey, constants, {}, **sampling.OPTIONS)
-    constants |= {"WIDTH": 64, "FACTORS": EXP2, "FRACTION": FRACTION, "NOTHING": NOTHING}
-    report("draw: measure", sampling._measure, constants, {}, **sampling.OPTIONS)
+    report("draw: survey", sampling._find_peaks, constants, {}, **sampling.KERNEL_OPTIONS)
+    constants |= {
+        "WIDTH": 64,
+        "FACTORS": EXP2_COEFFICIENTS,
+        "FRACTION": FRACTION_BITS,
+        "NOTHING": MIN_EXPONENT,
+    }
+    report("draw: measure", sampling._sum_weights, constants, {}, **sampling.KERNEL_OPTIONS)
     constants |= {"TILES": 63}
-    report("draw: pick", sampling._pick, constants, {}, **sampling.OPTIONS)
+    report("draw: pick", sampling._select_token, constants, {}, **sampling.KERNEL_OPTIONS)
 
 
 if __name__ == "__main__":

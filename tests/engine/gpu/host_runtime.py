@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import GridExecutor
 
-from argosy.engine.execution.device import Event, Graph, Moment
+from argosy.engine.execution.device import CapturedGraph, DeviceEvent, HostEvent
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -103,8 +103,8 @@ class HostRuntime:
     """See `Runtime`."""
 
     name: str = "host"
-    capability: tuple[int, int] = (9, 0)
-    processors: int = 1
+    compute_capability: tuple[int, int] = (9, 0)
+    num_multiprocessors: int = 1
     free: int = 1 << 30
     graphs: list[Replayed] = field(default_factory=list)
     profiled: int = 0
@@ -116,17 +116,17 @@ class HostRuntime:
     def free_bytes(self) -> int:
         return self.free
 
-    def peak_bytes(self, work: Callable[[], object]) -> int:
+    def measure_peak_bytes(self, work: Callable[[], object]) -> int:
         work()
         self.profiled += 1
         return 1 << 20
 
-    def pinned(self, tensor: Tensor) -> Tensor:
+    def empty_pinned_like(self, tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor)
 
-    def event(self) -> Event:
-        return Moment()
+    def record_event(self) -> DeviceEvent:
+        return HostEvent()
 
-    def record(self, work: Callable[[], object]) -> Graph:
+    def capture(self, work: Callable[[], object]) -> CapturedGraph:
         self.graphs.append(Replayed(work, taped(work)))
         return self.graphs[-1]

@@ -21,8 +21,8 @@ from tests.engine.worlds import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from argosy.engine.execution.batch import AttentionSpec, Batch
-    from argosy.engine.execution.rope import RopeRows
+    from argosy.engine.execution.batch import AttentionParams, Batch
+    from argosy.engine.execution.rope import RopeRotation
     from tests.engine.worlds import Chunk, PathName
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy plays the GPU here
@@ -37,14 +37,14 @@ class Staged(TritonAttention):
         k: Tensor,
         v: Tensor,
         batch: Batch,
-        spec: AttentionSpec,
-        rope: RopeRows | None,
+        params: AttentionParams,
+        rope: RopeRotation | None,
     ) -> Tensor:
         q, k, v = (x.to(DEVICE) for x in (q, k, v))
         there: Any = {each.name: getattr(batch, each.name).to(DEVICE) for each in fields(batch)}
         if rope is not None:
             rope = rope[0].to(DEVICE), rope[1].to(DEVICE)
-        return super().__call__(q, k, v, replace(batch, **there), spec, rope).cpu()
+        return super().__call__(q, k, v, replace(batch, **there), params, rope).cpu()
 
 
 @dataclass
@@ -56,7 +56,7 @@ class GpuWorld(World):
 
     def attention(self, path: PathName = "native", threads: int = 2) -> Staged:
         shape = self.shape(self.cache or type_of[self.dtype])
-        attention = Staged(shape, device=DEVICE, processors=threads, scales=self.scales)
+        attention = Staged(shape, device=DEVICE, num_multiprocessors=threads, scales=self.scales)
         self.soil(attention)
         return attention
 
@@ -155,7 +155,7 @@ def test_a_row_that_is_not_in_use_changes_nothing() -> None:
     q, k, v = (torch.cat([a[:-1], b[:-1]]) for a, b in zip(*world.qkv, strict=True))
     attention(q, k, v, world.batch([(0, 0, 79), (1, 0, 29)]), world.spec, None)
     batch = world.batch([(0, 79, 1), (1, 0, 1), (1, 29, 1)])
-    batch.slots[1], batch.seq_lens[1] = -1, 0
+    batch.slot_mapping[1], batch.seq_lens[1] = -1, 0
     q, k, v = (
         torch.cat([a[-1:], torch.full_like(a[-1:], torch.nan), b[-1:]])
         for a, b in zip(*world.qkv, strict=True)

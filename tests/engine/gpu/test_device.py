@@ -9,10 +9,10 @@ import pytest
 
 from argosy.engine.execution import executor_loader
 from argosy.engine.execution.gpu import memory_profile
-from argosy.engine.execution.gpu.cuda_runtime import cuda_device
+from argosy.engine.execution.gpu.cuda_runtime import create_cuda_device
 from argosy.engine.execution.gpu.device import GpuDevice
 from argosy.engine.serving.core_messages import EngineRequest
-from argosy.models import BUNDLED
+from argosy.models import BUNDLED_MODEL
 from argosy.protocol import SamplingParams
 from tests.engine.driver import Answer, core_of, run
 from tests.engine.gpu.device import INTERPRETED
@@ -125,7 +125,7 @@ def test_tokens_are_the_same_however_they_are_computed(
         return
     same(run(core_on(model, max_step_tokens=7, **options), requests()), expected)
     tight = core_on(model, block_size=4, num_blocks=9, **options)
-    tight.scheduler.estimate.share = 0.0
+    tight.scheduler.output_estimator.fraction = 0.0
     same(run(tight, requests()), expected)
     assert tight.scheduler.preemptions > 0
 
@@ -134,7 +134,7 @@ def test_a_graph_that_cannot_be_made_is_done_without(model: Path, runtime: HostR
     def refuse(_work: object) -> None:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    runtime.record = refuse  # type: ignore[method-assign, assignment]
+    runtime.capture = refuse  # type: ignore[method-assign, assignment]
     core = prepared(core_on(model))
     answer = run(core, requests()[:1])["0"]
     assert len(answer.tokens) == 6
@@ -174,8 +174,8 @@ def test_plans_that_no_disk_takes_are_measured_again(
 ) -> None:
     (tmp_path / "argosy").write_text("in the way")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    memory_profile.write("key", 5)
-    assert memory_profile.read("key") is None
+    memory_profile.write_memory_profile("key", 5)
+    assert memory_profile.read_memory_profile("key") is None
 
 
 def test_what_a_device_cannot_do_is_refused_with_the_remedy(
@@ -183,7 +183,7 @@ def test_what_a_device_cannot_do_is_refused_with_the_remedy(
 ) -> None:
     with pytest.raises(ValueError, match="set quantize to fp8"):
         core_on(model, quantize="int8")
-    runtime.capability = (8, 0)
+    runtime.compute_capability = (8, 0)
     with pytest.raises(ValueError, match="leave quantize fp8 out"):
         core_on(model, quantize="fp8")
     with pytest.raises(ValueError, match="leave kv_dtype fp8 out"):
@@ -192,8 +192,8 @@ def test_what_a_device_cannot_do_is_refused_with_the_remedy(
 
 def test_where_there_is_no_gpu_the_settings_say_so() -> None:
     with pytest.raises(ValueError, match="set device to cpu"):
-        cuda_device()
+        create_cuda_device()
     with pytest.raises(ValueError, match="set device to cpu"):
-        core_of(BUNDLED, device="cuda")
+        core_of(BUNDLED_MODEL, device="cuda")
     with pytest.raises(ValueError, match="leave kv_dtype at auto"):
-        core_of(BUNDLED, device="cpu", kv_dtype="fp8")
+        core_of(BUNDLED_MODEL, device="cpu", kv_dtype="fp8")

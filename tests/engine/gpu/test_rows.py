@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, get_args
 import pytest
 import torch
 
-from argosy.engine.execution.elementwise_cpu import TorchRows
-from argosy.engine.execution.gpu.elementwise import TritonRows
+from argosy.engine.execution.elementwise_cpu import TorchElementwiseOps
+from argosy.engine.execution.gpu.elementwise import TritonElementwiseOps
 from argosy.engine.execution.model_architecture import Activation, NormKind
 
 if TYPE_CHECKING:
@@ -39,19 +39,25 @@ def test_norms_agree_with_torch(
 ) -> None:
     weight = drawn(size, dtype=dtype, device=device)
     x, mixed = drawn(2, 9, size, dtype=dtype, device=device)
-    ours, theirs = (ops.norm(kind, weight, 1e-6) for ops in (TritonRows(), TorchRows()))
+    ours, theirs = (
+        ops.create_norm(kind, weight, 1e-6)
+        for ops in (TritonElementwiseOps(), TorchElementwiseOps())
+    )
     close(ours(x), theirs(x))
     into, reference = x.clone(), x.clone()
-    close(ours.after_adding(into, mixed), theirs.after_adding(reference, mixed))
+    close(ours.add_and_norm(into, mixed), theirs.add_and_norm(reference, mixed))
     assert torch.equal(into, reference)
-    assert torch.equal(ours.after_adding(x.clone(), mixed), ours(into))
+    assert torch.equal(ours.add_and_norm(x.clone(), mixed), ours(into))
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_a_norm_over_heads_takes_a_part_of_wider_rows(size: int, device: torch.device) -> None:
     weight = drawn(size, dtype=torch.bfloat16, device=device)
     wide = drawn(5, 6, size, dtype=torch.bfloat16, device=device)
-    ours, theirs = (ops.norm("narrow", weight, 1e-5) for ops in (TritonRows(), TorchRows()))
+    ours, theirs = (
+        ops.create_norm("narrow", weight, 1e-5)
+        for ops in (TritonElementwiseOps(), TorchElementwiseOps())
+    )
     close(ours(wide[:, 1:4]), theirs(wide[:, 1:4]))
 
 
@@ -63,10 +69,13 @@ def test_gates_agree_with_torch(
 ) -> None:
     x = drawn(5, 2 * size, dtype=dtype, device=device)
     x[0, :size], x[1, :size], x[2, :size] = -1e4, 1e4, 0.0
-    ours, theirs = (ops.gate(activation)(x) for ops in (TritonRows(), TorchRows()))
+    ours, theirs = (
+        ops.create_gated_activation(activation)(x)
+        for ops in (TritonElementwiseOps(), TorchElementwiseOps())
+    )
     torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=TOLERANCE[dtype])
     x[3, 0] = torch.nan
-    assert TritonRows().gate(activation)(x)[3, 0].isnan()
+    assert TritonElementwiseOps().create_gated_activation(activation)(x)[3, 0].isnan()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -74,11 +83,11 @@ def test_gates_agree_with_torch(
 def test_a_row_has_the_same_bits_in_any_batch(
     size: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    ops, x = TritonRows(), drawn(70, 2 * size, dtype=dtype, device=device)
+    ops, x = TritonElementwiseOps(), drawn(70, 2 * size, dtype=dtype, device=device)
     weight = drawn(2 * size, dtype=dtype, device=device)
     ways: list[Callable[[torch.Tensor], torch.Tensor]] = [
-        *(ops.norm(kind, weight, 1e-6) for kind in get_args(NormKind)),
-        *(ops.gate(activation) for activation in get_args(Activation)),
+        *(ops.create_norm(kind, weight, 1e-6) for kind in get_args(NormKind)),
+        *(ops.create_gated_activation(activation) for activation in get_args(Activation)),
     ]
     for way in ways:
         whole = way(x)
@@ -88,6 +97,6 @@ def test_a_row_has_the_same_bits_in_any_batch(
 
 def test_no_rows_give_no_rows(device: torch.device) -> None:
     empty = torch.empty(0, 64, device=device)
-    assert TritonRows().gate("silu")(empty).shape == (0, 32)
+    assert TritonElementwiseOps().create_gated_activation("silu")(empty).shape == (0, 32)
     weight = torch.ones(64, device=device)
-    assert TritonRows().norm("narrow", weight, 1e-6)(empty).shape == (0, 64)
+    assert TritonElementwiseOps().create_norm("narrow", weight, 1e-6)(empty).shape == (0, 64)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from argosy.engine.execution.gpu.sampling import VOCAB_TILE, TritonDraws
-from argosy.engine.execution.sampling_ops import LOG2E, Draws, TorchDraws
+from argosy.engine.execution.gpu.sampling import VOCAB_TILE, TritonSamplingOps
+from argosy.engine.execution.sampling_ops import LOG2E, SamplingMetadata, TorchSamplingOps
 from tests.engine.gpu.device import DEVICE
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy plays the GPU here
@@ -22,10 +22,10 @@ def logits_of(rows: int, vocab: int, spread: float = 3.0) -> torch.Tensor:
 
 def draws_of(
     rows: int, vocab: int, temperatures: tuple[float, ...] = (0.01, 0.7, 1.0, 3.0, np.inf)
-) -> Draws:
+) -> SamplingMetadata:
     """Temperature, min-p and (at infinite temperature) greedy rows, with neither top-k nor top-p."""
     rng = np.random.default_rng(rows + vocab)
-    return Draws(
+    return SamplingMetadata(
         (LOG2E / rng.choice(temperatures, rows)).astype(np.float32),
         np.full(rows, vocab),
         np.ones(rows, np.float32),
@@ -34,8 +34,8 @@ def draws_of(
     )
 
 
-def drawn(logits: torch.Tensor, draws: Draws) -> list[int]:
-    tokens = TritonDraws().draw(logits.to(DEVICE), draws)
+def drawn(logits: torch.Tensor, draws: SamplingMetadata) -> list[int]:
+    tokens = TritonSamplingOps().sample(logits.to(DEVICE), draws)
     assert tokens.dtype == torch.int64
     return [int(token) for token in tokens]
 
@@ -48,14 +48,14 @@ def test_draws_are_those_of_torch(vocab: int, spread: float, dtype: torch.dtype)
     logits[3, 1:] = OFF
     logits[4, : vocab // 2] = OFF
     draws = draws_of(16, vocab)
-    assert drawn(logits, draws) == TorchDraws().draw(logits, draws).tolist()
+    assert drawn(logits, draws) == TorchSamplingOps().sample(logits, draws).tolist()
 
 
 def test_rows_with_top_k_and_top_p_draw_beside_the_others() -> None:
     logits, draws = logits_of(12, 3000), draws_of(12, 3000)
     draws.top_k[[1, 2, 8]] = [1, 50, 2999]
     draws.top_p[[2, 5, 9]] = [0.5, 0.9, 0.0]
-    assert drawn(logits, draws) == TorchDraws().draw(logits, draws).tolist()
+    assert drawn(logits, draws) == TorchSamplingOps().sample(logits, draws).tolist()
 
 
 def test_greedy_rows_take_the_first_of_the_likeliest() -> None:
@@ -81,6 +81,6 @@ def test_rows_that_are_not_sound_give_no_token(bad: float) -> None:
 
 def test_a_row_draws_the_same_in_any_batch() -> None:
     logits, draws = logits_of(6, 300), draws_of(6, 300)
-    alone = [drawn(logits[i : i + 1], draws.of(np.array([i])))[0] for i in range(6)]
+    alone = [drawn(logits[i : i + 1], draws.select_rows(np.array([i])))[0] for i in range(6)]
     assert alone == drawn(logits, draws)
-    assert drawn(logits[:0], draws.of(np.arange(0))) == []
+    assert drawn(logits[:0], draws.select_rows(np.arange(0))) == []

@@ -20,17 +20,25 @@ import msgspec
 import psutil
 import pytest
 
-from argosy.engine import EngineConfig, ServerConfig
+from argosy.engine import EngineConfig, ReplicaServerConfig
 from argosy.fleet import FleetFailedError, LocalLauncher, ReplicaSpec, Supervisor, runtime_folder
-from argosy.models import BUNDLED
-from argosy.policy import Life
+from argosy.models import BUNDLED_MODEL
+from argosy.policy import ProcessRun
 
 
 def spec(name: str, **engine: object) -> ReplicaSpec:
-    settings = {"model": str(BUNDLED), "threads": 1, "num_blocks": 64, "warmup": False, **engine}
+    settings = {
+        "model": str(BUNDLED_MODEL),
+        "threads": 1,
+        "num_blocks": 64,
+        "warmup": False,
+        **engine,
+    }
     return ReplicaSpec(
         name=name,
-        server=ServerConfig(served_model_names=("mini",), drain_deadline_s=5.0, log_level="error"),
+        server=ReplicaServerConfig(
+            served_model_names=("mini",), drain_deadline_s=5.0, log_level="error"
+        ),
         engine=EngineConfig(**settings),  # type: ignore[arg-type]
     )
 
@@ -57,14 +65,14 @@ def launcher_in(folder: Path) -> LocalLauncher:
 
 
 async def models(launcher: LocalLauncher, name: str) -> list[str]:
-    transport = httpx2.AsyncHTTPTransport(uds=str(launcher.socket(name)))
+    transport = httpx2.AsyncHTTPTransport(uds=str(launcher.socket_path(name)))
     async with httpx2.AsyncClient(transport=transport, base_url="http://replica") as client:
         return [card["id"] for card in (await client.get("/v1/models")).json()["data"]]
 
 
-async def until(launcher: LocalLauncher, name: str, reached: Callable[[Life], bool]) -> None:
+async def until(launcher: LocalLauncher, name: str, reached: Callable[[ProcessRun], bool]) -> None:
     """Wait until the replica's life is as it should be."""
-    while name not in launcher.list() or not reached(launcher.list()[name]):  # noqa: ASYNC110 - only asking tells
+    while name not in launcher.list_runs() or not reached(launcher.list_runs()[name]):  # noqa: ASYNC110 - only asking tells
         await asyncio.sleep(0.02)
 
 
@@ -75,7 +83,7 @@ async def ready(launcher: LocalLauncher, name: str, not_pid: int = 0) -> int:
         name,
         lambda life: (
             life.ready_at is not None
-            and life.ended_at is None
+            and life.exited_at is None
             and listener(launcher, name) not in {0, not_pid}
         ),
     )
@@ -85,7 +93,7 @@ async def ready(launcher: LocalLauncher, name: str, not_pid: int = 0) -> int:
 def listener(launcher: LocalLauncher, name: str) -> int:
     """The pid of who listens at the replica's socket; 0: nobody."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
-        if asking.connect_ex(str(launcher.socket(name))):
+        if asking.connect_ex(str(launcher.socket_path(name))):
             return 0
         told = asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid, _, _ = struct.unpack("3i", told)
@@ -112,7 +120,7 @@ async def test_a_replica_is_launched_once_and_leaves_nothing(folder: Path) -> No
     await launcher.drain("a")
     await launcher.drain("a")
     await launcher.stop("a")
-    assert launcher.list()["a"].ended_at is not None
+    assert launcher.list_runs()["a"].exited_at is not None
     assert not launched()
     _, alive = psutil.wait_procs(family, timeout=20)
     assert not alive
@@ -128,10 +136,10 @@ async def test_the_end_of_one_that_talks_nonsense_is_seen(
             *(sys.executable, "-c", program), stdin=pipe, stdout=pipe
         )
 
-    monkeypatch.setattr("argosy.fleet.local_launcher._spawn", spawn)
+    monkeypatch.setattr("argosy.fleet.local_launcher._spawn_process", spawn)
     launcher = launcher_in(folder)
     await launcher.start(spec("a"))
-    await until(launcher, "a", lambda life: life.ended_at is not None)
+    await until(launcher, "a", lambda life: life.exited_at is not None)
     await launcher.stop("a")
 
 
@@ -163,10 +171,10 @@ async def test_what_a_killed_replica_leaves_goes_with_the_folder(
 async def test_what_died_or_hangs_is_replaced_behind_the_same_socket(folder: Path) -> None:
     launcher = launcher_in(folder)
     async with supervised(launcher, spec("a")) as supervisor:
-        await supervisor.serving.wait()
+        await supervisor.any_ready.wait()
         pid = await ready(launcher, "a")
         for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP):
-            await until(launcher, "a", lambda life: life.heard_at is not None)
+            await until(launcher, "a", lambda life: life.last_response_at is not None)
             os.kill(pid, number)
             pid = await ready(launcher, "a", not_pid=pid)
             assert await models(launcher, "a") == ["mini"]
@@ -195,7 +203,7 @@ async def test_one_that_cannot_start_does_not_take_the_others_along(folder: Path
     launcher = launcher_in(folder)
     async with supervised(launcher, spec("bad", model="/no/such/model"), spec("good")):
         await ready(launcher, "good")
-        await until(launcher, "bad", lambda life: life.ended_at is not None)
+        await until(launcher, "bad", lambda life: life.exited_at is not None)
         assert await models(launcher, "good") == ["mini"]
 
 

@@ -12,8 +12,8 @@ from tests.integration.gateway.harness import Running, front
 from tests.integration.test_metrics import samples
 
 from argosy.gateway import ReplicaConfig
-from argosy.gateway.filters.usage_recorder import Ledger
-from argosy.store import Directory, Price, Spool, UsageRow
+from argosy.gateway.filters.usage_recorder import UsageRecorder
+from argosy.store import AccountSnapshot, Price, UsageLog, UsageRecord
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 STREAM: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
@@ -25,7 +25,7 @@ class Books:
     """A gateway with a ledger."""
 
     running: Running
-    spool: Spool
+    spool: UsageLog
 
     async def ask(self, path: str = COMPLETIONS, **body: Any) -> str:  # noqa: ANN401 - a request's
         """What the gateway answers."""
@@ -36,18 +36,18 @@ class Books:
         )
         return answer.text
 
-    def row(self) -> UsageRow:
+    def row(self) -> UsageRecord:
         """The only one's."""
-        rows: list[UsageRow] = []
+        rows: list[UsageRecord] = []
         self.spool.drain(rows.extend)
         (row,) = rows
         return row
 
-    def told(self, row: UsageRow) -> dict[str, Any]:
+    def told(self, row: UsageRecord) -> dict[str, Any]:
         """The explanation of a request."""
         trace = self.running.traces.find(row.request)
         assert trace is not None
-        return trace.tell()
+        return trace.to_dict()
 
     async def count(self, name: str, **labels: str) -> float:
         """The sum of a metric's samples that have these labels; 0 where there are none."""
@@ -57,7 +57,7 @@ class Books:
             v for n, have, v in samples(text) if n == named and labels.items() <= have.items()
         )
 
-    async def agree(self) -> UsageRow:
+    async def agree(self) -> UsageRecord:
         """The only request's row, which metrics and explanation say, too."""
         row = self.row()
         counted = [
@@ -65,7 +65,7 @@ class Books:
         ]
         fresh = row.input_tokens - row.cached_tokens
         assert counted == [fresh, row.cached_tokens, row.output_tokens]
-        assert await self.count("cost_nano_dollars_total") == row.nano_dollars
+        assert round(await self.count("cost_dollars_total") * 1e9) == row.nano_dollars
         told = self.told(row)
         prompt, cached, output = (told["tokens"][name] for name in ("prompt", "cached", "output"))
         assert (prompt, cached, output) == (row.input_tokens, row.cached_tokens, row.output_tokens)
@@ -84,9 +84,11 @@ async def books(folder: Path, *urls: str, **settings: Any) -> AsyncIterator[Book
 @contextlib.asynccontextmanager
 async def kept(folder: Path, *behind: ReplicaConfig, **settings: Any) -> AsyncIterator[Books]:  # noqa: ANN401
     """In front of these."""
-    spool = Spool(folder)
-    ledger = Ledger(spool)
-    ledger.update(Directory(prices=(Price(model="big", input=5, cached_input=1, output=20),)))
+    spool = UsageLog(folder)
+    ledger = UsageRecorder(spool)
+    ledger.apply_snapshot(
+        AccountSnapshot(prices=(Price(model="big", input=5, cached_input=1, output=20),))
+    )
     async with front([ledger], *behind, **settings) as running:
         yield Books(running, spool)
     spool.close()
@@ -97,5 +99,5 @@ async def carriable(folder: Path, url: str) -> AsyncIterator[Books]:
     """In front of a server whose answers others can carry on, if they are one text."""
     async with kept(folder, ReplicaConfig(url=url, kind="llama.cpp")) as here:
         for replica in here.running.replicas:
-            replica.taking = True  # it does not say so itself
+            replica.is_accepting = True  # it does not say so itself
         yield here

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 import httpx2
 from tests.waiting import until
 
-from argosy.gateway.admin import build_admin
-from argosy.gateway.app import Front
-from argosy.gateway.auth import Identity
+from argosy.gateway.admin import build_admin_app
+from argosy.gateway.app import GatewayApp
+from argosy.gateway.auth import Authenticator
 from argosy.gateway.config import (
     GatewayConfig,
     ModelConfig,
@@ -21,31 +21,37 @@ from argosy.gateway.config import (
     ReplicaConfig,
     Timeouts,
 )
-from argosy.gateway.cors import Origins
-from argosy.gateway.filters.telemetry_filter import Recorder
-from argosy.gateway.kv_events import TextsOf, follow
-from argosy.gateway.model_registry.model_entries import build_models, read_models
-from argosy.gateway.model_registry.model_router import Models
-from argosy.gateway.operations import Operating
+from argosy.gateway.cors import CorsPolicy
+from argosy.gateway.filters.telemetry_filter import TelemetryFilter
+from argosy.gateway.kv_events import TextBlockMaps, subscribe
+from argosy.gateway.model_registry.model_entries import build_model_entries, build_model_router
+from argosy.gateway.model_registry.model_router import ModelRouter
+from argosy.gateway.operations import OperationsHandlers
 from argosy.gateway.pool.prober import PROBE_TIMEOUT_S, Prober
-from argosy.gateway.pool.replica_endpoint import Replica
+from argosy.gateway.pool.replica_endpoint import ReplicaEndpoint
 from argosy.gateway.proxy.fast_path import FastPath, load_fast_path
-from argosy.gateway.proxy.handlers import Serving
-from argosy.gateway.request_context import ANY, Alone, Journey, Stage, Visit
-from argosy.gateway.request_trace import ExplainConfig, Traces
-from argosy.http_server import Listener, bind, url_of
-from argosy.policy import Outcome
+from argosy.gateway.proxy.handlers import CompletionHandlers
+from argosy.gateway.request_context import (
+    UNLIMITED_TOKENS,
+    FastPathBudget,
+    FilterState,
+    RequestContext,
+    RequestFilter,
+)
+from argosy.gateway.request_trace import ExplainConfig, TraceStore
+from argosy.http_server import HttpServer, bind_tcp, listen_url
+from argosy.policy import AttemptOutcome
 from argosy.protocol import ApiError
-from argosy.store import Directory
-from argosy.telemetry import GatewayMetrics, GatewayReading
+from argosy.store import AccountSnapshot
+from argosy.telemetry import GatewayGauges, GatewayMetrics
 
-QUICK = Timeouts(first_token_s=5.0, between_tokens_s=5.0, recovery_s=0.5)
+QUICK = Timeouts(first_token_timeout_s=5.0, stream_idle_timeout_s=5.0, failover_timeout_s=0.5)
 
 
-def opened(replica: Replica) -> None:
+def opened(replica: ReplicaEndpoint) -> None:
     """It has just failed often, and is to be tried again now."""
-    while replica.breaker.closed:
-        replica.breaker.record(Outcome.FAILURE, 0.0)
+    while replica.breaker.is_closed:
+        replica.breaker.record_outcome(AttemptOutcome.FAILURE, 0.0)
 
 
 @dataclass
@@ -56,19 +62,19 @@ class Watching:
     refuses: ApiError | None = None
     counter: int | None = None
     """Address of a word that counts, too."""
-    entered: list[Journey] = field(default_factory=list)
+    entered: list[RequestContext] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     """Output tokens, each time that there were more."""
-    left: list[Journey] = field(default_factory=list)
+    left: list[RequestContext] = field(default_factory=list)
     gone: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
     """Released for each journey that has ended."""
 
-    async def enter(self, journey: Journey) -> Visit:
-        journey.headers.append((b"x-watched", b"yes"))
+    async def on_request(self, context: RequestContext) -> FilterState:
+        context.response_headers.append((b"x-watched", b"yes"))
         if self.refuses is not None:
             raise self.refuses
-        self.entered.append(journey)
-        return Watched(self, journey)
+        self.entered.append(context)
+        return Watched(self, context)
 
 
 @dataclass(frozen=True)
@@ -76,20 +82,20 @@ class Watched:
     """A request's visit there."""
 
     stage: Watching
-    journey: Journey
+    context: RequestContext
 
-    def alone(self) -> Alone:
-        most = ANY if self.stage.most is None else self.stage.most - 1
-        return Alone(most, self.stage.counter)
+    def fast_path_budget(self) -> FastPathBudget:
+        most = UNLIMITED_TOKENS if self.stage.most is None else self.stage.most - 1
+        return FastPathBudget(most, self.stage.counter)
 
-    def counted(self, times: Sequence[float]) -> str | None:
-        del times
-        stage, output = self.stage, self.journey.delivered.output_tokens
+    def on_tokens(self, chunk_times: Sequence[float]) -> str | None:
+        del chunk_times
+        stage, output = self.stage, self.context.delivered.output_tokens
         stage.counts.append(output)
         return "budget" if stage.most is not None and output >= stage.most else None
 
-    def leave(self) -> None:
-        self.stage.left.append(self.journey)
+    def on_complete(self) -> None:
+        self.stage.left.append(self.context)
         self.stage.gone.release()
 
 
@@ -98,16 +104,16 @@ class Running:
     """A client of the front, and what the front keeps."""
 
     client: httpx2.AsyncClient
-    traces: Traces
+    traces: TraceStore
     metrics: GatewayMetrics
-    serving: Serving
+    serving: CompletionHandlers
     probers: list[Prober]
-    models: Models
+    models: ModelRouter
     idle: Callable[[], Awaitable[None]]
     """Waits until no request is being answered."""
 
     @property
-    def replicas(self) -> list[Replica]:
+    def replicas(self) -> list[ReplicaEndpoint]:
         """Behind all models."""
         return [replica for pool in self.models.pools for replica in pool.replicas.values()]
 
@@ -118,7 +124,7 @@ class Running:
 
     async def queued(self, count: int) -> None:
         """Wait until so many requests wait for a replica."""
-        await until(lambda: self.serving.queued["big"] == count)
+        await until(lambda: self.serving.queued_requests["big"] == count)
 
 
 async def met(prober: Prober) -> None:
@@ -131,7 +137,7 @@ async def met(prober: Prober) -> None:
 
 @contextlib.asynccontextmanager
 async def front(
-    stages: Sequence[Stage],
+    stages: Sequence[RequestFilter],
     *behind: ReplicaConfig,
     timeouts: Timeouts = QUICK,
     queue: QueueConfig = QueueConfig(),  # noqa: B008 - immutable
@@ -152,20 +158,20 @@ async def front(
         queue=queue,
         slow_reader_timeout_s=slow_reader_timeout_s,
     )
-    models, metrics = build_models(read_models(config)), GatewayMetrics()
-    traces = Traces(ExplainConfig())
+    models, metrics = build_model_router(build_model_entries(config)), GatewayMetrics()
+    traces = TraceStore(ExplainConfig())
     fast_path = FastPath(load_fast_path())
-    recorder = Recorder(traces, metrics, time.monotonic)
-    serving = Serving(models, config, [recorder, *stages], fast_path)
-    operating = Operating(models, metrics, GatewayReading)
-    identity = Identity(Directory(), config.auth)
-    app = Front(
+    recorder = TelemetryFilter(traces, metrics, time.monotonic)
+    serving = CompletionHandlers(models, config, [recorder, *stages], fast_path)
+    operating = OperationsHandlers(models, metrics, GatewayGauges)
+    identity = Authenticator(AccountSnapshot(), config.auth)
+    app = GatewayApp(
         models,
         serving,
         operating,
-        identify=identity.identify,
-        admin=build_admin(None, identity, lambda *_: None, lambda: None),
-        origins=Origins(config.auth.allowed_origins),
+        authenticate=identity.authenticate,
+        admin=build_admin_app(None, identity, lambda *_: None, lambda: None),
+        cors=CorsPolicy(config.auth.allowed_origins),
         metrics=metrics,
         config=config,
     )
@@ -173,17 +179,17 @@ async def front(
     probers = [Prober(replica) for replica in replicas]
     for prober in probers:
         await met(prober)
-    bound, listener = bind("127.0.0.1", 0), Listener(app)
-    texts = TextsOf()
+    bound, listener = bind_tcp("127.0.0.1", 0), HttpServer(app)
+    texts = TextBlockMaps()
     tasks = [
         asyncio.create_task(listener.serve(sockets=[bound])),
-        asyncio.create_task(serving.tend()),
-        *(asyncio.create_task(follow(replica, texts)) for replica in replicas),
+        asyncio.create_task(serving.monitor_streams()),
+        *(asyncio.create_task(subscribe(replica, texts)) for replica in replicas),
     ]
     try:
-        async with httpx2.AsyncClient(base_url=url_of(bound), timeout=30) as client:
-            yield Running(client, traces, metrics, serving, probers, models, app.idle)
-        await app.idle()
+        async with httpx2.AsyncClient(base_url=listen_url(bound), timeout=30) as client:
+            yield Running(client, traces, metrics, serving, probers, models, app.wait_until_idle)
+        await app.wait_until_idle()
         assert all(replica.load.in_flight == 0 for replica in replicas)
     finally:
         listener.stop()

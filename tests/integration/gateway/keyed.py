@@ -65,7 +65,7 @@ class Fleet:
     """In plain: of the project "shop", of another of its organisation, and of another organisation."""
     clients: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
 
-    async def caller(self, who: str = "shop", gateway: int = 0) -> Caller:
+    async def principal(self, who: str = "shop", gateway: int = 0) -> Caller:
         headers = {"authorization": f"Bearer {self.keys[who]}"}
         client = httpx2.AsyncClient(base_url=self.urls[gateway], headers=headers, timeout=30)
         return Caller(await self.clients.enter_async_context(client))
@@ -89,11 +89,11 @@ async def fleet(
         store=StoreConfig(url=store),
         limits=LimitsConfig(redis=redis),
         idempotency=idempotency,
-        timeouts=Timeouts(recovery_s=0.5),
+        timeouts=Timeouts(failover_timeout_s=0.5),
     )
     with tenants(store) as people:
         keys = _keys(people)
-        (shop,) = {p.id for p in people.store.directory().projects if p.name == "shop"}
+        (shop,) = {p.id for p in people.store.load_snapshot().projects if p.name == "shop"}
         for unit, most in (("requests", requests), ("output_tokens", tokens)):
             if most is not None:
                 people.limit(shop, unit, most, "day")
@@ -139,7 +139,7 @@ async def before_replica(
         serve(engine) as served,
         fleet(folder, ReplicaConfig(url=served.url, model=MODEL), **settings) as made,
     ):
-        yield made, engine, await made.caller()
+        yield made, engine, await made.principal()
 
 
 def refusal(answer: httpx2.Response) -> tuple[int, str]:

@@ -6,30 +6,30 @@ import json
 from collections.abc import Iterable
 from typing import Any, cast
 
-from argosy.gateway.filters.limit_filter import Limits
-from argosy.gateway.filters.limit_filter_state import Held
+from argosy.gateway.filters.limit_filter import LimitFilter
+from argosy.gateway.filters.limit_filter_state import LimitFilterState
 from argosy.gateway.pool.pool import Pool
-from argosy.gateway.principal import Caller
-from argosy.gateway.request_context import CHAT, Journey, Status, Visit
-from argosy.gateway.request_fields import read
-from argosy.http_server import Exchange
+from argosy.gateway.principal import Principal
+from argosy.gateway.request_context import CHAT, FilterState, RequestContext, RequestStatus
+from argosy.gateway.request_fields import parse_request_fields
+from argosy.http_server import HttpExchange
 from argosy.protocol import ApiError
 from argosy.store import (
+    AccountSnapshot,
     Clock,
-    Directory,
     Limit,
+    LimitUnit,
+    LimitWindow,
     OwnerKind,
     Price,
     Project,
-    SharedState,
-    Unit,
-    Unsure,
-    Window,
-    steady,
+    QuotaBackend,
+    QuotaFailureMode,
+    steady_clock,
 )
 
-CALLER = Caller(organisation="org", project="shop", key="k1", user="ann")
-OTHER = Caller(organisation="org", project="shop", key="k2", user="bob")
+CALLER = Principal(organisation="org", project="shop", key="k1", user="ann")
+OTHER = Principal(organisation="org", project="shop", key="k2", user="bob")
 OWNERS: dict[OwnerKind, str] = {
     "organisation": "org",
     "project": "shop",
@@ -38,26 +38,26 @@ OWNERS: dict[OwnerKind, str] = {
 }
 
 
-class Gate(Limits):
+class Gate(LimitFilter):
     """The stage, and the visits of those that it has let in."""
 
-    visits: dict[int, Visit | None]
+    visits: dict[int, FilterState | None]
     """By the journey's identity as an object."""
 
-    def __init__(self, state: SharedState, clock: Clock = steady) -> None:
+    def __init__(self, state: QuotaBackend, clock: Clock = steady_clock) -> None:
         super().__init__(state, clock)
         self.visits = {}
 
-    async def enter(self, journey: Journey) -> Held | None:
-        held = await super().enter(journey)
-        self.visits[id(journey)] = held
+    async def on_request(self, context: RequestContext) -> LimitFilterState | None:
+        held = await super().on_request(context)
+        self.visits[id(context)] = held
         return held
 
 
 def limit(
-    unit: Unit,
+    unit: LimitUnit,
     amount: int,
-    window: Window | None = "minute",
+    window: LimitWindow | None = "minute",
     owner_kind: OwnerKind = "key",
     model: str | None = None,
 ) -> Limit:
@@ -73,46 +73,55 @@ def limit(
     )
 
 
-def directory(*limits: Limit, unsure: Unsure = "open", prices: Iterable[Price] = ()) -> Directory:
+def directory(
+    *limits: Limit, unsure: QuotaFailureMode = "open", prices: Iterable[Price] = ()
+) -> AccountSnapshot:
     """With one project."""
     project = Project(
         id="shop", organisation="org", name="shop", when_unsure=unsure, created_at=0.0
     )
-    return Directory(projects=(project,), limits=limits, prices=tuple(prices))
+    return AccountSnapshot(projects=(project,), limits=limits, prices=tuple(prices))
 
 
-def request(caller: Caller = CALLER, *, prompt: int = 10, most: int | None = 5) -> Journey:
+def request(
+    principal: Principal = CALLER, *, prompt: int = 10, most: int | None = 5
+) -> RequestContext:
     """A request with about so many tokens in its prompt."""
     content = "x" * (4 * prompt - 31)
     body: dict[str, Any] = {"model": "big", "messages": [{"role": "user", "content": content}]}
     body |= {} if most is None else {"max_tokens": most}
-    ask = read(json.dumps(body).encode(), "messages")
+    ask = parse_request_fields(json.dumps(body).encode(), "messages")
     pool = Pool("big", [], "round-robin")
-    return Journey(cast("Exchange", None), ask, CHAT, pool, "id", caller, caller.tier)
+    return RequestContext(
+        cast("HttpExchange", None), ask, CHAT, pool, "id", principal, principal.tier
+    )
 
 
-def deliver(limits: Gate, journey: Journey, output: int, prompt: int = 10) -> str | None:
+def deliver(limits: Gate, context: RequestContext, output: int, prompt: int = 10) -> str | None:
     """Tell that so many tokens more were delivered."""
-    journey.delivered.prompt_tokens = prompt
-    journey.delivered.output_tokens += output
-    visit = limits.visits[id(journey)]
-    return None if visit is None else visit.counted((0.0,))
+    context.delivered.prompt_tokens = prompt
+    context.delivered.output_tokens += output
+    visit = limits.visits[id(context)]
+    return None if visit is None else visit.on_tokens((0.0,))
 
 
 def leave(
-    limits: Gate, journey: Journey, status: Status = "completed", replica: str = "replica"
+    limits: Gate,
+    context: RequestContext,
+    status: RequestStatus = "completed",
+    replica: str = "replica",
 ) -> None:
     """It has ended, after it was sent there."""
-    journey.status, journey.replica = status, replica
-    visit = limits.visits.pop(id(journey))
+    context.status, context.replica_name = status, replica
+    visit = limits.visits.pop(id(context))
     if visit is not None:
-        visit.leave()
+        visit.on_complete()
 
 
-async def refusal(limits: Gate, journey: Journey) -> ApiError | None:
+async def refusal(limits: Gate, context: RequestContext) -> ApiError | None:
     """How the request is refused; None: it is let in."""
     try:
-        await limits.enter(journey)
+        await limits.on_request(context)
     except ApiError as error:
         return error
     return None

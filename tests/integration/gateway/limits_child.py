@@ -8,17 +8,17 @@ import sys
 import structlog
 from tests.integration.gateway.limit_world import Gate, directory, limit, refusal, request
 
-from argosy.store.redis_quota_backend import RedisState
+from argosy.store.redis_quota_backend import RedisQuotaBackend
 
 structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
 
 
 async def main(url: str, count: int) -> None:
-    stage = Gate(RedisState(url, wait_s=10.0, alive_s=1.0))
-    stage.update(directory(limit("concurrency", 3)))
+    stage = Gate(RedisQuotaBackend(url, timeout_s=10.0, gateway_ttl_s=1.0))
+    stage.apply_snapshot(directory(limit("concurrency", 3)))
     await stage.start()
     running = [request() for _ in range(count)]
-    let_in = [journey for journey in running if await refusal(stage, journey) is None]
+    let_in = [context for context in running if await refusal(stage, context) is None]
     print(len(let_in), flush=True)  # noqa: T201 - that is how it says so
     await asyncio.Event().wait()
 

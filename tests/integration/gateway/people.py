@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from argosy.store import Directory, Key, Organisation, Project, User, digest
+from argosy.store import AccountSnapshot, Key, Organisation, Project, User, hash_key
 
 NOW = 1_800_000_000.0
 ACME = Organisation(id="org_acme", name="acme", created_at=0)
@@ -59,15 +59,15 @@ def key(name: str, project: Project = CHAT, **fields: Any) -> Key:  # noqa: ANN4
         project=project.id,
         name=name,
         prefix=plain(name)[:18],
-        digest=digest(plain(name)),
+        digest=hash_key(plain(name)),
         created_at=0,
         **fields,
     )
 
 
-def directory(*keys: Key) -> Directory:
+def directory(*keys: Key) -> AccountSnapshot:
     """Everybody, with these keys."""
-    return Directory(
+    return AccountSnapshot(
         organisations=(ACME, ZETA, GONE),
         projects=(CHAT, SHARED, OLD, OFFICE, OTHER_SHARED),
         users=(ANN, BOB, EVE, OTHER_ANN),
@@ -80,10 +80,10 @@ class Request:
     """What identity looks at."""
 
     headers: Mapping[bytes, bytes] = field(default_factory=dict)
-    peer: str = "127.0.0.1"
+    peer_address: str = "127.0.0.1"
 
 
-def bearer(credential: str, peer: str = "127.0.0.1", **headers: str) -> Request:
+def bearer(credential: str, peer_address: str = "127.0.0.1", **headers: str) -> Request:
     """A request with a key or token, and other headers (`_` for `-`)."""
     more = {name.replace("_", "-").encode(): value.encode() for name, value in headers.items()}
-    return Request({b"authorization": f"Bearer {credential}".encode(), **more}, peer)
+    return Request({b"authorization": f"Bearer {credential}".encode(), **more}, peer_address)

@@ -17,23 +17,23 @@ import psutil
 import pytest
 import uvloop
 
-from argosy.http_server import Listener, Receive, Scope, Send, bind, bind_unix
+from argosy.http_server import HttpServer, Receive, Scope, Send, bind_tcp, bind_unix
 from argosy.http_server import server as listen_module
-from argosy.http_server.acceptor import UnixSocket
+from argosy.http_server.acceptor import UnixListenSocket
 
 ASKED = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
 SERVER = """
 import uvloop
-from argosy.http_server import Listener, bind
+from argosy.http_server import HttpServer, bind_tcp
 
 async def hello(scope, receive, send):
     await send({"type": "http.response.start", "status": 200, "headers": []})
     await send({"type": "http.response.body", "body": b"hello"})
 
 async def main():
-    bound = bind("127.0.0.1", 0)
+    bound = bind_tcp("127.0.0.1", 0)
     print(bound.getsockname()[1], flush=True)
-    await Listener(hello).serve(sockets=[bound])
+    await HttpServer(hello).serve(sockets=[bound])
 
 uvloop.run(main())
 """
@@ -48,7 +48,7 @@ def test_all_who_wait_are_let_in_within_a_few_turns_of_the_loop() -> None:
     many = 100
 
     async def turns() -> int:
-        listener, bound = Listener(nothing), bind("127.0.0.1", 0)
+        listener, bound = HttpServer(nothing), bind_tcp("127.0.0.1", 0)
         with ExitStack() as clients:
             for _ in range(many):
                 clients.enter_context(closing(socket.create_connection(bound.getsockname())))
@@ -65,7 +65,7 @@ def test_all_who_wait_are_let_in_within_a_few_turns_of_the_loop() -> None:
 
 
 async def test_who_comes_once_it_is_closed_is_refused_and_does_not_wait() -> None:
-    listener, bound = Listener(nothing), bind("127.0.0.1", 0)
+    listener, bound = HttpServer(nothing), bind_tcp("127.0.0.1", 0)
     address = bound.getsockname()
     running = asyncio.create_task(listener.serve(sockets=[bound]))
     _, writer = await asyncio.open_connection(*address)
@@ -87,7 +87,7 @@ def test_a_path_that_is_not_listened_on_after_all_is_left_as_it_was(
         bound.append(unix)
         raise OSError(errno.ENOBUFS, "No buffer space available")
 
-    monkeypatch.setattr(UnixSocket, "listen", refuse, raising=False)
+    monkeypatch.setattr(UnixListenSocket, "listen", refuse, raising=False)
     with pytest.raises(OSError, match="choose another path"):
         bind_unix(tmp_path / "a.sock")
     assert bound[0].fileno() == -1
@@ -100,7 +100,7 @@ async def test_who_is_let_in_and_cannot_be_served_is_closed(
     failures: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, told: failures.append(told))
     monkeypatch.setattr(listen_module, "Connection", mock.Mock(side_effect=ValueError("no")))
-    listener, bound = Listener(nothing), bind("127.0.0.1", 0)
+    listener, bound = HttpServer(nothing), bind_tcp("127.0.0.1", 0)
     running = asyncio.create_task(listener.serve(sockets=[bound]))
     reader, writer = await asyncio.open_connection(*bound.getsockname())
     async with asyncio.timeout(10):

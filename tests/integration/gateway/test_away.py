@@ -22,9 +22,11 @@ from argosy.engine import EngineFailedError
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.gateway import QueueConfig, ReplicaConfig, Timeouts
 
-PATIENT = Timeouts(first_token_s=20.0, between_tokens_s=20.0, recovery_s=1000.0)
-SHORT = QueueConfig(requests=10)
-BRIEF = Timeouts(first_token_s=20.0, between_tokens_s=20.0, recovery_s=1.0)
+PATIENT = Timeouts(
+    first_token_timeout_s=20.0, stream_idle_timeout_s=20.0, failover_timeout_s=1000.0
+)
+SHORT = QueueConfig(max_requests=10)
+BRIEF = Timeouts(first_token_timeout_s=20.0, stream_idle_timeout_s=20.0, failover_timeout_s=1.0)
 
 
 def asks(running: Running, prompt: str = "Once") -> asyncio.Task[httpx2.Response]:
@@ -46,7 +48,7 @@ def queued(running: Running, answer: httpx2.Response) -> bool:
     """Whether its explanation tells that it waited."""
     trace = running.traces.find(answer.headers["x-argosy-request"])
     assert trace is not None
-    return trace.queued is not None
+    return trace.queued_at is not None
 
 
 def at(port: int) -> ReplicaConfig:
@@ -70,7 +72,7 @@ async def lost(
 async def finds_out(running: Running) -> asyncio.Task[httpx2.Response]:
     """The request that notices that the replica has gone."""
     asking = asks(running, "finds out")
-    await until(lambda: running.replicas[0].absence.away)
+    await until(lambda: running.replicas[0].outage.is_down)
     return asking
 
 
@@ -96,7 +98,7 @@ async def test_requests_wait_in_their_order_for_a_server_that_is_started_again()
 
 
 async def test_no_more_wait_for_one_that_is_away_than_for_one_that_is_full() -> None:
-    async with lost(PATIENT, QueueConfig(requests=2)) as (running, port):
+    async with lost(PATIENT, QueueConfig(max_requests=2)) as (running, port):
         waiting = [await finds_out(running)]
         for number in range(2):
             waiting.append(asks(running))
@@ -189,9 +191,11 @@ async def test_one_that_says_that_it_will_be_back_is_waited_for(
     tokenizer: Tokenizer, state: State, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # One that has failed says so until its server sees it, and leaves: here that is after the test.
-    monkeypatch.setattr("argosy.engine.serving.api_server.replica_server.WATCH_S", 3600.0)
+    monkeypatch.setattr(
+        "argosy.engine.serving.api_server.replica_server.ENGINE_POLL_INTERVAL_S", 3600.0
+    )
     engine = FakeEngine(tokenizer, always(says(tokenizer, "Yes.")))
-    at_once = Timeouts(recovery_s=1e-6)
+    at_once = Timeouts(failover_timeout_s=1e-6)
     with suppress(EngineFailedError):  # one that has failed ends soon after
         async with (
             serve(engine) as served,
@@ -229,7 +233,7 @@ async def test_one_that_works_and_was_missed_is_found_again_before_what_runs_the
             await until(lambda: server.asked)
             (replica,) = running.replicas
             opened(replica)
-            replica.lost(time.monotonic())
+            replica.on_unreachable(time.monotonic())
             assert await ready(running) == 503
             assert (await asks(running)).status_code == 200
             assert await ready(running) == 200
@@ -244,7 +248,7 @@ async def test_what_is_lacking_here_is_held_against_no_replica() -> None:
     ):
         (replica,), soft = running.replicas, resource.getrlimit(resource.RLIMIT_NOFILE)
         assert await ready(running) == 200  # on a connection that is kept
-        while (kept := replica.upstream.kept()) is not None:
+        while (kept := replica.upstream.take_idle_connection()) is not None:
             kept.abort()
         with capture_logs() as logs:
             resource.setrlimit(resource.RLIMIT_NOFILE, (3, soft[1]))
@@ -255,6 +259,6 @@ async def test_what_is_lacking_here_is_held_against_no_replica() -> None:
                     await running.probe()
             finally:
                 resource.setrlimit(resource.RLIMIT_NOFILE, soft)
-            assert replica.breaker.closed
+            assert replica.breaker.is_closed
             assert (await answer).status_code == 200
         assert (await asks(running)).status_code == 200

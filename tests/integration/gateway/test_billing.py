@@ -27,13 +27,13 @@ from tests.waiting import until
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.gateway import ReplicaConfig
 from argosy.gateway.proxy import response_writers as answers
-from argosy.protocol import event
-from argosy.store import UsageRow
+from argosy.protocol import format_event
+from argosy.store import UsageRecord
 
 
 def usage(**fields: object) -> bytes:
     """The event of a stream that tells it."""
-    return event(json.dumps({"choices": [], "usage": fields}).encode())
+    return format_event(json.dumps({"choices": [], "usage": fields}).encode())
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ async def test_who_leaves_before_the_usage_pays_for_more_than_an_events_first_to
         delta = {name: calls if name == "tool_calls" else words}
         for finish in (None, "stop"):
             choice = {"index": 0, "delta": delta, "finish_reason": finish}
-            asked.send(event(json.dumps({"choices": [choice]}).encode()))
+            asked.send(format_event(json.dumps({"choices": [choice]}).encode()))
         await asked.writer.drain()
         await asyncio.Event().wait()
 
@@ -111,7 +111,7 @@ async def test_a_usage_of_nothing_with_each_piece_makes_none_of_them_free(tmp_pa
         for finish in (None, "stop"):
             choice = {"index": 0, "text": "a", "finish_reason": finish}
             none = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
-            asked.send(event(json.dumps({"choices": [choice], "usage": none}).encode()))
+            asked.send(format_event(json.dumps({"choices": [choice], "usage": none}).encode()))
         asked.end()
 
     async with rough_server(script) as rough, books(tmp_path, rough.url) as here:
@@ -156,9 +156,9 @@ async def test_what_is_no_text_counts_where_no_usage_tells(
         asked.stream()
         for delta in ({"role": "assistant", "content": ""}, {name: said}, {name: said}):
             choice = {"index": 0, "delta": delta, "finish_reason": None}
-            asked.send(event(json.dumps({"choices": [choice]}).encode()))
+            asked.send(format_event(json.dumps({"choices": [choice]}).encode()))
         ended = {"index": 0, "delta": {}, "finish_reason": "stop"}
-        asked.send(event(json.dumps({"choices": [ended]}).encode()))
+        asked.send(format_event(json.dumps({"choices": [ended]}).encode()))
         asked.end()
 
     async with rough_server(script) as rough, carriable(tmp_path, rough.url) as here:
@@ -181,7 +181,7 @@ async def test_each_choice_is_billed_where_a_server_tells_the_usage_of_each(
                 end = "length" if at == tokens - 1 else None
                 delta = {"delta": {"content": "a"}} if path == CHATS else {"text": "a"}
                 choice = {"index": place, "finish_reason": end, **delta}
-                asked.send(event(json.dumps({"choices": [choice]}).encode()))
+                asked.send(format_event(json.dumps({"choices": [choice]}).encode()))
             asked.send(told[place])
         asked.end()
 
@@ -197,7 +197,7 @@ async def test_each_prompt_is_billed_where_a_server_tells_the_usage_of_each(tmp_
         for place, prompt in enumerate((100, 3, 9)):
             used = {"prompt_tokens": prompt, "completion_tokens": 5}
             choice = {"index": place, "text": "five of these", "finish_reason": "length"}
-            asked.send(event(json.dumps({"choices": [choice], "usage": used}).encode()))
+            asked.send(format_event(json.dumps({"choices": [choice], "usage": used}).encode()))
         asked.end()
 
     async with rough_server(script) as rough, carriable(tmp_path, rough.url) as here:
@@ -273,7 +273,7 @@ async def test_a_whole_answer_of_parts_and_calls_that_tells_no_usage_is_not_free
 NOTHING = (0, 0, 0, 0)
 
 
-def counts(row: UsageRow) -> tuple[int, int, int, int]:
+def counts(row: UsageRecord) -> tuple[int, int, int, int]:
     return row.input_tokens, row.cached_tokens, row.output_tokens, row.nano_dollars
 
 
@@ -291,7 +291,7 @@ async def test_whoever_got_no_token_pays_no_prompt_of_another_server_either(
             await until(lambda: bool(double.asked))
             asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
-        await until(lambda: here.spool.waiting == 1)
+        await until(lambda: here.spool.pending_records == 1)
         row = await here.agree()
         assert counts(row) == NOTHING
         assert row.status == ("cancelled" if timeout_s is None else "stopped")
@@ -310,10 +310,10 @@ async def test_who_leaves_pays_for_what_came_and_of_an_answer_to_be_sent_whole_n
         await engine.paused.wait()
         trace = here.running.traces.find("mine")
         assert trace is not None
-        await until(lambda: trace.last is not None)
+        await until(lambda: trace.last_token_at is not None)
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
-        await until(lambda: here.spool.waiting == 1)
+        await until(lambda: here.spool.pending_records == 1)
         row = await here.agree()
         assert row.status == "cancelled"
         assert (counts(row) == NOTHING) is not stream
@@ -323,7 +323,7 @@ async def test_an_answer_to_be_sent_whole_ends_where_it_is_too_large_to_be_kept(
     tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Choices with all their log-probabilities took as much of the gateway's memory as there was."""
-    monkeypatch.setattr(answers, "MOST_GATHERED_BYTES", 100)
+    monkeypatch.setattr(answers, "MAX_AGGREGATED_BYTES", 100)
     engine = FakeEngine(tokenizer, always(Script([*range(100, 110)], pause_after=4)))
     async with (
         serve(engine) as served,

@@ -20,20 +20,20 @@ from tests.waiting import until
 
 from argosy.gateway.config import GatewayConfig
 from argosy.http_server import (
-    App,
-    Exchange,
-    Listener,
+    AsgiApp,
+    HttpExchange,
+    HttpServer,
     Receive,
     Scope,
     Send,
-    answered,
-    bind,
+    bind_tcp,
+    listen_url,
+    run_handler,
     server,
-    url_of,
 )
 from argosy.http_server import connection as connections
-from argosy.http_server.http_exchange import WIRE
-from argosy.http_server.server import IDLE_S
+from argosy.http_server.http_exchange import TRANSPORT_KEY
+from argosy.http_server.server import IDLE_TIMEOUT_S
 from argosy.protocol import ApiError
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -71,12 +71,12 @@ async def names(request: Request) -> PlainTextResponse:
 
 async def hold(scope: Scope, receive: Receive, send: Send) -> None:
     """Takes the whole body at once, as the gateway does, and says how long it is."""
-    exchange = Exchange(scope, receive, send, GatewayConfig(models=[]))
+    exchange = HttpExchange(scope, receive, send, GatewayConfig(models=[]))
 
     async def length() -> None:
-        await exchange.answer(200, str(len(await exchange.body())).encode())
+        await exchange.send_response(200, str(len(await exchange.read_body())).encode())
 
-    await answered(exchange, length())
+    await run_handler(exchange, length())
 
 
 APP = Starlette(
@@ -94,11 +94,14 @@ APP = Starlette(
 
 @contextlib.asynccontextmanager
 async def listening(
-    app: App, age_s: float = math.inf, idle_s: float = IDLE_S
+    app: AsgiApp, age_s: float = math.inf, idle_s: float = IDLE_TIMEOUT_S
 ) -> AsyncIterator[int]:
     """The port that `app` listens on."""
-    listener, bound = Listener(app, age_s=age_s, idle_s=idle_s), bind("127.0.0.1", 0)
-    port = int(url_of(bound).rsplit(":", 1)[1])
+    listener, bound = (
+        HttpServer(app, max_connection_age_s=age_s, idle_timeout_s=idle_s),
+        bind_tcp("127.0.0.1", 0),
+    )
+    port = int(listen_url(bound).rsplit(":", 1)[1])
     running = asyncio.create_task(listener.serve(sockets=[bound]))
     try:
         yield port
@@ -119,7 +122,7 @@ async def connected(port: int) -> AsyncIterator[Connection]:
 
 
 @contextlib.asynccontextmanager
-async def talking(app: App = APP, idle_s: float = IDLE_S) -> AsyncIterator[Connection]:
+async def talking(app: AsgiApp = APP, idle_s: float = IDLE_TIMEOUT_S) -> AsyncIterator[Connection]:
     """A connection to `app`."""
     async with listening(app, idle_s=idle_s) as port, connected(port) as connection:
         yield connection
@@ -160,7 +163,7 @@ async def test_of_very_many_pipelined_requests_the_first_are_answered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The others were never taken in: each would cost much more than its few bytes."""
-    monkeypatch.setattr(connections, "MOST_WAITING", 5)
+    monkeypatch.setattr(connections, "MAX_PIPELINED_REQUESTS", 5)
     async with talking() as (reader, writer):
         asked = [post("/echo", b"<%d>" % number) for number in range(5000)]
         writer.write(b"".join(asked))
@@ -278,7 +281,7 @@ async def test_a_body_in_tiny_chunks_takes_no_more_than_it_has() -> None:
 async def test_bodies_that_are_never_whole_take_so_much_together_and_no_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(connections, "MOST_UNREAD_BYTES", 1 << 20)
+    monkeypatch.setattr(connections, "MAX_UNREAD_BODY_BYTES", 1 << 20)
     begun = b"POST /hold/ HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
     async with listening(APP) as port:
         for _ in range(3):  # what was kept is given back, however it ended
@@ -301,14 +304,14 @@ async def test_there_is_room_for_small_bodies_whoever_sends_large_ones(
     """Who sent large ones slowly kept all others out, but for those whose request came in one packet."""
     came = 0
 
-    def keep(self: connections.Connection, count: int) -> bool:
+    def keep(self: connections.HttpConnection, count: int) -> bool:
         nonlocal came
         came += max(0, count)
         return keeps(self, count)
 
-    keeps = connections.Connection.keep
-    monkeypatch.setattr(connections.Connection, "keep", keep)
-    monkeypatch.setattr(connections, "MOST_UNREAD_BYTES", 1 << 20)
+    keeps = connections.HttpConnection.add_unread_bytes
+    monkeypatch.setattr(connections.HttpConnection, "keep", keep)
+    monkeypatch.setattr(connections, "MAX_UNREAD_BODY_BYTES", 1 << 20)
     large, small = (
         post("/hold/", bytes(1 << 21)),
         post("/hold/", bytes(50_000), "connection: close"),
@@ -329,7 +332,7 @@ async def test_of_a_request_whose_connection_was_lost_nothing_is_kept(
     """Though it waited for its turn: what is kept of bodies is counted."""
     kept, may = 0, asyncio.Event()
 
-    def keep(self: connections.Connection, count: int) -> bool:
+    def keep(self: connections.HttpConnection, count: int) -> bool:
         nonlocal kept
         kept += count
         return keeps(self, count)
@@ -339,8 +342,8 @@ async def test_of_a_request_whose_connection_was_lost_nothing_is_kept(
         await send({"type": "http.response.start", "status": 200})
         raise ValueError("a fault of ours")
 
-    keeps = connections.Connection.keep
-    monkeypatch.setattr(connections.Connection, "keep", keep)
+    keeps = connections.HttpConnection.add_unread_bytes
+    monkeypatch.setattr(connections.HttpConnection, "keep", keep)
     async with talking(fails) as (_, writer):
         writer.write(COUNT + post("/echo", b"hello"))
         await until(lambda: kept == len(b"hello"))
@@ -474,7 +477,7 @@ async def test_what_proxies_may_speak_instead_is_told_and_logged(came: bytes, re
         answer = await answer_to(came)
     assert answer.count(b"HTTP/1.1 400 ") == 1
     assert remedy.encode() in answer
-    (told,) = [line for line in logs if line["event"] == "no_http"]
+    (told,) = [line for line in logs if line["event"] == "bad_protocol"]
     assert remedy in told["why"]
     assert told["address"] == "127.0.0.1"
 
@@ -529,8 +532,8 @@ async def test_only_who_need_not_wait_for_long_is_to_send_it_again(wait_s: float
         raise ApiError(429, "rate_limit_exceeded", "There is no room.", retry_after_s=wait_s)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange(scope, receive, send, GatewayConfig(models=[]))
-        await answered(exchange, full())
+        exchange = HttpExchange(scope, receive, send, GatewayConfig(models=[]))
+        await run_handler(exchange, full())
 
     async with listening(app) as port:
         head = await talk(port, b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
@@ -623,9 +626,9 @@ async def test_a_request_that_is_there_when_its_connection_has_been_idle_is_answ
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It came while the loop did something else, which learns first what the time is."""
-    made: list[connections.Connection] = []
+    made: list[connections.HttpConnection] = []
 
-    class Noted(connections.Connection):
+    class Noted(connections.HttpConnection):
         def connection_made(self, transport: asyncio.BaseTransport) -> None:
             super().connection_made(transport)  # type: ignore[arg-type] # it is one
             made.append(self)
@@ -636,7 +639,7 @@ async def test_a_request_that_is_there_when_its_connection_has_been_idle_is_answ
             client.sendall(post("/echo", b"first"))
             assert (await asyncio.to_thread(client.recv, 65536)).endswith(b"first")
             client.sendall(LAST)
-            made[0].leave()
+            made[0].on_idle_timeout()
             answer = await asyncio.to_thread(client.makefile("rb").read)
     assert answer.endswith(b"bye")
 
@@ -656,11 +659,15 @@ class Slow:
     """An application whose answer waits."""
 
     def __init__(self) -> None:
-        self.asked, self.may, self.gone = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.asked, self.may, self.is_disconnected = (
+            asyncio.Event(),
+            asyncio.Event(),
+            asyncio.Event(),
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await receive()
-        scope["state"][WIRE].watch(self)
+        scope["state"][TRANSPORT_KEY].watch(self)
         self.asked.set()
         if scope["path"] == "/stream":
             await send({"type": "http.response.start", "status": 200})
@@ -670,18 +677,18 @@ class Slow:
             await send({"type": "http.response.start", "status": 200})
         await send({"type": "http.response.body", "body": b"upon"})
 
-    def on_full(self) -> None:
+    def on_backpressure(self) -> None:
         """See `Watcher`."""
 
-    def on_room(self) -> None:
+    def on_writable(self) -> None:
         """See `Watcher`."""
 
-    def on_quiet(self) -> None:
+    def on_half_close(self) -> None:
         """See `Watcher`."""
 
-    def on_gone(self) -> None:
+    def on_disconnect(self) -> None:
         """See `Watcher`."""
-        self.gone.set()
+        self.is_disconnected.set()
         self.may.set()
 
 
@@ -706,7 +713,7 @@ async def test_who_has_said_all_may_wait(path: str, version: bytes) -> None:
         answer = await answering
     assert answer.startswith(b"HTTP/1.1 200 OK")
     assert b"upon" in answer
-    assert not slow.gone.is_set()
+    assert not slow.is_disconnected.is_set()
 
 
 async def test_who_has_said_all_is_asked_whether_it_waits() -> None:
@@ -750,7 +757,7 @@ async def test_who_has_left_is_missed_before_there_is_an_answer(end: str, versio
             writer.write_eof()
             await reader.readexactly(1)
         writer.close()
-        await slow.gone.wait()
+        await slow.is_disconnected.wait()
 
 
 @pytest.mark.parametrize("ending", [b"", b"connection: close\r\n"])

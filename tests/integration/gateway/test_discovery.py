@@ -32,18 +32,18 @@ from tests.integration.rough_server import Asked, rough_server
 from tests.waiting import until
 
 from argosy.gateway import GatewayConfig, ModelConfig, ReplicaConfig, Timeouts, UpstreamTls
-from argosy.gateway.backends import KvAddress
-from argosy.gateway.pool.dns_discovery import LookUp, look_up
+from argosy.gateway.backends import KvEventAddress
+from argosy.gateway.pool.dns_discovery import Resolver, resolve_host
 
 LONG_S = 1e9
 
 
 @pytest.fixture(autouse=True)
 def _quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("argosy.gateway.pool.dns_discovery.EACH_S", 0.01)
-    monkeypatch.setattr("argosy.gateway.pool.prober.OTHERS_EACH_S", 0.05)
-    monkeypatch.setattr("argosy.policy.resolved_addresses.ABSENT_S", 0.05)
-    monkeypatch.setattr("argosy.policy.resolved_addresses.EMPTY_S", LONG_S)
+    monkeypatch.setattr("argosy.gateway.pool.dns_discovery.LOOKUP_INTERVAL_S", 0.01)
+    monkeypatch.setattr("argosy.gateway.pool.prober.HEALTH_PROBE_INTERVAL_S", 0.05)
+    monkeypatch.setattr("argosy.policy.resolved_addresses.MISSING_GRACE_S", 0.05)
+    monkeypatch.setattr("argosy.policy.resolved_addresses.EMPTY_ANSWER_GRACE_S", LONG_S)
 
 
 @dataclass
@@ -75,7 +75,7 @@ class Names:
 
 @contextlib.asynccontextmanager
 async def gateway(
-    look_up: LookUp, *behind: ReplicaConfig, timeouts: Timeouts = QUICK
+    look_up: Resolver, *behind: ReplicaConfig, timeouts: Timeouts = QUICK
 ) -> AsyncIterator[Running]:
     """The model "big" on these."""
     model = ModelConfig(name="big", routing="round-robin", replicas=list(behind))
@@ -103,7 +103,7 @@ async def test_what_each_has_cached_is_followed_where_it_is() -> None:
         one = ReplicaConfig(
             url=server.url.replace("127.0.0.1", "replicas.test"),
             discover="dns",
-            kv_events=KvAddress(endpoint=f"tcp://*:{publisher.port}"),
+            kv_events=KvEventAddress(endpoint=f"tcp://*:{publisher.port}"),
         )
         async with gateway(names.look_up, one):
             await publisher.subscribed()
@@ -112,9 +112,9 @@ async def test_what_each_has_cached_is_followed_where_it_is() -> None:
 async def test_requests_wait_for_one_that_takes_the_place_of_the_last(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("argosy.policy.resolved_addresses.EMPTY_S", 0.05)
+    monkeypatch.setattr("argosy.policy.resolved_addresses.EMPTY_ANSWER_GRACE_S", 0.05)
     names = Names({address(0)})
-    patient = Timeouts(recovery_s=1000.0)
+    patient = Timeouts(failover_timeout_s=1000.0)
     async with (
         pods(2) as servers,
         gateway(names.look_up, entry(servers[0].port), timeouts=patient) as behind,
@@ -199,7 +199,7 @@ async def test_no_request_is_lost_however_often_they_come_and_go(
             asked.say(f" {number}", "stop" if number == 4 else None)
         asked.end(tokens=5)
 
-    monkeypatch.setattr("argosy.policy.resolved_addresses.ABSENT_S", 0.0)
+    monkeypatch.setattr("argosy.policy.resolved_addresses.MISSING_GRACE_S", 0.0)
     some = [{0}, {1}, {2}, {0, 1}, {1, 2}, {0, 1, 2}]
     draw, names = random.Random(7), Names({address(0)})
     async with pods(3) as servers, gateway(names.look_up, entry(servers[0].port)) as behind:
@@ -230,7 +230,7 @@ async def test_no_request_is_lost_however_often_they_come_and_go(
 async def test_addresses_that_are_lacking_now_and_then_stay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("argosy.policy.resolved_addresses.ABSENT_S", 5.0)
+    monkeypatch.setattr("argosy.policy.resolved_addresses.MISSING_GRACE_S", 5.0)
     names = Names({address(0), address(1)})
     async with pods(2) as servers, gateway(names.look_up, entry(servers[0].port)) as behind:
         there = behind.server.replicas
@@ -245,7 +245,7 @@ async def test_addresses_that_are_lacking_now_and_then_stay(
 async def test_a_resolver_that_does_not_say_changes_nothing(
     trouble: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("argosy.gateway.pool.dns_discovery.LATE_S", 0.05)
+    monkeypatch.setattr("argosy.gateway.pool.dns_discovery.SLOW_LOOKUP_S", 0.05)
     names = Names({address(0)})
     async with pods(2) as servers, gateway(names.look_up, entry(servers[0].port)) as behind:
         with capture_logs() as logs:
@@ -255,11 +255,11 @@ async def test_a_resolver_that_does_not_say_changes_nothing(
                 names.addresses = ()
             else:
                 names.answers.clear()
-            await until(lambda: any(line["event"] == "name_not_found" for line in logs))
+            await until(lambda: any(line["event"] == "dns_lookup_failed" for line in logs))
             await asyncio.sleep(0.2)  # it would have gone by now
             assert behind.names == {"pods@127.0.0.1"}
             assert await behind.ask() == 200
-        assert [line["event"] for line in logs].count("name_not_found") == 1
+        assert [line["event"] for line in logs].count("dns_lookup_failed") == 1
         names.error, names.addresses = None, {address(1)}
         names.answers.set()
         await until(lambda: behind.names == {"pods@127.0.0.2"})
@@ -269,7 +269,7 @@ async def test_a_resolver_that_does_not_say_changes_nothing(
 async def test_a_name_that_long_has_no_address_has_none_until_it_has(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("argosy.policy.resolved_addresses.EMPTY_S", 0.05)
+    monkeypatch.setattr("argosy.policy.resolved_addresses.EMPTY_ANSWER_GRACE_S", 0.05)
     names = Names()
     async with pods(1) as servers, gateway(names.look_up, entry(servers[0].port)) as behind:
         assert await behind.ask() == 503
@@ -285,7 +285,7 @@ async def test_a_name_that_long_has_no_address_has_none_until_it_has(
 async def test_a_resolver_that_hangs_keeps_no_gateway_from_starting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("argosy.gateway.pool.dns_discovery.LATE_S", 0.05)
+    monkeypatch.setattr("argosy.gateway.pool.dns_discovery.SLOW_LOOKUP_S", 0.05)
     names = Names({address(0)})
     names.answers.clear()
     async with pods(1) as servers, gateway(names.look_up, entry(servers[0].port)) as behind:
@@ -307,10 +307,13 @@ async def test_addresses_may_be_of_ipv6() -> None:
 
 
 async def test_the_system_is_asked_for_names() -> None:
-    async with pods(1) as servers, gateway(look_up, entry(servers[0].port, "localhost")) as behind:
+    async with (
+        pods(1) as servers,
+        gateway(resolve_host, entry(servers[0].port, "localhost")) as behind,
+    ):
         assert "pods@127.0.0.1" in behind.names
         await behind.served(servers[0])
-    assert await look_up("localhost", socket.AF_INET) == {"127.0.0.1"}
+    assert await resolve_host("localhost", socket.AF_INET) == {"127.0.0.1"}
 
 
 @pytest.mark.parametrize("code", [socket.EAI_NONAME, socket.EAI_NODATA])
@@ -319,7 +322,7 @@ async def test_a_name_may_have_no_address(code: int, monkeypatch: pytest.MonkeyP
         raise socket.gaierror(code, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", none)
-    assert await look_up("replicas.test", socket.AF_UNSPEC) == ()
+    assert await resolve_host("replicas.test", socket.AF_UNSPEC) == ()
 
 
 async def test_a_resolver_may_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,13 +331,13 @@ async def test_a_resolver_may_not_answer(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(socket, "getaddrinfo", fails)
     with pytest.raises(OSError, match="Temporary failure"):
-        await look_up("replicas.test", socket.AF_UNSPEC)
+        await resolve_host("replicas.test", socket.AF_UNSPEC)
 
 
 @pytest.mark.parametrize("name", ["a..test", "ü" * 100])
 async def test_what_is_no_name_has_no_address(name: str) -> None:
     with pytest.raises(OSError, match="is no name"):
-        await look_up(name, socket.AF_UNSPEC)
+        await resolve_host(name, socket.AF_UNSPEC)
 
 
 async def test_certificates_are_those_of_the_name(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from argosy.gateway import (
     ReplicaConfig,
     load_config,
 )
-from argosy.store import Directory, Role, Store, StoreConfig, open_store
+from argosy.store import AccountSnapshot, Role, Store, StoreConfig, open_store
 
 ANYBODY = AuthConfig()
 
@@ -126,8 +126,8 @@ async def test_each_tenant_sees_its_own_and_operators_see_all(url: str) -> None:
 async def test_what_generates_nothing_counts_against_the_limit_on_requests(url: str) -> None:
     chat, *_ = tenants(url)
     store = open_store(url)
-    (key,) = (key for key in store.directory().keys if key.name == "chat")
-    store.terms.set_limit("key", key.id, "requests", 2, window="hour", actor="test")
+    (key,) = (key for key in store.load_snapshot().keys if key.name == "chat")
+    store.limits_and_prices.set_limit("key", key.id, "requests", 2, window="hour", actor="test")
     store.close()
     async with (
         rough_server() as replica,
@@ -166,7 +166,7 @@ async def test_changes_count_again_once_they_can_be_read_again(
     looks = Store.is_current
     failed: list[bool] = []
 
-    def is_current(store: Store, directory: Directory) -> bool:
+    def is_current(store: Store, directory: AccountSnapshot) -> bool:
         if failed:
             return looks(store, directory)
         failed.append(True)
@@ -177,7 +177,7 @@ async def test_changes_count_again_once_they_can_be_read_again(
         gateway(replica, url) as base,
         httpx2.AsyncClient(base_url=base, timeout=30) as client,
     ):
-        monkeypatch.setattr("argosy.gateway.pool.background.AGAIN_S", 0.01)
+        monkeypatch.setattr("argosy.gateway.pool.background.RETRY_INTERVAL_S", 0.01)
         monkeypatch.setattr(Store, "is_current", is_current)
         async with asyncio.timeout(30):
             await until(lambda: failed)
@@ -209,7 +209,7 @@ async def test_accounts_that_were_put_back_to_an_earlier_state_count_from_then_o
         while (await client.get("/v1/models", headers=known)).status_code != 200:  # noqa: ASYNC110 - it looks each second
             await asyncio.sleep(0.5)  # within the failures that an address may have
         put(copy, path)
-        (key,) = (key for key in store.directory().keys if key.name == "chat")
+        (key,) = (key for key in store.load_snapshot().keys if key.name == "chat")
         store.accounts.revoke_key(key.id, actor="test")
         store.close()
         while (await client.get("/v1/models", headers=chat)).status_code != 401:  # noqa: ASYNC110 - it looks each second
@@ -252,7 +252,9 @@ async def test_every_line_of_proxies_is_read(url: str) -> None:
         assert (await client.get("/v1/models", headers=asking * 2)).status_code == 401
 
 
-@pytest.mark.parametrize("useless", ["limits: {redis: 'redis://localhost'}", "auth: {mode: keys}"])
+@pytest.mark.parametrize(
+    "useless", ["limits: {redis: 'redis://localhost'}", "auth: {mode: required}"]
+)
 def test_settings_that_need_a_store_say_so(tmp_path: Path, useless: str) -> None:
     path = tmp_path / "gateway.yaml"
     behind = "models: [{name: m, replicas: [{url: 'http://localhost:1'}]}]\n"
@@ -276,7 +278,10 @@ def test_settings_that_need_a_store_say_so(tmp_path: Path, useless: str) -> None
             "of 'm' the replica 'x' is there twice",
         ),
         ("models: [{name: m, aliases: [m], replicas: [{url: 'http://a'}]}]", "name 'm' is there"),
-        ("auth:\n  mode: keys\n  mode: 'off'", "'mode' is there twice, in line 3 and in line 4"),
+        (
+            "auth:\n  mode: required\n  mode: 'off'",
+            "'mode' is there twice, in line 3 and in line 4",
+        ),
         ("port: 1\nport: 2", "'port' is there twice, in line 2 and in line 3; keep one"),
         ("models: [{name: m, replicas: [{url: x, url: y}]}]", "'url' is there twice"),
         ("prot: 1", "unknown field `prot`; did you mean `port`"),
@@ -322,11 +327,11 @@ def test_settings_that_cannot_be_meant_are_refused_with_their_file(
 def test_words_of_the_settings_are_words(tmp_path: Path) -> None:
     path = tmp_path / "gateway.yaml"
     models = "models: [{name: 2026-11-22, aliases: [on], replicas: [{url: 'http://a', stream_usage: false}]}]"
-    path.write_text(f"{models}\nfast_path: off\nauth: {{mode: off}}")
+    path.write_text(f"{models}\nfast_path: off\nauth: {{mode: disabled}}")
     config = load_config(path)
     (model,) = config.models
     assert (model.name, model.aliases) == ("2026-11-22", ("on",))
-    assert (config.fast_path, config.auth.mode) == ("off", "off")
+    assert (config.fast_path, config.auth.mode) == ("off", "disabled")
     assert not model.replicas[0].stream_usage
 
 
@@ -413,6 +418,6 @@ def tenants(url: str) -> list[dict[str, str]]:
 def used(url: str) -> list[tuple[str | None, int]]:
     """Requests by key."""
     store = open_store(url)
-    rows = store.usage.report(["key"])
+    rows = store.ledger.report(["key"])
     store.close()
     return sorted(((row.key, row.requests) for row in rows), reverse=True)

@@ -76,7 +76,7 @@ async def test_the_usage_of_what_is_more_than_text_is_told_though_its_server_is_
         assert (seen.finish, seen.errors, seen.done) == (["stop"] * choices, [], 1)
         assert [usage["completion_tokens"] for usage in seen.usage] == [len(ANSWER) * choices]
         assert len({chunk["id"] for chunk in seen.chunks}) == 1
-        assert server.replicas[0].breaker.closed
+        assert server.replicas[0].breaker.is_closed
 
 
 @pytest.mark.parametrize("end", [b"", DONE[:-1]], ids=["nothing", "half an event"])
@@ -91,7 +91,7 @@ async def test_an_answer_that_is_finished_needs_no_more_to_be_whole(
             seen = await stream(client, path)
             assert (seen.text, seen.finish, seen.errors, seen.done) == (WHOLE, ["stop"], [], 1)
         assert len(double.asked) == 4
-        assert server.replicas[0].breaker.closed
+        assert server.replicas[0].breaker.is_closed
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETION])
@@ -131,7 +131,7 @@ async def test_an_answer_whose_time_was_over_at_another_gateway_is_one(path: str
         seen = await stream(client, path)
         assert (seen.text, seen.finish, seen.errors, seen.done) == (WHOLE, ["timeout"], [], 1)
         assert len(double.asked) == 2
-        assert server.replicas[0].breaker.closed
+        assert server.replicas[0].breaker.is_closed
 
 
 MISREAD = [
@@ -156,7 +156,7 @@ async def test_what_llama_cpp_cannot_read_is_not_its_failure(message: str) -> No
             answer = await client.post(CHAT, json=BODIES[CHAT] | {"stream": count % 2 == 0})
             assert (answer.status_code, answer.json()) == (400, one.error(500, ""))
             assert len(one.asked) + len(two.asked) == count
-        assert all(replica.breaker.closed for replica in server.replicas)
+        assert all(replica.breaker.is_closed for replica in server.replicas)
 
 
 async def test_what_llama_cpp_fails_at_is_made_up_for_by_another() -> None:

@@ -178,7 +178,7 @@ def test_what_is_on_its_way_when_a_gateway_leaves_is_answered(tmp_path: Path) ->
 
 def test_an_idle_connection_is_kept_for_as_long_as_the_settings_say(tmp_path: Path) -> None:
     """Load balancers that keep theirs for longer than the gateway lose requests."""
-    config = str(configured(tmp_path, "connection_idle_s: 0.2"))
+    config = str(configured(tmp_path, "connection_idle_timeout_s: 0.2"))
     with running(*GATEWAY, config) as process, socket.socket(socket.AF_UNIX) as client:
         assert healthy(tmp_path, process)
         client.settimeout(30)  # a gateway's own time is longer
@@ -225,7 +225,7 @@ def test_who_loses_the_terminal_drains_first(tmp_path: Path) -> None:
         process.send_signal(signal.SIGHUP)
         assert process.stderr is not None
         said = ""
-        while "settings_taken" not in said:
+        while "config_reloaded" not in said:
             said = process.stderr.readline()
             assert "draining" not in said
         os.close(end)
@@ -267,7 +267,7 @@ def test_sighup_renews_certificates_as_long_as_there_is_a_gateway(tmp_path: Path
             process.send_signal(number)
         said = process.communicate(timeout=30)[1]
         assert process.returncode == 0, said
-        assert "certificate_taken" in said
+        assert "certificate_reloaded" in said
 
 
 def caught(process: subprocess.Popen[str]) -> int:
@@ -359,9 +359,9 @@ async def test_a_server_that_answers_rubbish_is_met_once_it_makes_sense() -> Non
         await until(lambda: ready.is_set() or running.done())
         assert not running.done()
         (replica,) = gateway.replicas
-        assert not replica.taking
+        assert not replica.is_accepting
         told["/v1/models"], told["/info"] = b'{"data": [{"id": "big"}]}', b"{}"
-        await until(lambda: replica.taking and replica.breaker.closed)
+        await until(lambda: replica.is_accepting and replica.breaker.is_closed)
         gateway.stop()
         await running
         await until(lambda: not open_to)
@@ -382,11 +382,11 @@ def test_settings_that_are_a_pipe_by_now_are_not_waited_for(tmp_path: Path) -> N
         path.unlink()
         os.mkfifo(path)
         process.send_signal(signal.SIGHUP)
-        assert "is no file, and so is not read again" in logged(process, "settings_not_taken")
+        assert "is no file, and so is not read again" in logged(process, "config_reload_failed")
         path.unlink()
         configured(tmp_path)
         process.send_signal(signal.SIGHUP)
-        logged(process, "settings_taken")
+        logged(process, "config_reloaded")
 
 
 def logged(process: subprocess.Popen[str], event: str) -> str:

@@ -27,12 +27,12 @@ from tests.waiting import until
 
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.gateway import GatewayConfig, GatewayServer, ModelConfig, ReplicaConfig
-from argosy.gateway.backends.native_stream_parser import Delivered, JournalReader
-from argosy.gateway.proxy.fast_path import FastPath, News, Ride, load_fast_path
-from argosy.gateway.proxy.response_relay import ClientStream
-from argosy.gateway.proxy.response_writers import Streamed
-from argosy.gateway.request_context import ANY
-from argosy.http_server import Exchange
+from argosy.gateway.backends.native_stream_parser import DeliveredOutput, NativeStreamParser
+from argosy.gateway.proxy.fast_path import FastPath, SplicedStream, SpliceProgress, load_fast_path
+from argosy.gateway.proxy.response_relay import ResponseRelay
+from argosy.gateway.proxy.response_writers import StreamingWriter
+from argosy.gateway.request_context import UNLIMITED_TOKENS
+from argosy.http_server import HttpExchange
 
 DONE = b"data: [DONE]\n\n"
 
@@ -73,14 +73,14 @@ class Lane:
     """A replica and a client with the fast path between them."""
 
     output: int = 1
-    most: int = ANY
+    most: int = UNLIMITED_TOKENS
     room: int | None = None
     """Bytes that the client's socket takes, about; None: plenty."""
     word: ctypes.c_int64 = field(default_factory=ctypes.c_int64)
     got: bytes = b""
     """What the client has."""
 
-    async def pass_on(self, sent: list[bytes]) -> News:
+    async def pass_on(self, sent: list[bytes]) -> SpliceProgress:
         """What is told in the end, when the replica has sent these: each is read at once, or in parts."""
         # Packets keep their borders, so what is read together is ours to say.
         with ends(socket.SOCK_SEQPACKET) as (replica, near), ends() as (far, client):
@@ -93,25 +93,25 @@ class Lane:
         near: socket.socket,
         far: socket.socket,
         client: socket.socket,
-    ) -> News:
+    ) -> SpliceProgress:
         if self.room is not None:
             far.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self.room)
         path, ended = FastPath(load_fast_path()), asyncio.Event()
         loop = asyncio.get_running_loop()
         try:
-            ride = path.take(
+            ride = path.attach(
                 near.fileno(),
                 far.fileno(),
-                output=self.output,
-                most=self.most,
-                counter=ctypes.addressof(self.word),
-                ended=ended.set,
+                output_tokens=self.output,
+                max_output_tokens=self.most,
+                token_counter_address=ctypes.addressof(self.word),
+                on_returned=ended.set,
             )
             assert ride is not None
             assert len(path) == 1
             sending = asyncio.create_task(_send(replica, sent))
             await ended.wait()
-            news = ride.stop()
+            news = ride.detach()
             assert len(path) == 0
         finally:
             path.close()
@@ -122,7 +122,7 @@ class Lane:
         far.close()
         while data := await loop.sock_recv(client, 1 << 20):
             self.got += data
-        return news._replace(rest=news.rest + b"".join(unread))
+        return news._replace(unread=news.unread + b"".join(unread))
 
 
 async def _send(replica: socket.socket, packets: list[bytes]) -> None:
@@ -131,7 +131,7 @@ async def _send(replica: socket.socket, packets: list[bytes]) -> None:
     replica.shutdown(socket.SHUT_WR)
 
 
-def passed(lane: Lane, sent: list[bytes]) -> News:
+def passed(lane: Lane, sent: list[bytes]) -> SpliceProgress:
     return asyncio.run(lane.pass_on(sent))
 
 
@@ -167,18 +167,18 @@ def test_the_client_gets_what_it_would_have_got(bodies: list[bytes], cuts: list[
     lane = Lane()
     news = passed(lane, [stream[a:b] for a, b in itertools.pairwise(borders)])
 
-    alone, beside = Delivered(output_tokens=1), Delivered(output_tokens=1)
-    all_told = JournalReader(alone).feed(b"".join(bodies) + DONE)
+    alone, beside = DeliveredOutput(output_tokens=1), DeliveredOutput(output_tokens=1)
+    all_told = NativeStreamParser(alone).feed(b"".join(bodies) + DONE)
     told_there = dechunked(lane.got + news.unsent)
-    if news.ids:
-        beside.tokens[0] = [news.ids]
-        beside.output_tokens = news.output
-    told_here = JournalReader(beside).feed(dechunked(news.rest))
+    if news.token_ids:
+        beside.token_id_pieces[0] = [news.token_ids]
+        beside.output_tokens = news.output_tokens
+    told_here = NativeStreamParser(beside).feed(dechunked(news.unread))
     assert told_there + told_here == all_told
     assert beside.output_tokens == alone.output_tokens
-    assert beside.ids(0) == alone.ids(0)
-    assert news.output == lane.word.value or not news.times
-    assert list(news.times) == sorted(news.times)
+    assert beside.token_ids(0) == alone.token_ids(0)
+    assert news.output_tokens == lane.word.value or not news.chunk_times
+    assert list(news.chunk_times) == sorted(news.chunk_times)
 
 
 @given(junk=st.binary(min_size=1, max_size=400), before=st.integers(0, 3))
@@ -186,9 +186,9 @@ def test_what_is_no_chunk_of_a_journal_is_handed_back_as_it_came(junk: bytes, be
     good = chunk(piece(5)) * before
     lane = Lane()
     news = passed(lane, [good + junk])
-    assert lane.got == chunk(b'data: {"text":"x"}\n\n') * (len(news.times))
-    assert len(news.times) >= before
-    assert (good + junk).endswith(news.rest)
+    assert lane.got == chunk(b'data: {"text":"x"}\n\n') * (len(news.chunk_times))
+    assert len(news.chunk_times) >= before
+    assert (good + junk).endswith(news.unread)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_odd_sizes_are_for_the_parser(size: bytes) -> None:
     sent = size + b"\r\n" + piece(5) + b"\r\n"
     lane = Lane()
     news = passed(lane, [sent])
-    assert (lane.got, news.rest) == (b"", sent)
+    assert (lane.got, news.unread) == (b"", sent)
 
 
 def test_ids_that_are_none_are_not_taken_for_some() -> None:
@@ -206,14 +206,14 @@ def test_ids_that_are_none_are_not_taken_for_some() -> None:
     sent = chunk(piece(5)) + chunk(piece(6, 12345678901))
     lane = Lane()
     news = passed(lane, [sent])
-    assert (news.ids, news.rest) == (b"5", chunk(piece(6, 12345678901)))
+    assert (news.token_ids, news.unread) == (b"5", chunk(piece(6, 12345678901)))
 
 
 def test_it_ends_before_it_has_more_tokens_than_it_may() -> None:
     lane = Lane(output=3, most=6)
     news = passed(lane, [chunk(piece(10, 11)), chunk(piece(12)) + chunk(piece(13)), chunk(DONE)])
-    assert (news.output, news.ids, lane.word.value) == (6, b"10,11,12", 6)
-    assert news.rest == chunk(piece(13)) + chunk(DONE)
+    assert (news.output_tokens, news.token_ids, lane.word.value) == (6, b"10,11,12", 6)
+    assert news.unread == chunk(piece(13)) + chunk(DONE)
 
 
 def test_what_a_slow_client_does_not_take_is_handed_back() -> None:
@@ -222,25 +222,30 @@ def test_what_a_slow_client_does_not_take_is_handed_back() -> None:
     lane = Lane(room=8192)
     news = passed(lane, sent)
     assert news.unsent
-    pieces = len(news.times)
+    pieces = len(news.chunk_times)
     assert 0 < pieces < 200
     assert lane.got + news.unsent == chunk(piece(1, text=text).split(b": argosy")[0]) * pieces
-    assert news.rest == b"".join(sent[pieces:])
-    assert news.ids == b",".join(b"%d" % place for place in range(pieces))
+    assert news.unread == b"".join(sent[pieces:])
+    assert news.token_ids == b",".join(b"%d" % place for place in range(pieces))
 
 
 def test_a_client_that_is_gone_ends_it() -> None:
-    async def go() -> News:
+    async def go() -> SpliceProgress:
         path, ended = FastPath(load_fast_path()), asyncio.Event()
         with ends() as (replica, near), ends() as (far, client):
             client.close()
-            ride = path.take(
-                near.fileno(), far.fileno(), output=1, most=ANY, counter=None, ended=ended.set
+            ride = path.attach(
+                near.fileno(),
+                far.fileno(),
+                output_tokens=1,
+                max_output_tokens=UNLIMITED_TOKENS,
+                token_counter_address=None,
+                on_returned=ended.set,
             )
             assert ride is not None
             replica.sendall(chunk(piece(4)))
             await ended.wait()
-            news = ride.stop()
+            news = ride.detach()
         path.close()
         return news
 
@@ -253,15 +258,20 @@ def test_its_descriptors_are_its_own_and_are_closed() -> None:
         path, loop = FastPath(load_fast_path()), asyncio.get_running_loop()
         for _ in range(50):
             with ends() as (replica, near), ends() as (far, client):
-                ride = path.take(
-                    near.fileno(), far.fileno(), output=1, most=ANY, counter=None, ended=never
+                ride = path.attach(
+                    near.fileno(),
+                    far.fileno(),
+                    output_tokens=1,
+                    max_output_tokens=UNLIMITED_TOKENS,
+                    token_counter_address=None,
+                    on_returned=never,
                 )
                 assert ride is not None
                 near.close()
                 far.close()  # elsewhere: the numbers may be another's by now
                 replica.sendall(chunk(piece(4)))
                 assert await loop.sock_recv(client, 1000)
-                ride.stop()
+                ride.detach()
                 assert await loop.sock_recv(client, 1000) == b""  # nobody else has the other end
                 assert await loop.sock_recv(replica, 1000) == b""
         path.close()
@@ -280,8 +290,13 @@ def test_its_descriptors_are_its_own_and_are_closed() -> None:
 async def test_what_it_gives_back_it_has_no_longer() -> None:
     path, ended = FastPath(load_fast_path()), asyncio.Event()
     with ends() as (replica, near), ends() as (far, client):
-        ride = path.take(
-            near.fileno(), far.fileno(), output=1, most=ANY, counter=None, ended=ended.set
+        ride = path.attach(
+            near.fileno(),
+            far.fileno(),
+            output_tokens=1,
+            max_output_tokens=UNLIMITED_TOKENS,
+            token_counter_address=None,
+            on_returned=ended.set,
         )
         assert ride is not None
         near.close()
@@ -291,23 +306,28 @@ async def test_what_it_gives_back_it_has_no_longer() -> None:
         assert await loop.sock_recv(client, 1000) == b""
         assert await loop.sock_recv(replica, 1000) == b""
         await ended.wait()
-        assert ride.stop().rest == chunk(DONE)
+        assert ride.detach().unread == chunk(DONE)
     path.close()
 
 
 async def test_what_is_half_read_is_told_when_it_is_over() -> None:
     path = FastPath(load_fast_path())
     with ends() as (replica, near), ends() as (far, client):
-        ride = path.take(
-            near.fileno(), far.fileno(), output=1, most=ANY, counter=None, ended=lambda: None
+        ride = path.attach(
+            near.fileno(),
+            far.fileno(),
+            output_tokens=1,
+            max_output_tokens=UNLIMITED_TOKENS,
+            token_counter_address=None,
+            on_returned=lambda: None,
         )
         assert ride is not None
         half = chunk(piece(5))[:20]
         replica.sendall(chunk(piece(4)) + half)
         assert await asyncio.get_running_loop().sock_recv(client, 1000)
-        news = ride.news()
-        assert (news.ids, news.output, news.rest) == (b"4", 2, b"")
-        assert ride.stop().rest == half
+        news = ride.poll_progress()
+        assert (news.token_ids, news.output_tokens, news.unread) == (b"4", 2, b"")
+        assert ride.detach().unread == half
     path.close()
 
 
@@ -321,7 +341,14 @@ async def test_one_stream_that_cannot_be_taken_back_costs_no_other() -> None:
 
     with ends() as (replica, near), ends() as (far, _client):
         rides = [
-            path.take(near.fileno(), far.fileno(), output=1, most=ANY, counter=None, ended=ended)
+            path.attach(
+                near.fileno(),
+                far.fileno(),
+                output_tokens=1,
+                max_output_tokens=UNLIMITED_TOKENS,
+                token_counter_address=None,
+                on_returned=ended,
+            )
             for ended in (fail, went_on.set)
         ]
         replica.close()
@@ -329,22 +356,22 @@ async def test_one_stream_that_cannot_be_taken_back_costs_no_other() -> None:
         await went_on.wait()
         for ride in rides:
             assert ride is not None
-            ride.stop()
+            ride.detach()
     path.close()
 
 
 async def test_it_gives_all_back_when_it_is_closed() -> None:
     path = FastPath(load_fast_path())
-    rides: list[Ride] = []
-    given: list[News] = []
+    rides: list[SplicedStream] = []
+    given: list[SpliceProgress] = []
     with ends() as (_replica, near), ends() as (far, _client):
-        ride = path.take(
+        ride = path.attach(
             near.fileno(),
             far.fileno(),
-            output=1,
-            most=ANY,
-            counter=None,
-            ended=lambda: given.append(rides[0].stop()),
+            output_tokens=1,
+            max_output_tokens=UNLIMITED_TOKENS,
+            token_counter_address=None,
+            on_returned=lambda: given.append(rides[0].detach()),
         )
         assert ride is not None
         rides.append(ride)
@@ -390,13 +417,13 @@ async def test_a_stream_goes_by_it_and_comes_back(tokenizer: Tokenizer) -> None:
     async with serve(engine) as served, front([watching], replica(served)) as running:
         asked = asyncio.create_task(running.client.post(PATH, json=CHAT))
         await engine.paused.wait()
-        await until(lambda: running.serving.on_fast_path == 1)
+        await until(lambda: running.serving.fast_path_streams == 1)
         engine.go_on.set()
         answer = await asked
     assert ids(answer.content) == TOKENS
-    (journey,) = watching.left
-    assert journey.delivered.output_tokens == 60
-    assert journey.delivered.ids(0) == TOKENS
+    (context,) = watching.left
+    assert context.delivered.output_tokens == 60
+    assert context.delivered.token_ids(0) == TOKENS
     assert len(watching.counts) < 30  # else it did not
 
 
@@ -411,13 +438,15 @@ async def test_its_replica_fails_and_another_goes_on(tokenizer: Tokenizer) -> No
     ):
         asked = [asyncio.create_task(running.client.post(PATH, json=CHAT)) for _ in range(2)]
         await failing.paused.wait()
-        await until(lambda: running.serving.on_fast_path == 1)
+        await until(lambda: running.serving.fast_path_streams == 1)
         failing.go_on.set()
         for answer in await asyncio.gather(*asked):
             assert ids(answer.content) == TOKENS
-    tries = sorted(len(journey.trace.tries) for journey in watching.left)
+    tries = sorted(len(context.trace.attempts) for context in watching.left)
     assert tries == [1, 2]
-    assert [request.output for request in heir.requests if request.output] == [TOKENS[:20]]
+    assert [request.resumed_tokens for request in heir.requests if request.resumed_tokens] == [
+        TOKENS[:20]
+    ]
 
 
 async def test_its_client_leaves(tokenizer: Tokenizer) -> None:
@@ -425,13 +454,13 @@ async def test_its_client_leaves(tokenizer: Tokenizer) -> None:
     async with serve(engine) as served, front([watching], replica(served)) as running:
         async with running.client.stream("POST", PATH, json=CHAT):
             await engine.paused.wait()
-            await until(lambda: running.serving.on_fast_path == 1)
+            await until(lambda: running.serving.fast_path_streams == 1)
             await until(lambda: watching.entered[0].delivered.output_tokens == 20)
         await watching.gone.acquire()
-        assert running.serving.on_fast_path == 0
+        assert running.serving.fast_path_streams == 0
         await engine.nothing_runs()  # the replica has learned of it
-    (journey,) = watching.left
-    assert (journey.status, journey.delivered.output_tokens) == ("cancelled", 20)
+    (context,) = watching.left
+    assert (context.status, context.delivered.output_tokens) == ("cancelled", 20)
 
 
 async def test_a_client_that_wants_no_more_requests_is_let_go(tokenizer: Tokenizer) -> None:
@@ -453,8 +482,8 @@ async def test_whoever_counts_in_a_word_is_told_at_the_end(tokenizer: Tokenizer)
     async with serve(engine) as served, front([watching], replica(served)) as running:
         asked = asyncio.create_task(running.client.post(PATH, json=CHAT))
         await until(lambda: word.value == 20)
-        journey = watching.entered[0]
-        await until(lambda: journey.delivered.output_tokens == 20)
+        context = watching.entered[0]
+        await until(lambda: context.delivered.output_tokens == 20)
         assert watching.counts[-1] < 20
         engine.go_on.set()
         await asked
@@ -462,10 +491,10 @@ async def test_whoever_counts_in_a_word_is_told_at_the_end(tokenizer: Tokenizer)
 
 
 def test_what_was_lent_counts_as_told() -> None:
-    out = Streamed(Mock(spec=Exchange))
-    assert out.retract()
-    out.lend()
-    assert not out.retract()
+    out = StreamingWriter(Mock(spec=HttpExchange))
+    assert out.discard()
+    out.lend_socket()
+    assert not out.discard()
 
 
 @pytest.mark.parametrize(("setting", "told"), [("off", 0), ("auto", 1)])
@@ -495,7 +524,7 @@ async def test_where_it_is_not_streams_pass_as_ever(
             await running
     assert ids(answer.content) == TOKENS
     assert "argosy_gateway_fast_path_streams 0.0" in metrics.text.splitlines()
-    reasons = [entry["reason"] for entry in logs if entry["event"] == "no_fast_path"]
+    reasons = [entry["reason"] for entry in logs if entry["event"] == "fast_path_unavailable"]
     assert len(reasons) == told
     assert all("install g++" in reason for reason in reasons)
 
@@ -508,7 +537,7 @@ async def test_streams_leave_nothing_for_the_garbage_collector(tokenizer: Tokeni
         async with serve(engine) as served, front([], replica(served)) as running:
             for _ in range(5):
                 await running.client.post(PATH, json=CHAT)
-        left = [each for each in gc.get_objects() if type(each) is ClientStream]
+        left = [each for each in gc.get_objects() if type(each) is ResponseRelay]
     finally:
         gc.enable()
     assert not left

@@ -25,15 +25,15 @@ from argosy.gateway import (
     Timeouts,
 )
 from argosy.gateway.pool.prober import Prober
-from argosy.policy import Rule
+from argosy.policy import RoutingPolicyName
 
 BODY = {"model": "big", "prompt": "Say something", "max_tokens": 3}
 STREAM = BODY | {"stream": True}
-QUICK = Timeouts(first_token_s=5.0, between_tokens_s=5.0, recovery_s=0.5)
+QUICK = Timeouts(first_token_timeout_s=5.0, stream_idle_timeout_s=5.0, failover_timeout_s=0.5)
 
 
 def config_of(
-    replicas: Sequence[Rough], max_requests: int = 256, routing: Rule = "round-robin"
+    replicas: Sequence[Rough], max_requests: int = 256, routing: RoutingPolicyName = "round-robin"
 ) -> GatewayConfig:
     """The model "big" on these servers."""
     behind = [
@@ -52,13 +52,13 @@ async def gateway(
     body_limit_bytes: int = 1 << 20,
     queue: QueueConfig = QueueConfig(),  # noqa: B008 - immutable
     max_requests: int = 256,
-    routing: Rule = "round-robin",
+    routing: RoutingPolicyName = "round-robin",
 ) -> AsyncIterator[httpx2.AsyncClient]:
     """A client of a gateway in front of these servers."""
     config = msgspec.structs.replace(
         config_of(replicas, max_requests, routing),
         timeouts=timeouts,
-        keep_alive_s=keep_alive_s,
+        sse_keepalive_interval_s=keep_alive_s,
         body_limit_bytes=body_limit_bytes,
         queue=queue,
     )
@@ -279,7 +279,9 @@ async def test_a_stalled_replica_is_given_up() -> None:
         asked.say("and then")
         await asyncio.sleep(3600)
 
-    timeouts = Timeouts(first_token_s=0.5, between_tokens_s=0.5, recovery_s=0.2)
+    timeouts = Timeouts(
+        first_token_timeout_s=0.5, stream_idle_timeout_s=0.5, failover_timeout_s=0.2
+    )
     async with rough_server(stalled) as replica, gateway(replica, timeouts=timeouts) as client:
         *_, last = await events(client, BODY)
         assert json.loads(last)["error"]["code"] == "upstream_failed"
@@ -287,7 +289,9 @@ async def test_a_stalled_replica_is_given_up() -> None:
 
 async def test_an_idle_stream_shows_that_somebody_is_there() -> None:
     more = asyncio.Event()
-    timeouts = Timeouts(first_token_s=30.0, between_tokens_s=0.1)  # the head is no token
+    timeouts = Timeouts(
+        first_token_timeout_s=30.0, stream_idle_timeout_s=0.1
+    )  # the head is no token
 
     async def thinking(asked: Asked) -> None:
         asked.stream()
@@ -494,7 +498,7 @@ async def test_a_request_waits_in_the_gateway_until_a_replica_has_room() -> None
 
 
 async def test_a_full_queue_and_a_long_wait_are_refused_with_the_time_to_come_back() -> None:
-    gate, queue = Gate(), QueueConfig(requests=1, wait_s=0.3)
+    gate, queue = Gate(), QueueConfig(max_requests=1, timeout_s=0.3)
     async with (
         rough_server(gate) as replica,
         gateway(replica, max_requests=1, queue=queue) as client,
@@ -521,7 +525,7 @@ async def test_what_cannot_be_looked_after_is_told_and_tried_again(
     with capture_logs() as logs:
         async with rough_server(whole) as replica, gateway(replica) as client:
             assert (await client.post("/v1/completions", json=BODY)).status_code == 200
-    (told,) = (line for line in logs if line["event"] == "looked_after_again")
+    (told,) = (line for line in logs if line["event"] == "background_task_restarted")
     assert told["log_level"] == "error"
 
 

@@ -15,8 +15,8 @@ from tests.integration.serving import completion, events
 from tests.waiting import until
 
 from argosy.gateway import ReplicaConfig, Timeouts
-from argosy.gateway.backends import Kind
-from argosy.gateway.request_context import Stage
+from argosy.gateway.backends import BackendKind
+from argosy.gateway.request_context import RequestFilter
 from argosy.policy import RetryBudget, poison_requests
 
 PATH = "/v1/completions"
@@ -25,10 +25,10 @@ PATH = "/v1/completions"
 @contextlib.asynccontextmanager
 async def behind(
     *answers: Answer,
-    kind: Kind = "openai",
+    kind: BackendKind = "openai",
     timeouts: Timeouts = QUICK,
     max_requests: int = 256,
-    stages: Sequence[Stage] = (),
+    stages: Sequence[RequestFilter] = (),
 ) -> AsyncIterator[tuple[Running, Sequence[Rough]]]:
     """A gateway before servers that answer so."""
     async with contextlib.AsyncExitStack() as stack:
@@ -93,9 +93,9 @@ class SpentBudget(RetryBudget):
 
     refusals = 3
 
-    def take(self, now: float) -> bool:
+    def try_acquire(self, now: float) -> bool:
         self.refusals -= 1
-        return self.refusals < 0 and super().take(now)
+        return self.refusals < 0 and super().try_acquire(now)
 
 
 async def test_what_a_failing_replica_loses_waits_for_the_budget_and_is_answered() -> None:
@@ -104,11 +104,11 @@ async def test_what_a_failing_replica_loses_waits_for_the_budget_and_is_answered
     async def first_resets(asked: Asked) -> None:
         await (next(answers) if asked.path == PATH else plain)(asked)
 
-    async with behind(first_resets, timeouts=Timeouts(recovery_s=30.0)) as (running, _):
+    async with behind(first_resets, timeouts=Timeouts(failover_timeout_s=30.0)) as (running, _):
         (replica,) = running.replicas
         opened(replica)
         (pool,) = running.models.pools
-        pool.retries = SpentBudget()
+        pool.retry_budget = SpentBudget()
         assert (await ask(running))[0] == 200
 
 
@@ -116,15 +116,15 @@ async def test_what_a_failing_replica_loses_goes_to_a_well_one_whatever_is_left_
     None
 ):
     async def leaves_it_to_the_other(asked: Asked) -> None:
-        running.replicas[1].taking = True
+        running.replicas[1].is_accepting = True
         await resets(asked)
 
     async with behind(leaves_it_to_the_other, plain) as (running, servers):
         failing, well = running.replicas
         opened(failing)
-        well.taking = False
+        well.is_accepting = False
         (pool,) = running.models.pools
-        pool.retries = RetryBudget(share=0.0, reserve=0.0)
+        pool.retry_budget = RetryBudget(ratio=0.0, reserve=0.0)
         assert (await ask(running))[0] == 200
         assert len(servers[1].asked) == 1
 
@@ -132,7 +132,7 @@ async def test_what_a_failing_replica_loses_goes_to_a_well_one_whatever_is_left_
 @pytest.mark.parametrize("answer", [resets, is_silent])
 async def test_what_failing_replicas_lose_is_asked_again_within_the_budget(answer: Answer) -> None:
     count = 40
-    timeouts = Timeouts(first_token_s=0.1, recovery_s=1.0)
+    timeouts = Timeouts(first_token_timeout_s=0.1, failover_timeout_s=1.0)
     async with behind(answer, answer, timeouts=timeouts) as (running, servers):
         for replica in running.replicas:
             opened(replica)
@@ -154,7 +154,7 @@ async def test_requests_wait_for_replicas_that_take_fewer_than_anybody_knew() ->
         taken -= 1
         await plain(asked)
 
-    timeouts = Timeouts(first_token_s=5.0, recovery_s=20.0)
+    timeouts = Timeouts(first_token_timeout_s=5.0, failover_timeout_s=20.0)
     async with behind(takes_three, timeouts=timeouts) as (running, servers):
         first = await asyncio.gather(*(ask(running) for _ in range(count)))
         before = len(servers[0].asked)
@@ -205,7 +205,7 @@ async def test_a_request_that_gets_on_survives_any_number_of_deaths_and_costs_no
 async def test_a_request_that_replicas_died_of_costs_fewer_when_it_is_sent_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(poison_requests, "WAIT_S", 0.3)
+    monkeypatch.setattr(poison_requests, "REJECTION_S", 0.3)
     well = asyncio.Event()
 
     async def dies(asked: Asked) -> None:
@@ -214,7 +214,7 @@ async def test_a_request_that_replicas_died_of_costs_fewer_when_it_is_sent_again
     watching = Watching()
 
     def tries() -> int:
-        return sum(len(journey.trace.tries) for journey in watching.entered)
+        return sum(len(context.trace.attempts) for context in watching.entered)
 
     async with behind(*[dies] * 6, stages=[watching]) as (running, _):
         for _ in range(2):
@@ -229,7 +229,7 @@ async def test_a_request_that_replicas_died_of_costs_fewer_when_it_is_sent_again
         while (await ask(running))[0] == 502:
             assert tries() == 6
         assert (await ask(running))[0] == 200
-    assert len(watching.entered[-1].pool.suspects) == 0
+    assert len(watching.entered[-1].pool.poison_requests) == 0
 
 
 @pytest.mark.parametrize("page", ["<h1>Back in a minute</h1>", ""])

@@ -44,14 +44,14 @@ async def probed_by(answer: Answer) -> bool:
         opened(replica)
         rough.probed = answer
         await running.probe()
-        return replica.breaker.closed
+        return replica.breaker.is_closed
 
 
 @pytest.mark.parametrize("answer", [fails, hangs])
 async def test_one_that_only_says_that_it_is_well_gets_none(
     monkeypatch: pytest.MonkeyPatch, answer: Answer
 ) -> None:
-    monkeypatch.setattr(prober, "TOKEN_S", 0.1)
+    monkeypatch.setattr(prober, "TEST_GENERATION_TIMEOUT_S", 0.1)
     assert not await probed_by(answer)
 
 
@@ -79,7 +79,7 @@ async def test_one_that_comes_back_is_asked_anew_what_it_tells() -> None:
             if failed:
                 opened(replica)
             await running.probe()
-            seats.append(replica.load.capacity)
+            seats.append(replica.load.max_seqs)
             double.tells = True
         assert seats == [0, 0, 4]
 
@@ -95,6 +95,6 @@ async def test_ours_generates_a_token(tokenizer: Tokenizer) -> None:
         assert not engine.requests  # nobody is asked for one while all is well
         opened(replica)
         await running.probe()
-        assert replica.breaker.closed
+        assert replica.breaker.is_closed
     (asked,) = engine.requests
     assert asked.params.max_tokens == 1

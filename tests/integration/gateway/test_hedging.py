@@ -18,12 +18,12 @@ from tests.waiting import until
 
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.gateway import ReplicaConfig, Timeouts
-from argosy.gateway.backends import Kind
-from argosy.gateway.pool.replica_endpoint import Replica
-from argosy.gateway.request_context import Journey
-from argosy.policy.hedging import RESERVE, SHARE
-from argosy.protocol import event
-from argosy.telemetry import GatewayReading
+from argosy.gateway.backends import BackendKind
+from argosy.gateway.pool.replica_endpoint import ReplicaEndpoint
+from argosy.gateway.request_context import RequestContext
+from argosy.policy.hedging import HEDGE_RATIO, HEDGE_RESERVE
+from argosy.protocol import format_event
+from argosy.telemetry import GatewayGauges
 
 TOKENS = list(range(100, 112))
 SOON_S = 0.01
@@ -39,7 +39,7 @@ def body(path: str, **extra: object) -> dict[str, Any]:
 
 def was_first(watching: Watching, name: str) -> bool:
     """Whether it is the replica that the first request was placed on."""
-    return watching.entered[0].trace.tries[0].replica == name
+    return watching.entered[0].trace.attempts[0].replica == name
 
 
 @dataclass
@@ -93,17 +93,17 @@ async def pair(tokenizer: Tokenizer, second: Script) -> AsyncIterator[Pair]:
 
 def hedges(running: Running) -> dict[str, float]:
     """How many hedges there were, by whether they won."""
-    shown = running.metrics.exposition(GatewayReading()).decode().splitlines()
+    shown = running.metrics.exposition(GatewayGauges()).decode().splitlines()
     name = 'argosy_gateway_hedges_total{model="big",won="'
     told = (line.removeprefix(name).split('"} ') for line in shown if line.startswith(name))
     return {won: float(count) for won, count in told}
 
 
-def attempts(running: Running, journey: Journey) -> list[tuple[bool, str]]:
+def attempts(running: Running, context: RequestContext) -> list[tuple[bool, str]]:
     """Was it a hedge, and how did it end: of each attempt that the explanation shows."""
-    trace = running.traces.find(journey.id)
+    trace = running.traces.find(context.response_id)
     assert trace is not None
-    return [(tried["hedge"], tried["outcome"]) for tried in trace.tell()["attempts"]]
+    return [(tried["hedge"], tried["outcome"]) for tried in trace.to_dict()["attempts"]]
 
 
 def told_ids(content: bytes, stream: bool) -> list[int]:
@@ -125,14 +125,14 @@ async def test_the_second_replica_answers_for_one_that_is_silent(
         await silent.nothing_runs()
         assert silent.aborted
         assert not quick.aborted
-    (journey,) = two.watching.left
-    assert journey.status == "completed"
+    (context,) = two.watching.left
+    assert context.status == "completed"
     assert two.watching.counts == sorted(set(two.watching.counts))
-    assert journey.delivered.output_tokens == 12
-    assert journey.replica == two.second
-    assert attempts(two.running, journey) == [(False, "ended"), (True, "success")]
+    assert context.delivered.output_tokens == 12
+    assert context.replica_name == two.second
+    assert attempts(two.running, context) == [(False, "ended"), (True, "success")]
     assert hedges(two.running) == {"true": 1}
-    assert all(replica.breaker.closed for replica in journey.pool.replicas.values())
+    assert all(replica.breaker.is_closed for replica in context.pool.replicas.values())
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -148,10 +148,10 @@ async def test_the_first_replica_may_be_first_after_all(tokenizer: Tokenizer, st
         await second.nothing_runs()
         assert second.aborted
         assert not first.aborted
-    (journey,) = two.watching.left
-    assert journey.replica == two.first
-    assert journey.delivered.output_tokens == 12
-    assert attempts(two.running, journey) == [(False, "success"), (True, "ended")]
+    (context,) = two.watching.left
+    assert context.replica_name == two.first
+    assert context.delivered.output_tokens == 12
+    assert attempts(two.running, context) == [(False, "success"), (True, "ended")]
     assert hedges(two.running) == {"false": 1}
 
 
@@ -164,9 +164,9 @@ async def test_a_client_that_leaves_ends_both(tokenizer: Tokenizer) -> None:
         for engine in two.engines.values():
             await engine.nothing_runs()
         await two.watching.gone.acquire()
-    (journey,) = two.watching.left
-    assert journey.status == "cancelled"
-    assert attempts(two.running, journey) == [(False, "ended"), (True, "ended")]
+    (context,) = two.watching.left
+    assert context.status == "cancelled"
+    assert attempts(two.running, context) == [(False, "ended"), (True, "ended")]
 
 
 @contextlib.asynccontextmanager
@@ -176,7 +176,7 @@ async def others(
     second: Answer,
     *,
     later: Answer = plain,
-    kind: Kind = "openai",
+    kind: BackendKind = "openai",
     timeouts: Timeouts = QUICK,
 ) -> AsyncIterator[tuple[Running, list[Rough]]]:
     """In front of two servers of another kind: the one that a request is placed on answers as `first`."""
@@ -197,7 +197,7 @@ async def others(
 
 
 def in_flight(watching: Watching) -> int:
-    replicas: list[Replica] = [*watching.entered[0].pool.replicas.values()]
+    replicas: list[ReplicaEndpoint] = [*watching.entered[0].pool.replicas.values()]
     return sum(replica.load.in_flight for replica in replicas)
 
 
@@ -207,8 +207,8 @@ EMPTY = [
     b": keep-alive\n\n",
     b"\n\n",
     b"data:\n\n",
-    event(json.dumps(ROLE).encode()),
-    event(b'{"choices": []}'),
+    format_event(json.dumps(ROLE).encode()),
+    format_event(b'{"choices": []}'),
 ]
 
 
@@ -243,17 +243,17 @@ async def test_heads_that_nothing_follows_are_too_late() -> None:
         nothing_more,
         nothing_more,
         later=nothing_more,
-        timeouts=Timeouts(first_token_s=0.2, recovery_s=0.1),
+        timeouts=Timeouts(first_token_timeout_s=0.2, failover_timeout_s=0.1),
     ) as (running, _):
         answer = await running.client.post(PATHS[1], json=body(PATHS[1], stream=True))
         assert answer.status_code == 502
         over.set()
-    (journey,) = watching.left
-    assert attempts(running, journey)[:2] == [(False, "failure"), (True, "failure")]
+    (context,) = watching.left
+    assert attempts(running, context)[:2] == [(False, "failure"), (True, "failure")]
 
 
 @pytest.mark.parametrize("kind", ["openai", "vllm"])
-async def test_a_server_of_another_kind_may_be_first_after_all(kind: Kind) -> None:
+async def test_a_server_of_another_kind_may_be_first_after_all(kind: BackendKind) -> None:
     watching, hedged, over = Watching(), asyncio.Event(), asyncio.Event()
 
     async def first(asked: Asked) -> None:
@@ -311,9 +311,9 @@ async def test_a_replica_that_dies_while_another_is_asked_fails_and_the_other_an
     async with others(watching, dies, answers) as (running, _):
         answer = await running.client.post(PATHS[1], json=body(PATHS[1], stream=True))
     assert events(answer.content)[-1] == b"[DONE]"
-    (journey,) = watching.left
-    assert attempts(running, journey) == [(False, "failure"), (True, "success")]
-    assert (journey.failures, journey.delivered.output_tokens) == (0, 12)
+    (context,) = watching.left
+    assert attempts(running, context) == [(False, "failure"), (True, "success")]
+    assert (context.failed_attempts, context.delivered.output_tokens) == (0, 12)
     assert hedges(running) == {"true": 1}
 
 
@@ -332,10 +332,10 @@ async def test_a_hedge_that_is_refused_leaves_the_first_as_it_was() -> None:
     async with others(watching, waits, is_full) as (running, _):
         answer = await running.client.post(PATHS[1], json=body(PATHS[1], stream=True))
     assert events(answer.content)[-1] == b"[DONE]"
-    (journey,) = watching.left
-    assert attempts(running, journey) == [(False, "success"), (True, "backpressure")]
+    (context,) = watching.left
+    assert attempts(running, context) == [(False, "success"), (True, "backpressure")]
     assert hedges(running) == {"false": 1}
-    assert journey.losses == 0
+    assert context.replica_losses == 0
 
 
 async def test_when_both_fail_the_request_is_tried_again() -> None:
@@ -355,10 +355,10 @@ async def test_when_both_fail_the_request_is_tried_again() -> None:
     async with others(watching, dies, dies_too) as (running, _):
         answer = await running.client.post(PATHS[1], json=body(PATHS[1], stream=True))
     assert events(answer.content)[-1] == b"[DONE]"
-    (journey,) = watching.left
+    (context,) = watching.left
     ends = [(False, "failure"), (True, "failure"), (False, "success")]
-    assert attempts(running, journey) == ends
-    assert journey.losses == 2
+    assert attempts(running, context) == ends
+    assert context.replica_losses == 2
 
 
 async def test_many_that_are_stuck_at_once_get_no_more_hedges_than_the_budget_has() -> None:
@@ -384,9 +384,9 @@ async def test_many_that_are_stuck_at_once_get_no_more_hedges_than_the_budget_ha
         asked = sum(len(server.asked) for server in servers)
     begun = sum(hedges_begun(watching))
     assert sum(hedges(running).values()) == begun
-    assert 0 < begun <= RESERVE + SHARE * count
+    assert 0 < begun <= HEDGE_RESERVE + HEDGE_RATIO * count
     assert count <= asked <= count + begun
 
 
 def hedges_begun(watching: Watching) -> list[int]:
-    return [sum(tried.hedge for tried in journey.trace.tries) for journey in watching.entered]
+    return [sum(tried.is_hedge for tried in context.trace.attempts) for context in watching.entered]

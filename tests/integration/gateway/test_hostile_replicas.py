@@ -10,12 +10,12 @@ import httpx2
 import pytest
 from tests.integration.gateway.harness import Running, front
 
-from argosy.gateway.backends import Kind, stream_events
+from argosy.gateway.backends import BackendKind, stream_events
 from argosy.gateway.config import ReplicaConfig
-from argosy.gateway.pool.prober import LONGEST_LOAD
-from argosy.gateway.proxy.failover import MOST_OBJECTS
-from argosy.gateway.request_fields import MOST_CHOICES
-from argosy.gateway.upstream.fetch import LARGEST_BYTES
+from argosy.gateway.pool.prober import MAX_LOAD_REPORT_BYTES
+from argosy.gateway.proxy.failover import MAX_JSON_CONTAINERS
+from argosy.gateway.request_fields import MAX_CHOICES
+from argosy.gateway.upstream.fetch import MAX_FETCHED_BYTES
 
 CHAT = "/v1/chat/completions"
 BODY = {"model": "big", "messages": [{"role": "user", "content": "Hi"}]}
@@ -37,7 +37,9 @@ def streamed(*events: bytes) -> bytes:
 
 
 @contextlib.asynccontextmanager
-async def behind(answers: Callable[[str], bytes], kind: Kind = "vllm") -> AsyncIterator[Running]:
+async def behind(
+    answers: Callable[[str], bytes], kind: BackendKind = "vllm"
+) -> AsyncIterator[Running]:
     """A front of a replica that answers each path as `answers` says."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -85,9 +87,9 @@ async def test_a_whole_answer_that_is_nested_too_deeply_passes_as_it_came() -> N
 @pytest.mark.parametrize(
     ("status", "answer"),
     [
-        (b"200 OK", b'{"choices": [%b{}]}' % (b"{}," * MOST_CHOICES)),
-        (b"200 OK", b'{"x": [%b{}]}' % (b"{}," * MOST_OBJECTS)),
-        (b"404 Not Found", b'{"error": [%b{}]}' % (b"{}," * MOST_OBJECTS)),
+        (b"200 OK", b'{"choices": [%b{}]}' % (b"{}," * MAX_CHOICES)),
+        (b"200 OK", b'{"x": [%b{}]}' % (b"{}," * MAX_JSON_CONTAINERS)),
+        (b"404 Not Found", b'{"error": [%b{}]}' % (b"{}," * MAX_JSON_CONTAINERS)),
     ],
     ids=["choices", "objects", "error"],
 )
@@ -104,13 +106,13 @@ async def test_what_takes_longer_to_read_than_any_answer_is_none(
 @pytest.mark.parametrize(
     ("kind", "told"),
     [
-        ("openai", b'{"choices": [%b{}]}' % (b"{}," * MOST_CHOICES)),
-        ("openai", b'{"choices": [], "x": [%b{}]}' % (b"{}," * stream_events.MOST_OBJECTS)),
-        ("vllm", b'{"choices": [], "x": [%b{}]}' % (b"{}," * stream_events.MOST_OBJECTS)),
+        ("openai", b'{"choices": [%b{}]}' % (b"{}," * MAX_CHOICES)),
+        ("openai", b'{"choices": [], "x": [%b{}]}' % (b"{}," * stream_events.MAX_JSON_CONTAINERS)),
+        ("vllm", b'{"choices": [], "x": [%b{}]}' % (b"{}," * stream_events.MAX_JSON_CONTAINERS)),
     ],
     ids=["choices", "objects", "carriable"],
 )
-async def test_nor_is_an_event_of_a_stream(kind: Kind, told: bytes) -> None:
+async def test_nor_is_an_event_of_a_stream(kind: BackendKind, told: bytes) -> None:
     answers = streamed(told)
     async with behind(lambda path: answers if path == CHAT else whole(b"{}"), kind) as running:
         got = await running.client.post(CHAT, json=STREAM)
@@ -119,13 +121,13 @@ async def test_nor_is_an_event_of_a_stream(kind: Kind, told: bytes) -> None:
 
 async def test_nor_of_one_of_ours_that_is_to_be_sent_whole() -> None:
     told = b'data: {"id":"x","created":1,"model":"m","choices":[],"x":[%b{}]}\n\n: argosy prompt 1 0\n\n'
-    answers = whole(told % (b"{}," * stream_events.MOST_OBJECTS), b"text/event-stream")
+    answers = whole(told % (b"{}," * stream_events.MAX_JSON_CONTAINERS), b"text/event-stream")
     async with behind(lambda path: answers if path == CHAT else whole(b"{}"), "argosy") as running:
-        running.replicas[0].says("ready", 0.0)
+        running.replicas[0].on_reported_state("ready", 0.0)
         got = await running.client.post(CHAT, json=BODY)
         trace = running.traces.find(got.headers["x-argosy-request"])
     assert trace is not None
-    assert "objects" in trace.tries[0].reason
+    assert "objects" in trace.attempts[0].reason
 
 
 async def test_an_explanation_is_small_whatever_a_replica_said() -> None:
@@ -144,7 +146,7 @@ async def test_an_explanation_is_small_whatever_a_replica_said() -> None:
             got = await running.client.post(CHAT, json=STREAM | {"n": 2})
             trace = running.traces.find(got.headers["x-argosy-request"])
             assert trace is not None
-            assert len(str(trace.tell())) < 20_000
+            assert len(str(trace.to_dict())) < 20_000
 
 
 SEAL = b": argosy prompt 7 3\n\n"
@@ -249,7 +251,7 @@ async def test_a_load_of_ours_that_can_be_none_is_not_taken(told: tuple[bytes, .
 
 
 @pytest.mark.parametrize("kind", ["sglang", "tensorrt-llm"])
-async def test_loads_that_nobody_has_do_not_keep_others_from_being_asked(kind: Kind) -> None:
+async def test_loads_that_nobody_has_do_not_keep_others_from_being_asked(kind: BackendKind) -> None:
     sglang = b'{"loads": [{"num_waiting_reqs": %b, "max_running_requests": -1}]}' % HUGE
     tensorrt = b'[{"numQueuedRequests": %b, "maxNumActiveRequests": -1}]' % HUGE
     told = {"/v1/loads": sglang, "/metrics": tensorrt}
@@ -261,7 +263,7 @@ async def test_loads_that_nobody_has_do_not_keep_others_from_being_asked(kind: K
 async def test_a_load_of_any_length_is_not_read_while_all_others_wait() -> None:
     """Sixty megabytes of lines kept a gateway from everything else for twenty seconds, again and again."""
     full = b"vllm:num_requests_running{} 9\nvllm:num_requests_waiting{} 9\n"
-    told = full.ljust(LONGEST_LOAD + 1, b"\n")
+    told = full.ljust(MAX_LOAD_REPORT_BYTES + 1, b"\n")
     async with behind(lambda path: whole(told if path == "/metrics" else b"{}")) as running:
         await running.probe()
         assert running.replicas[0].load.running == 0
@@ -269,7 +271,7 @@ async def test_a_load_of_any_length_is_not_read_while_all_others_wait() -> None:
 
 
 async def test_no_more_is_kept_of_what_a_server_says_than_it_can_have_to_say() -> None:
-    cards = b'{"data": [%b{"id": "big"}]}' % (b"{}," * (LARGEST_BYTES // 3))
+    cards = b'{"data": [%b{"id": "big"}]}' % (b"{}," * (MAX_FETCHED_BYTES // 3))
     async with behind(lambda path: whole(cards if path == "/v1/models" else b"{}")) as running:
         assert not (await running.client.get("/ready")).is_success
 
@@ -306,7 +308,7 @@ async def test_a_request_that_replicas_die_of_costs_four_though_they_had_connect
 
 
 @pytest.mark.parametrize("kind", ["argosy", "vllm"])
-async def test_what_is_no_text_is_no_load_and_no_list(kind: Kind) -> None:
+async def test_what_is_no_text_is_no_load_and_no_list(kind: BackendKind) -> None:
     told = whole(b'{"state": "\xff", "models": ["\xff"], "data": [{"id": "\xff"}]}')
     async with behind(lambda _: told, kind) as running:
         await running.probe()

@@ -23,19 +23,19 @@ from tests.integration.gateway.people import (
 )
 
 from argosy.gateway.auth import (
-    Asking,
     AuthConfig,
-    Identity,
+    Authenticator,
+    ConnectionInfo,
+    can_use_model,
     check_exposure,
-    check_model,
+    check_model_access,
     check_role,
-    may_use,
 )
-from argosy.gateway.principal import ANYONE, Caller
-from argosy.http_server import Exchange
-from argosy.http_server.http_exchange import WIRE
+from argosy.gateway.principal import ANONYMOUS, Principal
+from argosy.http_server import HttpExchange
+from argosy.http_server.http_exchange import TRANSPORT_KEY
 from argosy.protocol import ApiError
-from argosy.store import Directory, Key, Role, open_store
+from argosy.store import AccountSnapshot, Key, Role, open_store
 
 
 class Clock:
@@ -46,13 +46,13 @@ class Clock:
         return self.now
 
 
-def identity(*keys: Key, clock: Clock | None = None, **settings: object) -> Identity:
-    return Identity(directory(*keys), AuthConfig(**settings), clock or Clock())  # type: ignore[arg-type]
+def identity(*keys: Key, clock: Clock | None = None, **settings: object) -> Authenticator:
+    return Authenticator(directory(*keys), AuthConfig(**settings), clock or Clock())  # type: ignore[arg-type]
 
 
-def refusal(who: Identity, request: Request) -> tuple[int, str]:
+def refusal(who: Authenticator, request: Request) -> tuple[int, str]:
     with pytest.raises(ApiError) as caught:
-        who.identify(request)
+        who.authenticate(request)
     return caught.value.status, caught.value.code
 
 
@@ -61,7 +61,7 @@ def refusal(who: Identity, request: Request) -> tuple[int, str]:
 
 def test_a_key_says_for_whom_it_is_in_full() -> None:
     who = identity(key("a", models=("big",), user=ANN.id))
-    assert who.identify(bearer(plain("a"))) == Caller(
+    assert who.authenticate(bearer(plain("a"))) == Principal(
         organisation="org_acme",
         project="proj_chat",
         key="key_a",
@@ -69,14 +69,14 @@ def test_a_key_says_for_whom_it_is_in_full() -> None:
         role="caller",
         tier=0,
         weight=2.0,
-        domain="proj_chat",
-        models=frozenset({"big"}),
+        cache_domain="proj_chat",
+        allowed_models=frozenset({"big"}),
     )
 
 
 def test_projects_that_share_their_cache_have_the_domain_of_their_organisation() -> None:
     who = identity(key("a", SHARED))
-    assert who.identify(bearer(plain("a"))).domain == "org_acme"
+    assert who.authenticate(bearer(plain("a"))).cache_domain == "org_acme"
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_projects_that_share_their_cache_have_the_domain_of_their_organisation()
 )
 def test_a_key_may_be_in_any_header_that_clients_use(headers: dict[bytes, bytes]) -> None:
     sent = {name: value.replace(b"KEY", plain("a").encode()) for name, value in headers.items()}
-    assert identity(key("a")).identify(Request(sent, "203.0.113.9")).key == "key_a"
+    assert identity(key("a")).authenticate(Request(sent, "203.0.113.9")).key == "key_a"
 
 
 @pytest.mark.parametrize("sent", [b"Bearer ", b"Bearer", b"", b"Basic abc", b"KEY"])
@@ -110,7 +110,7 @@ def test_a_wrong_key_is_refused_also_on_this_machine(wrong: str) -> None:
 def test_a_key_expires_at_its_second() -> None:
     clock = Clock()
     who = identity(key("a", expires_at=NOW + 10), clock=clock)
-    assert who.identify(bearer(plain("a"))).key == "key_a"
+    assert who.authenticate(bearer(plain("a"))).key == "key_a"
     clock.now = NOW + 10
     assert refusal(who, bearer(plain("a"))) == (401, "expired_api_key")
 
@@ -123,16 +123,18 @@ def test_keys_of_what_has_ended_are_refused() -> None:
 
 def test_an_update_counts_at_once() -> None:
     who = identity(key("a"))
-    assert who.identify(bearer(plain("a"))).key == "key_a"
-    who.update(directory(key("b")))
+    assert who.authenticate(bearer(plain("a"))).key == "key_a"
+    who.apply_snapshot(directory(key("b")))
     assert refusal(who, bearer(plain("a"))) == (401, "invalid_api_key")
-    assert who.identify(bearer(plain("b"))).key == "key_b"
+    assert who.authenticate(bearer(plain("b"))).key == "key_b"
 
 
 def test_an_older_directory_does_not_undo_a_newer_one() -> None:
-    who = Identity(msgspec.structs.replace(directory(key("a")), read_at=2.0), AuthConfig(), Clock())
-    who.update(msgspec.structs.replace(directory(key("b")), read_at=1.0))
-    assert who.identify(bearer(plain("a"))).key == "key_a"
+    who = Authenticator(
+        msgspec.structs.replace(directory(key("a")), read_at=2.0), AuthConfig(), Clock()
+    )
+    who.apply_snapshot(msgspec.structs.replace(directory(key("b")), read_at=1.0))
+    assert who.authenticate(bearer(plain("a"))).key == "key_a"
 
 
 def test_no_refusal_tells_the_key() -> None:
@@ -140,7 +142,7 @@ def test_no_refusal_tells_the_key() -> None:
     with capture_logs() as logs:
         for credential in (plain("a"), plain("b")):
             with pytest.raises(ApiError) as caught:
-                who.identify(bearer(credential))
+                who.authenticate(bearer(credential))
             assert credential[18:] not in caught.value.message
     assert plain("b")[18:] not in str(logs)
 
@@ -150,15 +152,15 @@ def test_no_refusal_tells_the_key() -> None:
 
 def test_a_key_and_its_project_both_limit_where_it_may_be_used() -> None:
     who = identity(key("a", OFFICE, networks=("10.1.0.0/16", "2001:db8::/32")))
-    assert who.identify(bearer(plain("a"), "10.1.2.3")).key == "key_a"
-    assert who.identify(bearer(plain("a"), "::ffff:10.1.2.3")).key == "key_a"
+    assert who.authenticate(bearer(plain("a"), "10.1.2.3")).key == "key_a"
+    assert who.authenticate(bearer(plain("a"), "::ffff:10.1.2.3")).key == "key_a"
     for elsewhere in ("10.2.0.1", "2001:db8::1", "203.0.113.1", "unix", ""):
         assert refusal(who, bearer(plain("a"), elsewhere)) == (403, "address_not_allowed")
 
 
 def test_the_gateways_own_networks_come_first() -> None:
     who = identity(key("a"), networks=("192.0.2.0/24",))
-    assert who.identify(bearer(plain("a"), "192.0.2.7")).key == "key_a"
+    assert who.authenticate(bearer(plain("a"), "192.0.2.7")).key == "key_a"
     assert refusal(who, bearer(plain("x"), "192.0.3.7")) == (403, "address_not_allowed")
 
 
@@ -168,7 +170,7 @@ def test_forwarded_addresses_are_believed_from_trusted_proxies_only() -> None:
 
     def let_in(peer: str, forwarded: str) -> bool:
         try:
-            return bool(who.identify(bearer(plain("a"), peer, x_forwarded_for=forwarded)).key)
+            return bool(who.authenticate(bearer(plain("a"), peer, x_forwarded_for=forwarded)).key)
         except ApiError:
             return False
 
@@ -186,8 +188,8 @@ def test_forwarded_addresses_are_believed_from_trusted_proxies_only() -> None:
 
 @pytest.mark.parametrize("peer", ["127.0.0.1", "::1", "unix", "127.8.9.1"])
 def test_one_person_on_their_own_machine_needs_no_key(peer: str) -> None:
-    assert identity().identify(Request(peer=peer)) is ANYONE
-    assert identity().identify(bearer("none", peer, host="localhost:8000")) is ANYONE
+    assert identity().authenticate(Request(peer_address=peer)) is ANONYMOUS
+    assert identity().authenticate(bearer("none", peer, host="localhost:8000")) is ANONYMOUS
 
 
 @pytest.mark.parametrize(
@@ -221,7 +223,7 @@ def test_without_keys_nobody_else_is_let_in(peer: str, headers: dict[bytes, byte
     ],
 )
 def test_pages_and_programs_of_this_machine_are_let_in(headers: dict[bytes, bytes]) -> None:
-    assert identity().identify(Request(headers)) is ANYONE
+    assert identity().authenticate(Request(headers)) is ANONYMOUS
 
 
 @pytest.mark.parametrize(
@@ -237,29 +239,29 @@ def test_a_client_that_has_gone_is_no_local_one(client: object, server: object, 
     scope = {
         "client": client,
         "server": server,
-        "state": {WIRE: Mock()},
+        "state": {TRANSPORT_KEY: Mock()},
         "http_version": "1.1",
         "method": "GET",
         "path": "/",
         "query_string": b"",
         "headers": [],
     }
-    exchange = Exchange(scope, None, None, None)  # type: ignore[arg-type] # nothing is read or sent
-    assert exchange.peer == peer
+    exchange = HttpExchange(scope, None, None, None)  # type: ignore[arg-type] # nothing is read or sent
+    assert exchange.peer_address == peer
     assert (peer == "unix") == _is_let_in(exchange)
 
 
-def _is_let_in(asking: Asking) -> bool:
+def _is_let_in(asking: ConnectionInfo) -> bool:
     try:
-        return identity().identify(asking) is ANYONE
+        return identity().authenticate(asking) is ANONYMOUS
     except ApiError:
         return False
 
 
 def test_the_first_key_closes_the_door() -> None:
     who = identity()
-    who.identify(Request())
-    who.update(directory(key("a")))
+    who.authenticate(Request())
+    who.apply_snapshot(directory(key("a")))
     assert refusal(who, Request()) == (401, "missing_api_key")
 
 
@@ -267,25 +269,25 @@ def test_revoking_the_last_key_does_not_open_it_again(tmp_path: Path) -> None:
     store = open_store(f"sqlite:///{tmp_path / 'argosy.db'}")
     try:
         store.migrate()
-        made = store.accounts.first_run(actor="test")
+        made = store.accounts.bootstrap(actor="test")
         assert made is not None
         store.accounts.revoke_key(made[0].id, actor="test")
-        who = Identity(store.directory(), AuthConfig())
+        who = Authenticator(store.load_snapshot(), AuthConfig())
         assert refusal(who, Request()) == (401, "missing_api_key")
-        check_exposure("0.0.0.0", AuthConfig(), store.directory())  # noqa: S104 - nobody gets in
+        check_exposure("0.0.0.0", AuthConfig(), store.load_snapshot())  # noqa: S104 - nobody gets in
     finally:
         store.close()
 
 
 def test_modes_that_are_asked_for_by_name() -> None:
-    assert refusal(identity(mode="keys"), Request()) == (401, "missing_api_key")
-    everybody = identity(key("a"), mode="off")
-    assert everybody.identify(Request()) is ANYONE
-    assert everybody.identify(bearer("wrong", "203.0.113.1")) == Caller()
+    assert refusal(identity(mode="required"), Request()) == (401, "missing_api_key")
+    everybody = identity(key("a"), mode="disabled")
+    assert everybody.authenticate(Request()) is ANONYMOUS
+    assert everybody.authenticate(bearer("wrong", "203.0.113.1")) == Principal()
 
 
 @pytest.mark.parametrize(
-    ("host", "keys", "mode", "refused"),
+    ("host", "required", "mode", "refused"),
     [
         ("127.0.0.1", (), "auto", False),
         ("localhost", (), "auto", False),
@@ -313,7 +315,7 @@ def test_listening_to_others_without_keys_is_refused(
 @pytest.mark.parametrize("field", ["networks", "trusted_proxies"])
 def test_a_bad_network_in_the_settings_is_named(field: str) -> None:
     with pytest.raises(ValueError, match=r"10\.0\.0\.0/99"):
-        Identity(directory(), AuthConfig(**{field: ("10.0.0.0/99",)}))  # type: ignore[arg-type]
+        Authenticator(directory(), AuthConfig(**{field: ("10.0.0.0/99",)}))  # type: ignore[arg-type]
 
 
 # --- guessing ------------------------------------------------------------------------------------
@@ -326,7 +328,7 @@ def test_many_wrong_keys_have_to_wait_and_right_ones_never() -> None:
         answers = [refusal(who, bearer(f"wrong-{n}", "203.0.113.1"))[0] for n in range(100)]
     assert answers == [401] * 20 + [429] * 80
     assert len(logs) == 1, "the log does not grow with the attempts"
-    assert who.identify(bearer(plain("a"), "203.0.113.1")).key == "key_a"
+    assert who.authenticate(bearer(plain("a"), "203.0.113.1")).key == "key_a"
     assert refusal(who, bearer("wrong", "203.0.113.2"))[0] == 401, "others are not punished"
     clock.now += 30
     assert refusal(who, bearer("wrong", "203.0.113.1"))[0] == 401
@@ -367,37 +369,37 @@ def test_roles_are_ranked() -> None:
     for rank, role in enumerate(roles):
         for least, wanted in enumerate(roles):
             if rank >= least:
-                check_role(Caller(role=role), wanted)
-                check_role(Caller(role=role, scope="gateway"), wanted, "gateway")
+                check_role(Principal(role=role), wanted)
+                check_role(Principal(role=role, role_scope="gateway"), wanted, "gateway")
             else:
                 with pytest.raises(ApiError, match="takes the role"):
-                    check_role(Caller(role=role, scope="gateway"), wanted)
+                    check_role(Principal(role=role, role_scope="gateway"), wanted)
 
 
 def test_a_role_in_an_organisation_is_none_in_the_whole_gateway() -> None:
     with pytest.raises(
         ApiError, match="role viewer of the whole gateway; yours is admin of your organisation only"
     ):
-        check_role(Caller(role="admin"), "viewer", "gateway")
-    check_role(Caller(), "caller", "gateway")
+        check_role(Principal(role="admin"), "viewer", "gateway")
+    check_role(Principal(), "caller", "gateway")
 
 
 def test_a_key_asks_only_the_models_it_names() -> None:
-    scoped = Caller(models=frozenset({"big"}))
-    check_model(scoped, "big")
-    check_model(scoped, "default", "big")
-    assert may_use(Caller(), "anything")
-    assert not may_use(scoped, "small")
+    scoped = Principal(allowed_models=frozenset({"big"}))
+    check_model_access(scoped, "big")
+    check_model_access(scoped, "default", "big")
+    assert can_use_model(Principal(), "anything")
+    assert not can_use_model(scoped, "small")
     with pytest.raises(ApiError, match="It may use: big") as caught:
-        check_model(scoped, "small")
+        check_model_access(scoped, "small")
     assert (caught.value.status, caught.value.code) == (403, "model_not_allowed")
 
 
 @pytest.mark.parametrize("role", ["viewer", "operator"])
 def test_who_only_runs_the_fleet_asks_no_models(role: str) -> None:
     with pytest.raises(ApiError, match="ask no models"):
-        check_model(Caller(role=role), "big")  # type: ignore[arg-type]
+        check_model_access(Principal(role=role), "big")  # type: ignore[arg-type]
 
 
 def test_an_empty_directory_is_enough() -> None:
-    assert Identity(Directory(), AuthConfig()).identify(Request()) is ANYONE
+    assert Authenticator(AccountSnapshot(), AuthConfig()).authenticate(Request()) is ANONYMOUS

@@ -16,20 +16,20 @@ import pytest
 from tests.integration.gateway.people import bearer
 from tests.integration.store.work import fill
 
-from argosy.gateway.accounting import Books, Keeping
-from argosy.gateway.auth import AuthConfig, Identity
-from argosy.gateway.filters import Ledger, Limits
-from argosy.gateway.model_registry import Models
+from argosy.gateway.accounting import AccountingService, AccountSync
+from argosy.gateway.auth import AuthConfig, Authenticator
+from argosy.gateway.filters import LimitFilter, UsageRecorder
+from argosy.gateway.model_registry import ModelRouter
 from argosy.gateway.model_routes import RouteConfig
 from argosy.gateway.pool import Pool
 from argosy.protocol import ApiError
-from argosy.store import Directory, MemoryState, StoreConfig
+from argosy.store import AccountSnapshot, LocalQuotaBackend, StoreConfig
 
 ME = "test"
 BIG, SMALL = (Pool(name, [], "round-robin") for name in ("big", "small"))
 
 
-class SlowModels(Models):
+class SlowModels(ModelRouter):
     """The thread that asks what accounts mean waits, once it has looked, until it is let go on."""
 
     def __init__(self, named: Mapping[str, Pool], routes: tuple[RouteConfig, ...] = ()) -> None:
@@ -37,8 +37,8 @@ class SlowModels(Models):
         self.go_on.set()
         super().__init__(named, routes)
 
-    def meant(self, directory: Directory) -> Directory:
-        found = super().meant(directory)
+    def resolve_aliases(self, directory: AccountSnapshot) -> AccountSnapshot:
+        found = super().resolve_aliases(directory)
         self.asked.set()
         assert self.go_on.wait(30)
         return found
@@ -48,36 +48,39 @@ class SlowModels(Models):
 class Kept:
     """Who goes by the accounts of a store."""
 
-    books: Books
+    books: AccountingService
     models: SlowModels
-    identity: Identity
-    limits: Limits
-    keeping: Keeping
+    identity: Authenticator
+    limits: LimitFilter
+    keeping: AccountSync
 
     def lets_in(self, plain: str) -> bool:
         """Whether a key is one."""
         try:
-            self.identity.identify(bearer(plain))
+            self.identity.authenticate(bearer(plain))
         except ApiError:
             return False
         return True
 
     async def update(self) -> None:
         """Tell them what the store has now."""
-        await self.keeping.update(await asyncio.to_thread(self.books.store.directory))
+        await self.keeping.apply_snapshot(await asyncio.to_thread(self.books.store.load_snapshot))
 
 
 @contextlib.asynccontextmanager
 async def kept(folder: Path, accounts: int = 0) -> AsyncIterator[Kept]:
     """With so many keys and limits."""
     url = f"sqlite:///{folder}/store.db"
-    books = await Books.open(StoreConfig(url=url))
+    books = await AccountingService.open(StoreConfig(url=url))
     if accounts:
         await asyncio.to_thread(fill, url, accounts)
     models = SlowModels({"big": BIG, "small": SMALL, "alias": SMALL})
-    identity, limits = Identity(Directory(), AuthConfig()), Limits(MemoryState())
-    keeping = Keeping(books, models, identity, limits, Ledger(books.spool))
-    await keeping.update(books.directory)
+    identity, limits = (
+        Authenticator(AccountSnapshot(), AuthConfig()),
+        LimitFilter(LocalQuotaBackend()),
+    )
+    keeping = AccountSync(books, models, identity, limits, UsageRecorder(books.usage_log))
+    await keeping.apply_snapshot(books.snapshot)
     yield Kept(books, models, identity, limits, keeping)
     await books.close()
 
@@ -119,19 +122,19 @@ async def test_models_that_change_while_accounts_are_taken_over_are_those_that_h
         home = store.accounts.create_organisation("acme", actor=ME)
         project = store.accounts.create_project(home.id, "web", actor=ME).id
         one: dict[str, Any] = {"window": "day", "model": "alias", "actor": ME}
-        store.terms.set_limit("project", project, "requests", 1, **one)
+        store.limits_and_prices.set_limit("project", project, "requests", 1, **one)
         _, plain = store.accounts.create_key(project, "k", actor=ME)
         models.go_on.clear()
         models.asked.clear()
         updating = asyncio.create_task(here.update())
         await asyncio.to_thread(models.asked.wait)
-        models.take({"big": BIG, "small": SMALL, "alias": BIG}, ())
+        models.replace_models({"big": BIG, "small": SMALL, "alias": BIG}, ())
         models.go_on.set()
-        here.keeping.mean()
+        here.keeping.rebind_model_names()
         await updating
-        caller = here.identity.identify(bearer(plain))
+        principal = here.identity.authenticate(bearer(plain))
         for model in ("small", "small", "big"):
-            async with here.limits.passing(caller, model, []):
+            async with here.limits.reserve_request(principal, model, []):
                 pass
         with pytest.raises(ApiError, match="1 request per day for 'big'"):
-            await here.limits.passing(caller, "big", []).__aenter__()
+            await here.limits.reserve_request(principal, "big", []).__aenter__()

@@ -28,13 +28,13 @@ from tests.integration.gateway.harness import Running, Watching, front
 from tests.waiting import until
 
 from argosy.gateway import ReplicaConfig, load_config
-from argosy.gateway.backends import Kind, KvAddress
-from argosy.gateway.kv_events.subscription import follow
-from argosy.gateway.kv_events.text_block_maps import TextsOf
-from argosy.gateway.pool.pool import Picked
-from argosy.gateway.pool.replica_endpoint import Replica
+from argosy.gateway.backends import BackendKind, KvEventAddress
+from argosy.gateway.kv_events.subscription import subscribe
+from argosy.gateway.kv_events.text_block_maps import TextBlockMaps
+from argosy.gateway.pool.pool import RoutingDecision
+from argosy.gateway.pool.replica_endpoint import ReplicaEndpoint
 from argosy.gateway.upstream.upstream import Upstream
-from argosy.policy import BLOCK_BYTES, ExactIndex, PrefixIndex, block_names
+from argosy.policy import BLOCK_BYTES, EstimatedPrefixIndex, EventPrefixIndex, compute_block_names
 from argosy.protocol import parse_endpoint
 
 SIZE = 16
@@ -52,11 +52,11 @@ DEEP = batch(one(1, extra_keys=[["*"]])).replace(b"\xa1*", b"\x91" * 100_000 + b
 
 @contextlib.asynccontextmanager
 async def followed(
-    kind: Kind, address: KvAddress | None, url: str = "http://127.0.0.1:9"
-) -> AsyncIterator[Replica]:
+    kind: BackendKind, address: KvEventAddress | None, url: str = "http://127.0.0.1:9"
+) -> AsyncIterator[ReplicaEndpoint]:
     """A replica with this address, followed."""
-    replica = Replica("r", kind, "cat", Upstream(parse_endpoint(url)), kv_events=address)
-    task = asyncio.create_task(follow(replica, TextsOf()))
+    replica = ReplicaEndpoint("r", kind, "cat", Upstream(parse_endpoint(url)), kv_events=address)
+    task = asyncio.create_task(subscribe(replica, TextBlockMaps()))
     try:
         yield replica
         assert not task.done()
@@ -66,21 +66,23 @@ async def followed(
         replica.upstream.close()
 
 
-def blocks(replica: Replica) -> int | None:
+def blocks(replica: ReplicaEndpoint) -> int | None:
     """How many it tells of; None: it does not tell."""
-    index = replica.prefixes
-    return len(index.blocks) if isinstance(index, ExactIndex) else None
+    index = replica.prefix_index
+    return len(index.blocks) if isinstance(index, EventPrefixIndex) else None
 
 
 @pytest.fixture(name="soon", autouse=True)
 def later_is_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("argosy.gateway.kv_events.zmq_subscriber.LATER_S", 0.01)
+    monkeypatch.setattr(
+        "argosy.gateway.kv_events.zmq_subscriber.UNSUPPORTED_RETRY_INTERVAL_S", 0.01
+    )
 
 
 @contextlib.asynccontextmanager
 async def serving(
     answer: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]],
-) -> AsyncIterator[KvAddress]:
+) -> AsyncIterator[KvEventAddress]:
     """A server of something else; its connections are over when it is."""
     tasks: list[asyncio.Task[None]] = []
 
@@ -89,7 +91,7 @@ async def serving(
 
     server = await asyncio.start_server(one, "127.0.0.1", 0)
     try:
-        yield KvAddress(endpoint=f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        yield KvEventAddress(endpoint=f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}")
     finally:
         server.close()
         await asyncio.gather(*tasks)
@@ -102,7 +104,7 @@ async def serving(
 async def test_changes_add_up(shape: Shape) -> None:
     async with (
         publishing() as publisher,
-        followed("sglang", KvAddress(endpoint=publisher.endpoint)) as replica,
+        followed("sglang", KvEventAddress(endpoint=publisher.endpoint)) as replica,
     ):
         await publisher.subscribed()
         assert blocks(replica) is None
@@ -113,10 +115,10 @@ async def test_changes_add_up(shape: Shape) -> None:
         await publisher.publish(shape(removed(2)))  # one of two copies
         await publisher.publish(shape(one(4, 2)))
         await until(lambda: blocks(replica) == 3)
-        replica.prefixes.sent([b"key"])
+        replica.prefix_index.on_prompt_sent([b"key"])
         await publisher.publish(shape(CLEARED))
         await until(lambda: blocks(replica) == 0)
-        assert replica.prefixes.find([b"key"]) == []
+        assert replica.prefix_index.match_prefix([b"key"]) == []
 
 
 async def test_what_was_stored_before_is_known_if_it_is_told_again() -> None:
@@ -124,7 +126,7 @@ async def test_what_was_stored_before_is_known_if_it_is_told_again() -> None:
         for number in (1, 2, 3):
             publisher.miss(batch(one(number)))
         for replay, expected in ((publisher.replay, 4), (None, 1)):
-            address = KvAddress(endpoint=publisher.endpoint, replay=replay)
+            address = KvEventAddress(endpoint=publisher.endpoint, replay=replay)
             async with followed("vllm", address) as replica:
                 await publisher.subscribed()
                 await until(lambda: replay is None or blocks(replica) == 3)  # noqa: B023
@@ -138,22 +140,22 @@ async def test_what_was_missed_is_told_again_or_all_is_forgotten(replays: bool) 
     async with publishing() as publisher:
         replay = publisher.replay if replays else None
         async with followed(
-            "vllm", KvAddress(endpoint=publisher.endpoint, replay=replay)
+            "vllm", KvEventAddress(endpoint=publisher.endpoint, replay=replay)
         ) as replica:
             await publisher.subscribed()
             await publisher.publish(one(1), one(2))
             await until(lambda: blocks(replica) == 2)
-            replica.prefixes.sent([b"key"])
+            replica.prefix_index.on_prompt_sent([b"key"])
             publisher.miss(batch(removed(1), one(3)))
             publisher.miss(batch(one(4)))
             await publisher.publish(one(5))
             await until(lambda: blocks(replica) == (4 if replays else 1))
-            assert len(replica.prefixes.find([b"key"])) == replays
+            assert len(replica.prefix_index.match_prefix([b"key"])) == replays
 
 
 async def test_what_can_no_longer_be_told_again_is_forgotten_too() -> None:
     async with publishing() as publisher:
-        address = KvAddress(endpoint=publisher.endpoint, replay=publisher.replay)
+        address = KvEventAddress(endpoint=publisher.endpoint, replay=publisher.replay)
         async with followed("vllm", address) as replica:
             await publisher.subscribed()
             await publisher.publish(one(1), one(2))
@@ -167,9 +169,9 @@ async def test_what_can_no_longer_be_told_again_is_forgotten_too() -> None:
 async def test_a_replay_that_does_not_come_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("argosy.gateway.kv_events.zmq_subscription.REPLAY_S", 0.05)
+    monkeypatch.setattr("argosy.gateway.kv_events.zmq_subscription.REPLAY_TIMEOUT_S", 0.05)
     async with publishing() as publisher:
-        address = KvAddress(endpoint=publisher.endpoint, replay="tcp://127.0.0.1:9")
+        address = KvEventAddress(endpoint=publisher.endpoint, replay="tcp://127.0.0.1:9")
         async with followed("vllm", address) as replica:
             await publisher.subscribed()
             await publisher.publish(one(1))
@@ -178,14 +180,14 @@ async def test_a_replay_that_does_not_come_is_not_waited_for(
 
 async def test_a_server_that_was_started_anew_is_followed_anew(tmp_path: Path) -> None:
     endpoint = f"ipc://{tmp_path}/kv"
-    async with followed("vllm", KvAddress(endpoint=endpoint)) as replica:
+    async with followed("vllm", KvEventAddress(endpoint=endpoint)) as replica:
         async with publishing(endpoint) as publisher:
             await publisher.subscribed()
             await publisher.publish(one(1), one(2))
             await until(lambda: blocks(replica) == 2)
         await until(lambda: blocks(replica) is None)
-        replica.prefixes.sent([b"key"])
-        assert len(replica.prefixes.find([b"key"])) == 1
+        replica.prefix_index.on_prompt_sent([b"key"])
+        assert len(replica.prefix_index.match_prefix([b"key"])) == 1
         async with publishing(endpoint) as publisher:
             await publisher.subscribed()
             await publisher.publish(one(3))
@@ -207,17 +209,17 @@ async def test_a_server_that_was_started_anew_is_followed_anew(tmp_path: Path) -
 async def test_what_cannot_be_followed_is_left_and_tried_again(
     nonsense: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("argosy.gateway.kv_events.zmq_subscriber.MOST_TOLD", 4)
+    monkeypatch.setattr("argosy.gateway.kv_events.zmq_subscriber.MAX_NAMED_BLOCKS", 4)
     async with (
         publishing() as publisher,
-        followed("vllm", KvAddress(endpoint=publisher.endpoint)) as replica,
+        followed("vllm", KvEventAddress(endpoint=publisher.endpoint)) as replica,
     ):
         await publisher.subscribed()
         with capture_logs() as logs:
             await publisher.raw(*nonsense)
             await publisher.subscribed()
         assert [each["event"] for each in logs if each["log_level"] == "warning"] == [
-            "kv_events_not_followed"
+            "kv_events_subscription_failed"
         ]
         assert blocks(replica) is None
         await publisher.publish(one(1))
@@ -226,15 +228,15 @@ async def test_what_cannot_be_followed_is_left_and_tried_again(
 
 async def test_where_nobody_publishes_is_said() -> None:
     with capture_logs() as logs:
-        async with followed("vllm", KvAddress(endpoint="tcp://127.0.0.1:9")):
+        async with followed("vllm", KvEventAddress(endpoint="tcp://127.0.0.1:9")):
             await until(lambda: len(logs) > 1)
     assert {(each["event"], each["reason"]) for each in logs} == {
-        ("kv_events_not_followed", "tcp://127.0.0.1:9 cannot be connected to")
+        ("kv_events_subscription_failed", "tcp://127.0.0.1:9 cannot be connected to")
     }
 
 
 async def test_who_does_not_speak_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("argosy.gateway.kv_events.zmq_subscription.HANDSHAKE_S", 0.05)
+    monkeypatch.setattr("argosy.gateway.kv_events.zmq_subscription.HANDSHAKE_TIMEOUT_S", 0.05)
     met = asyncio.Semaphore(0)
 
     async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -251,8 +253,8 @@ async def test_who_does_not_speak_is_left(monkeypatch: pytest.MonkeyPatch) -> No
 
 async def test_who_falls_silent_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """A publisher whose machine is gone: nothing is said, and nothing answers."""
-    monkeypatch.setattr("argosy.gateway.kv_events.zmq_subscription.HEARTBEAT_MS", 50)
-    monkeypatch.setattr("argosy.gateway.kv_events.zmq_subscription.SILENCE_MS", 100)
+    monkeypatch.setattr("argosy.gateway.kv_events.zmq_subscription.HEARTBEAT_INTERVAL_MS", 50)
+    monkeypatch.setattr("argosy.gateway.kv_events.zmq_subscription.HEARTBEAT_TIMEOUT_MS", 100)
     gone = asyncio.Event()
     async with publishing() as publisher:
 
@@ -297,13 +299,13 @@ async def test_who_publishes_nothing_is_asked_again() -> None:
     server = Sglang()
     async with running(server), followed("sglang", None, server.url) as replica:
         await until(lambda: server.got.count("/server_info") > 1)
-        assert isinstance(replica.prefixes, PrefixIndex)
+        assert isinstance(replica.prefix_index, EstimatedPrefixIndex)
 
 
 async def test_who_is_known_later_is_followed_from_then_on() -> None:
     async with (
         publishing() as publisher,
-        followed("auto", KvAddress(endpoint=publisher.endpoint)) as replica,
+        followed("auto", KvEventAddress(endpoint=publisher.endpoint)) as replica,
     ):
         replica.kind = "vllm"
         await publisher.subscribed()
@@ -312,8 +314,8 @@ async def test_who_is_known_later_is_followed_from_then_on() -> None:
 
 
 async def test_who_tells_nothing_is_followed_by_nobody() -> None:
-    replica = Replica("r", "openai", "cat", Upstream(parse_endpoint("http://127.0.0.1:9")))
-    await follow(replica, TextsOf())
+    replica = ReplicaEndpoint("r", "openai", "cat", Upstream(parse_endpoint("http://127.0.0.1:9")))
+    await subscribe(replica, TextBlockMaps())
 
 
 @pytest.mark.parametrize("kind", ["vllm", "auto", "openai"])
@@ -326,7 +328,7 @@ def test_only_who_publishes_is_followed(kind: str, tmp_path: Path) -> None:
             load_config(path)
     else:
         (told,) = load_config(path).models[0].replicas
-        assert told.kv_events == KvAddress(endpoint="tcp://a:5557")
+        assert told.kv_events == KvEventAddress(endpoint="tcp://a:5557")
 
 
 # --- routing ---------------------------------------------------------------------------------------
@@ -345,22 +347,22 @@ class Fleet:
         self._watch = watch
         self._numbers = itertools.count(1)
 
-    async def ask(self, **extra: object) -> Picked:
+    async def ask(self, **extra: object) -> RoutingDecision:
         body = {"model": "big", "prompt": TEXT, "max_tokens": 2, "stream": True} | extra
         answer = await self.running.client.post("/v1/completions", json=body)
         assert answer.status_code == 200, answer.text
         assert answer.text.endswith("data: [DONE]\n\n")
         assert 'prompt_token_ids":[' not in answer.text
-        picked = self._watch.left[-1].picked
+        picked = self._watch.left[-1].decision
         assert picked is not None
         return picked
 
     async def to_compute(self, **extra: object) -> list[bool]:
         """Which of the replicas would have to compute some of the prompt, as the explanation has it; it is asked."""
         await self.ask(**extra)
-        told = self.running.traces.find(self._watch.left[-1].trace.id)
+        told = self.running.traces.find(self._watch.left[-1].trace.response_id)
         assert told is not None
-        tried = told.tell()["attempts"][0]["candidates"]
+        tried = told.to_dict()["attempts"][0]["candidates"]
         candidates = {each["replica"]: each["prefill_s"] > 0 for each in tried}
         return [candidates[replica.name] for replica in self.running.replicas]
 
@@ -384,7 +386,7 @@ async def fleet(kind: type[Vllm | Sglang]) -> AsyncIterator[Fleet]:
         watch = Watching()
         behind = [
             ReplicaConfig(
-                url=server.url, model="cat", kv_events=KvAddress(endpoint=publisher.endpoint)
+                url=server.url, model="cat", kv_events=KvEventAddress(endpoint=publisher.endpoint)
             )
             for server, publisher in zip(servers, publishers, strict=True)
         ]
@@ -409,7 +411,7 @@ async def test_a_prompt_is_found_where_it_was_computed_for_others(kind: type[Vll
         warm = world.running.replicas.index(first.replica)
         hashes = await world.store(warm)
         assert await world.to_compute() == [number != warm for number in range(2)]
-        world.running.replicas[1 - warm].prefixes.clear()  # it was asked just now
+        world.running.replicas[1 - warm].prefix_index.clear()  # it was asked just now
         await world.store(1 - warm)
         assert await world.to_compute() == [False, False]
         await world.publishers[warm].publish(removed(*hashes[4:]))
@@ -424,14 +426,14 @@ async def test_salted_prompts_are_found_by_nobody_else(kind: type[Vllm]) -> None
             await world.ask(cache_salt=salt)
             await world.ask(cache_salt=salt)
         for replica in world.running.replicas:
-            replica.prefixes.clear()
+            replica.prefix_index.clear()
         salted: Event = {"extra_keys": [["mine"], *[None] * 15]}
         await world.store(0, **(salted if kind is Vllm else {"cache_salt": "mine"}))
-        mine = block_names("mine", array("I", IDS), SIZE)
-        index = world.running.replicas[0].prefixes
-        assert isinstance(index, ExactIndex)
+        mine = compute_block_names("mine", array("I", IDS), SIZE)
+        index = world.running.replicas[0].prefix_index
+        assert isinstance(index, EventPrefixIndex)
         assert index.blocks == set(mine)
         assert await world.to_compute(cache_salt="yours") == [True, True]
         assert await world.to_compute(cache_salt=None) == [True, True]
-        world.running.replicas[1].prefixes.clear()
+        world.running.replicas[1].prefix_index.clear()
         assert await world.to_compute(cache_salt="mine") == [False, True]

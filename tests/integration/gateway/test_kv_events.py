@@ -14,15 +14,21 @@ from tests.integration.fake_engine import FakeEngine, always, says
 from tests.integration.serving import MODEL, Served, serve
 from tests.waiting import until
 
-from argosy.engine.serving.api_server.kv_events_handler import MOST_NAMES
+from argosy.engine.serving.api_server.kv_events_handler import MAX_NAMES_PER_EVENT
 from argosy.engine.serving.core_messages import KvChange
 from argosy.engine.serving.text.tokenizer import Tokenizer
-from argosy.gateway.kv_events.subscription import follow
-from argosy.gateway.kv_events.text_block_maps import TextsOf
-from argosy.gateway.pool.replica_endpoint import Replica
+from argosy.gateway.kv_events.subscription import subscribe
+from argosy.gateway.kv_events.text_block_maps import TextBlockMaps
+from argosy.gateway.pool.replica_endpoint import ReplicaEndpoint
 from argosy.gateway.upstream.upstream import Upstream
-from argosy.policy import ExactIndex
-from argosy.protocol import EventParser, KvEvent, pack_names, parse_endpoint, unpack_names
+from argosy.policy import EventPrefixIndex
+from argosy.protocol import (
+    EventParser,
+    KvEvent,
+    pack_block_names,
+    parse_endpoint,
+    unpack_block_names,
+)
 
 # --- the stream ------------------------------------------------------------------------------------
 
@@ -45,24 +51,26 @@ async def read(served: Served, enough: Callable[[list[KvEvent]], bool]) -> list[
 
 
 async def test_everything_is_told_in_pieces_and_then_what_changes(fake: FakeEngine) -> None:
-    names = set(range(1, 2 * MOST_NAMES + 2))
+    names = set(range(1, 2 * MAX_NAMES_PER_EVENT + 2))
     async with serve(fake) as served:
-        fake.kv.change(KvChange(pack_names(names), b""))
+        fake.kv_cache_view.apply_change(KvChange(pack_block_names(names), b""))
         told = await read(served, lambda told: len(told) == 4)
-        assert told[0].start is not None
-        assert told[0].start.block_size == 16
-        pieces = [set(unpack_names(event.stored)) for event in told[1:]]
-        assert [len(piece) for piece in pieces] == [MOST_NAMES, MOST_NAMES, 1]
+        assert told[0].reset is not None
+        assert told[0].reset.block_size == 16
+        pieces = [set(unpack_block_names(event.stored)) for event in told[1:]]
+        assert [len(piece) for piece in pieces] == [MAX_NAMES_PER_EVENT, MAX_NAMES_PER_EVENT, 1]
         assert set().union(*pieces) == names
 
         def more(told: list[KvEvent]) -> bool:
             if len(told) == 4:
-                fake.kv.change(KvChange(pack_names([0]), pack_names([5])))
+                fake.kv_cache_view.apply_change(
+                    KvChange(pack_block_names([0]), pack_block_names([5]))
+                )
             return len(told) == 6
 
         told = await read(served, more)
-        assert told[4] == KvEvent(stored=pack_names([0]))
-        assert told[5] == KvEvent(removed=pack_names([5]))
+        assert told[4] == KvEvent(stored=pack_block_names([0]))
+        assert told[5] == KvEvent(removed=pack_block_names([5]))
 
 
 async def test_replicas_that_read_alike_say_so(tokenizer: Tokenizer) -> None:
@@ -70,7 +78,7 @@ async def test_replicas_that_read_alike_say_so(tokenizer: Tokenizer) -> None:
     async with serve(engines[0]) as one, serve(engines[1]) as two:
         (first,) = await read(one, bool)
         (second,) = await read(two, bool)
-    assert first.start == second.start
+    assert first.reset == second.reset
 
 
 async def test_who_asks_for_the_head_only_does_not_wait_for_a_body(fake: FakeEngine) -> None:
@@ -85,7 +93,7 @@ async def test_a_stream_does_not_keep_its_replica_from_draining(fake: FakeEngine
         served.replica.drain(None)
         async with asyncio.timeout(5):
             assert b"".join([piece async for piece in pieces]) in {b"", b": keep-alive\n\n"}
-            await served.replica.drained()
+            await served.replica.wait_drained()
 
 
 # --- the follower ----------------------------------------------------------------------------------
@@ -96,7 +104,7 @@ START = b'data: {"start":{"text":"t","block_size":16}}\n\n'
 
 def names(field: str, *numbers: int) -> bytes:
     """An event."""
-    return b"data: " + msgspec.json.encode({field: pack_names(numbers)}) + b"\n\n"
+    return b"data: " + msgspec.json.encode({field: pack_block_names(numbers)}) + b"\n\n"
 
 
 def cut_after(*told: bytes) -> Script:
@@ -130,7 +138,7 @@ async def refuse(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
 class Followed:
     """A scripted server's replica, followed."""
 
-    replica: Replica
+    replica: ReplicaEndpoint
     left: asyncio.Semaphore
     """Released when a connection is over."""
     task: asyncio.Task[None]
@@ -144,15 +152,15 @@ class Followed:
     @property
     def blocks(self) -> set[int] | None:
         """Those that it tells of; None: it does not tell."""
-        index = self.replica.prefixes
-        return index.blocks if isinstance(index, ExactIndex) else None
+        index = self.replica.prefix_index
+        return index.blocks if isinstance(index, EventPrefixIndex) else None
 
 
 @contextlib.asynccontextmanager
 async def followed(url: str, left: asyncio.Semaphore) -> AsyncIterator[Followed]:
     """The replica at this address."""
-    replica = Replica("r", "argosy", MODEL, Upstream(parse_endpoint(url)))
-    task = asyncio.create_task(follow(replica, TextsOf()))
+    replica = ReplicaEndpoint("r", "argosy", MODEL, Upstream(parse_endpoint(url)))
+    task = asyncio.create_task(subscribe(replica, TextBlockMaps()))
     try:
         yield Followed(replica, left, task)
         assert not task.done()
@@ -207,8 +215,8 @@ async def test_while_nothing_is_told_what_was_sent_is_believed() -> None:
     async with scripted(cut_after(START, names("stored", 1)), refuse) as running:
         await running.done_with(2)
         assert running.blocks is None
-        running.replica.prefixes.sent([b"key"])
-        assert len(running.replica.prefixes.find([b"key"])) == 1
+        running.replica.prefix_index.on_prompt_sent([b"key"])
+        assert len(running.replica.prefix_index.match_prefix([b"key"])) == 1
 
 
 @pytest.mark.parametrize(
@@ -225,7 +233,7 @@ async def test_while_nothing_is_told_what_was_sent_is_believed() -> None:
 async def test_what_cannot_be_followed_is_left(
     nonsense: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("argosy.gateway.kv_events.native_subscriber.MOST_HELD", 3)
+    monkeypatch.setattr("argosy.gateway.kv_events.native_subscriber.MAX_INDEXED_BLOCKS", 3)
     async with scripted(silent_after(nonsense)) as running:
         await running.done_with(1)
         assert running.blocks is None
@@ -234,15 +242,15 @@ async def test_what_cannot_be_followed_is_left(
 async def test_a_stream_that_falls_silent_is_left_for_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("argosy.gateway.kv_events.native_subscriber.SILENCE_S", 0.2)
+    monkeypatch.setattr("argosy.gateway.kv_events.native_subscriber.STREAM_IDLE_TIMEOUT_S", 0.2)
     async with scripted(silent_after(START, names("stored", 1))) as running:
         await running.done_with(2)
 
 
 async def test_a_core_that_was_lost_takes_its_blocks_with_it(fake: FakeEngine) -> None:
     async with serve(fake) as served:
-        fake.kv.change(KvChange(pack_names([4]), b""))
+        fake.kv_cache_view.apply_change(KvChange(pack_block_names([4]), b""))
         async with followed(served.url, asyncio.Semaphore(0)) as running:
             await until(lambda: running.blocks == {4})
-            fake.kv.reset()
+            fake.kv_cache_view.reset()
             await until(lambda: running.blocks == set())

@@ -15,9 +15,9 @@ from tests.waiting import until
 
 from argosy.engine.serving.engine_core.engine_client import EngineClient
 from argosy.gateway import ReplicaConfig
-from argosy.gateway.pool.pool import Picked
-from argosy.gateway.pool.replica_endpoint import Replica
-from argosy.policy import BLOCK_BYTES, ExactIndex, PrefixIndex
+from argosy.gateway.pool.pool import RoutingDecision
+from argosy.gateway.pool.replica_endpoint import ReplicaEndpoint
+from argosy.policy import BLOCK_BYTES, EstimatedPrefixIndex, EventPrefixIndex
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -42,26 +42,26 @@ class Pair:
         self.running = running
         self._watch = watch
 
-    async def ask(self, prompt: str, **extra: str) -> Picked:
+    async def ask(self, prompt: str, **extra: str) -> RoutingDecision:
         """Ask through the gateway; how that was routed."""
         body = completion(prompt, model="big", max_tokens=1, **extra)
         answer = await self.running.client.post("/v1/completions", json=body)
         assert answer.status_code == 200, answer.text
-        picked = self._watch.left[-1].picked
+        picked = self._watch.left[-1].decision
         assert picked is not None
         return picked
 
     async def uncached(self, prompt: str, **extra: str) -> list[float]:
         """The part of the prompt that each replica would have to compute, as the explanation has it; it is asked."""
-        rates = [replica.load.prefill_rate for replica in self.running.replicas]
+        rates = [replica.load.prefill_tokens_per_s for replica in self.running.replicas]
         await self.ask(prompt, **extra)
-        journey = self._watch.left[-1]
-        told = self.running.traces.find(journey.trace.id)
+        context = self._watch.left[-1]
+        told = self.running.traces.find(context.trace.response_id)
         assert told is not None
-        candidates = {one["replica"]: one for one in told.tell()["attempts"][0]["candidates"]}
+        candidates = {one["replica"]: one for one in told.to_dict()["attempts"][0]["candidates"]}
         seconds = [candidates[replica.name]["prefill_s"] for replica in self.running.replicas]
         return [
-            round(s * rate / journey.ask.prompt_tokens, 2)
+            round(s * rate / context.fields.estimated_prompt_tokens, 2)
             for s, rate in zip(seconds, rates, strict=True)
         ]
 
@@ -75,9 +75,12 @@ class Pair:
         """Wait until the gateway knows what the replicas hold."""
         for engine, replica in zip(self.engines, self.running.replicas, strict=True):
 
-            def same(engine: EngineClient = engine, replica: Replica = replica) -> bool:
-                index = replica.prefixes
-                return isinstance(index, ExactIndex) and index.blocks == engine.kv.held
+            def same(engine: EngineClient = engine, replica: ReplicaEndpoint = replica) -> bool:
+                index = replica.prefix_index
+                return (
+                    isinstance(index, EventPrefixIndex)
+                    and index.blocks == engine.kv_cache_view.block_names
+                )
 
             await until(same)
 
@@ -98,8 +101,8 @@ async def a_pair() -> AsyncIterator[Pair]:
 async def test_what_was_evicted_is_known_to_be_gone(pair: Pair, story: str) -> None:
     first = await pair.ask(story)
     warm = pair.running.replicas.index(first.replica)
-    believed = PrefixIndex()
-    believed.sent(first.keys)
+    believed = EstimatedPrefixIndex()
+    believed.on_prompt_sent(first.block_keys)
     await pair.told()
     parts = await pair.uncached(story)
     assert parts[warm] == 0.0
@@ -109,7 +112,9 @@ async def test_what_was_evicted_is_known_to_be_gone(pair: Pair, story: str) -> N
     await pair.told()
     parts = await pair.uncached(story)
     assert parts[warm] == 1.0
-    assert len(believed.find(first.keys)) == len(first.keys)  # what it would have gone by
+    assert len(believed.match_prefix(first.block_keys)) == len(
+        first.block_keys
+    )  # what it would have gone by
 
 
 async def test_what_came_there_for_others_is_known(pair: Pair, story: str) -> None:

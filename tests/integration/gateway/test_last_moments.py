@@ -93,7 +93,7 @@ async def test_a_stream_is_whole_though_its_replica_is_lost_before_the_end(
         assert knife.gone
         assert without_identity(hurt.content) == without_identity(calm.content)
         assert events(hurt.content)[-1] == b"[DONE]"
-    assert [journey.status for journey in watching.left] == ["completed"] * 2
+    assert [context.status for context in watching.left] == ["completed"] * 2
 
 
 async def test_a_whole_answer_is_too(tokenizer: Tokenizer) -> None:

@@ -19,24 +19,31 @@ from tests.services import PostgresServer
 from tests.waiting import until
 
 from argosy.gateway import accounting as books_module
-from argosy.gateway.accounting import Books
-from argosy.gateway.filters.limit_filter import Limits
-from argosy.gateway.filters.usage_recorder import Ledger, settle_forever
+from argosy.gateway.accounting import AccountingService
+from argosy.gateway.filters.limit_filter import LimitFilter
+from argosy.gateway.filters.usage_recorder import UsageRecorder, flush_usage_forever
 from argosy.gateway.pool.pool import Pool
-from argosy.gateway.principal import Caller
-from argosy.gateway.request_context import CHAT, Journey, Status, Visit, enter, leave
-from argosy.gateway.request_fields import read
-from argosy.http_server import Exchange
+from argosy.gateway.principal import Principal
+from argosy.gateway.request_context import (
+    CHAT,
+    FilterState,
+    RequestContext,
+    RequestStatus,
+    complete_filters,
+    run_filters,
+)
+from argosy.gateway.request_fields import parse_request_fields
+from argosy.http_server import HttpExchange
 from argosy.protocol import ApiError
 from argosy.store import (
-    Directory,
+    AccountSnapshot,
     Limit,
     Price,
-    Spool,
-    SpoolFullError,
     StoreConfig,
-    UsageRow,
-    open_shared,
+    UsageLog,
+    UsageLogFullError,
+    UsageRecord,
+    create_quota_backend,
     open_store,
 )
 
@@ -48,23 +55,25 @@ PRICES = (
 )
 
 
-def journey(tier: int = 1, number: int = 1, *, stream: bool = True) -> Journey:
+def context(tier: int = 1, number: int = 1, *, stream: bool = True) -> RequestContext:
     body = {"model": "next", "messages": [], "stream": stream}
-    ask = read(json.dumps(body).encode(), "messages")
-    caller = Caller(organisation="acme", project="web", key="k", user="ann", tier=tier)
+    ask = parse_request_fields(json.dumps(body).encode(), "messages")
+    principal = Principal(organisation="acme", project="web", key="k", user="ann", tier=tier)
     pool = Pool("m", [])
-    return Journey(Mock(spec=Exchange), ask, CHAT, pool, f"chatcmpl-{number}", caller, tier)
+    return RequestContext(
+        Mock(spec=HttpExchange), ask, CHAT, pool, f"chatcmpl-{number}", principal, tier
+    )
 
 
 @pytest.fixture
-def spool(tmp_path: Path) -> Iterator[Spool]:
-    opened = Spool(tmp_path)
+def spool(tmp_path: Path) -> Iterator[UsageLog]:
+    opened = UsageLog(tmp_path)
     yield opened
     opened.close()
 
 
-def drained(spool: Spool) -> list[UsageRow]:
-    rows: list[UsageRow] = []
+def drained(spool: UsageLog) -> list[UsageRecord]:
+    rows: list[UsageRecord] = []
     spool.drain(rows.extend)
     return rows
 
@@ -74,21 +83,21 @@ def drained(spool: Spool) -> list[UsageRow]:
     [(1, "completed", 60 * 10 + 40 + 7 * 30), (0, "cancelled", 60 * 20 + 80 + 7 * 60)],
 )
 async def test_a_request_becomes_one_row_at_the_price_of_its_tier_when_it_began(
-    spool: Spool, tier: int, status: Status, cost: int
+    spool: UsageLog, tier: int, status: RequestStatus, cost: int
 ) -> None:
-    ledger, one = Ledger(spool, lambda: NOW), journey(tier)
-    one.route = "canary"
-    ledger.update(Directory(prices=PRICES))
-    entry = await ledger.enter(one)
-    ledger.update(Directory())
+    ledger, one = UsageRecorder(spool, lambda: NOW), context(tier)
+    one.route_name = "canary"
+    ledger.apply_snapshot(AccountSnapshot(prices=PRICES))
+    entry = await ledger.on_request(one)
+    ledger.apply_snapshot(AccountSnapshot())
     one.delivered.prompt_tokens, one.delivered.cached_tokens = 100, 40
     for count in range(1, 8):
         one.delivered.output_tokens = count
-        entry.counted((0.0,))
-    one.status, one.replica = status, "there"
-    entry.leave()
+        entry.on_tokens((0.0,))
+    one.status, one.replica_name = status, "there"
+    entry.on_complete()
     (row,) = drained(spool)
-    assert row == UsageRow(
+    assert row == UsageRecord(
         request="chatcmpl-1",
         organisation="acme",
         project="web",
@@ -106,34 +115,34 @@ async def test_a_request_becomes_one_row_at_the_price_of_its_tier_when_it_began(
         output_tokens=7,
         nano_dollars=cost,
     )
-    assert one.trace.ledger is not None
-    assert one.trace.ledger.nano_dollars == cost
+    assert one.trace.usage is not None
+    assert one.trace.usage.nano_dollars == cost
 
 
 async def test_a_budget_is_charged_what_the_ledger_says_though_prices_change_in_between(
-    spool: Spool,
+    spool: UsageLog,
 ) -> None:
     """Others may be asked how much room there is, which takes a moment."""
-    limits, ledger = Limits(open_shared(None)), Ledger(spool)
+    limits, ledger = LimitFilter(create_quota_backend(None)), UsageRecorder(spool)
     budget = Limit(
         id="b", owner_kind="key", owner="k", unit="nano_dollars", amount=10**9, window="day"
     )
-    before = Directory(limits=(budget,), prices=PRICES)
-    after = Directory(
+    before = AccountSnapshot(limits=(budget,), prices=PRICES)
+    after = AccountSnapshot(
         limits=(budget,), prices=(Price(model="m", input=7, cached_input=7, output=7),)
     )
-    one, two = journey(), journey(number=2)
+    one, two = context(), context(number=2)
     for stage in (limits, ledger):
-        stage.update(before)
-    visits: list[Visit] = []
-    assert await enter([limits], visits, one)
+        stage.apply_snapshot(before)
+    visits: list[FilterState] = []
+    assert await run_filters([limits], visits, one)
     for stage in (limits, ledger):
-        stage.update(after)
-    assert await enter([ledger], visits, one)
+        stage.apply_snapshot(after)
+    assert await run_filters([ledger], visits, one)
     one.delivered.prompt_tokens, one.delivered.output_tokens = 100, 7
-    one.status, one.replica = "completed", "there"
-    leave(visits, one)
-    await limits.enter(two)
+    one.status, one.replica_name = "completed", "there"
+    complete_filters(visits, one)
+    await limits.on_request(two)
     (row,) = drained(spool)
     assert [line.used for line in two.trace.limits] == [row.nano_dollars]
 
@@ -142,13 +151,13 @@ async def test_a_budget_is_charged_what_the_ledger_says_though_prices_change_in_
 async def test_of_an_answer_that_was_to_be_sent_whole_a_dead_gateway_delivered_nothing(
     tmp_path: Path, stream: bool
 ) -> None:
-    dying, rows = Spool(tmp_path), list[UsageRow]()
-    one = journey(stream=stream)
-    entry = await Ledger(dying).enter(one)
+    dying, rows = UsageLog(tmp_path), list[UsageRecord]()
+    one = context(stream=stream)
+    entry = await UsageRecorder(dying).on_request(one)
     one.delivered.prompt_tokens, one.delivered.output_tokens = 10, 3
-    entry.counted((0.0,))
+    entry.on_tokens((0.0,))
     dying.close()
-    heir = Spool(tmp_path)
+    heir = UsageLog(tmp_path)
     heir.recover()
     heir.drain(rows.extend)
     heir.close()
@@ -157,50 +166,50 @@ async def test_of_an_answer_that_was_to_be_sent_whole_a_dead_gateway_delivered_n
 
 
 async def test_nothing_is_answered_that_cannot_be_recorded(
-    spool: Spool, monkeypatch: pytest.MonkeyPatch
+    spool: UsageLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
-        raise SpoolFullError
+        raise UsageLogFullError
 
-    monkeypatch.setattr(spool, "begin", full)
+    monkeypatch.setattr(spool, "allocate_slot", full)
     with pytest.raises(ApiError) as refused:
-        await Ledger(spool).enter(journey())
+        await UsageRecorder(spool).on_request(context())
     assert (refused.value.status, refused.value.code) == (503, "ledger_full")
     assert refused.value.retry_after_s is not None
 
 
-async def test_rows_wait_while_the_store_is_down_and_reach_it_once(spool: Spool) -> None:
+async def test_rows_wait_while_the_store_is_down_and_reach_it_once(spool: UsageLog) -> None:
     up, tried, leaving = False, asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
-    rows: list[UsageRow] = []
+    rows: list[UsageRecord] = []
 
-    def store(given: list[UsageRow]) -> None:
+    def store(given: list[UsageRecord]) -> None:
         loop.call_soon_threadsafe(tried.set)
         if not up:
             raise ConnectionError("the database is down")
         rows.extend(given)
 
-    ledger = Ledger(spool)
+    ledger = UsageRecorder(spool)
     for number in range(600):
-        one = journey(number=number)
-        entry = await ledger.enter(one)
-        entry.leave()
-    settling = asyncio.create_task(settle_forever(spool, store, leaving))
+        one = context(number=number)
+        entry = await ledger.on_request(one)
+        entry.on_complete()
+    settling = asyncio.create_task(flush_usage_forever(spool, store, leaving))
     await tried.wait()
     up = True
     leaving.set()
     await settling
     assert len({row.request for row in rows}) == len(rows) == 600
-    assert spool.waiting == 0
+    assert spool.pending_records == 0
 
 
 async def test_what_a_gateway_left_that_died_meanwhile_is_settled_by_another(
-    spool: Spool, tmp_path: Path
+    spool: UsageLog, tmp_path: Path
 ) -> None:
-    rows: list[UsageRow] = []
-    leaving, other = asyncio.Event(), Spool(tmp_path)
-    settling = asyncio.create_task(settle_forever(spool, rows.extend, leaving))
-    await Ledger(other).enter(journey())
+    rows: list[UsageRecord] = []
+    leaving, other = asyncio.Event(), UsageLog(tmp_path)
+    settling = asyncio.create_task(flush_usage_forever(spool, rows.extend, leaving))
+    await UsageRecorder(other).on_request(context())
     other.close()
     await until(lambda: bool(rows))
     assert [(row.request, row.status) for row in rows] == [("chatcmpl-1", "interrupted")]
@@ -209,54 +218,54 @@ async def test_what_a_gateway_left_that_died_meanwhile_is_settled_by_another(
 
 
 async def test_rows_reach_the_store_though_somebody_removed_the_folder(
-    spool: Spool, tmp_path: Path
+    spool: UsageLog, tmp_path: Path
 ) -> None:
-    rows: list[UsageRow] = []
-    leaving, ledger = asyncio.Event(), Ledger(spool)
+    rows: list[UsageRecord] = []
+    leaving, ledger = asyncio.Event(), UsageRecorder(spool)
     shutil.rmtree(tmp_path)
     for number in range(5000):
-        one = journey(number=number)
-        entry = await ledger.enter(one)
-        entry.leave()
+        one = context(number=number)
+        entry = await ledger.on_request(one)
+        entry.on_complete()
     leaving.set()
-    await settle_forever(spool, rows.extend, leaving)
+    await flush_usage_forever(spool, rows.extend, leaving)
     assert len({row.request for row in rows}) == 5000
 
 
 async def test_a_database_that_goes_away_and_comes_back_gets_every_row_once(
-    spool: Spool, postgres: PostgresServer, postgres_url: str
+    spool: UsageLog, postgres: PostgresServer, postgres_url: str
 ) -> None:
-    store, ledger, leaving = open_store(postgres_url), Ledger(spool), asyncio.Event()
+    store, ledger, leaving = open_store(postgres_url), UsageRecorder(spool), asyncio.Event()
     store.migrate()
 
     async def requests(numbers: range) -> None:
         for number in numbers:
-            one = journey(number=number)
-            entry = await ledger.enter(one)
+            one = context(number=number)
+            entry = await ledger.on_request(one)
             one.delivered.prompt_tokens, one.delivered.output_tokens = 10, number
-            entry.leave()
+            entry.on_complete()
 
     await requests(range(100))
-    settling = asyncio.create_task(settle_forever(spool, store.usage.add, leaving))
-    await until(lambda: spool.waiting == 0)
+    settling = asyncio.create_task(flush_usage_forever(spool, store.ledger.add_records, leaving))
+    await until(lambda: spool.pending_records == 0)
     with capture_logs() as logs:
         await asyncio.to_thread(take_away, postgres, postgres_url)
         await requests(range(100, 800))
-        await until(lambda: "usage_not_settled" in warnings(logs))
+        await until(lambda: "usage_flush_failed" in warnings(logs))
         await asyncio.to_thread(bring_back, postgres, postgres_url)
         await requests(range(800, 900))
-        await until(lambda: spool.waiting == 0)
-    assert warnings(logs) == ["usage_not_settled"]
+        await until(lambda: spool.pending_records == 0)
+    assert warnings(logs) == ["usage_flush_failed"]
     leaving.set()
     await settling
-    (used,) = store.usage.report()
+    (used,) = store.ledger.report()
     store.close()
     assert (used.requests, used.input_tokens, used.output_tokens) == (900, 9000, sum(range(900)))
 
 
 def warnings(logs: Sequence[EventDict]) -> list[str]:
     """What operators were warned of, whatever else the process said."""
-    return [entry["event"] for entry in logs if entry["event"] == "usage_not_settled"]
+    return [entry["event"] for entry in logs if entry["event"] == "usage_flush_failed"]
 
 
 def take_away(server: PostgresServer, url: str) -> None:
@@ -298,16 +307,16 @@ async def test_a_gateway_forgets_the_rows_of_days_that_are_not_to_be_kept(
     store.migrate()
     ends = {days: now - days * 86_400 for days in (0, 29, 32, 400)}
     rows = [
-        UsageRow(request=str(days), started_at=at, ended_at=at, status="completed")
+        UsageRecord(request=str(days), started_at=at, ended_at=at, status="completed")
         for days, at in ends.items()
     ]
-    store.usage.add(rows)
+    store.ledger.add_records(rows)
 
     def kept() -> list[str]:
-        return [row.request for page in store.usage.rows() for row in page]
+        return [row.request for page in store.ledger.iter_records() for row in page]
 
-    books = Books(store, Mock(), StoreConfig(keep_usage_days=30))
-    forgetting = asyncio.create_task(books.forget())
+    books = AccountingService(store, Mock(), StoreConfig(keep_usage_days=30))
+    forgetting = asyncio.create_task(books.roll_up_usage())
     await waits.wait()
     assert kept() == ["400", "32", "29", "0"]
     clock.time.return_value = now

@@ -20,19 +20,19 @@ from tests.integration.rough_server import Asked, rough_server
 from tests.waiting import still, until
 
 from argosy.gateway import ReplicaConfig
-from argosy.gateway.proxy.response_relay import ClientStream, StreamLimits
-from argosy.gateway.request_fields import Ask
-from argosy.gateway.upstream import Attempt
+from argosy.gateway.proxy.response_relay import ResponseRelay, StreamTimeouts
+from argosy.gateway.request_fields import RequestFields
+from argosy.gateway.upstream import UpstreamResponse
 from argosy.gateway.upstream import connection as upstream
 from argosy.http_server import (
-    Certificates,
-    Exchange,
-    Listener,
+    CertificateWatcher,
+    HttpExchange,
+    HttpServer,
     Receive,
     Scope,
     Send,
     TlsConfig,
-    bind,
+    bind_tcp,
 )
 from argosy.http_server import connection as web
 
@@ -60,13 +60,18 @@ async def hello(scope: Scope, receive: Receive, send: Send) -> None:
 
 @pytest.mark.parametrize("spoken", ["HTTP", "TLS", "HTTP to TLS"])
 async def test_of_clients(tmp_path: Path, spoken: str) -> None:
-    before, authority, certificates, trust = left(web.Connection), Authority(tmp_path), None, None
+    before, authority, certificates, trust = (
+        left(web.HttpConnection),
+        Authority(tmp_path),
+        None,
+        None,
+    )
     if spoken != "HTTP":
         pair = authority.pair("server", "127.0.0.1")
-        certificates = Certificates(TlsConfig(certificate=pair.certificate, key=pair.key))
+        certificates = CertificateWatcher(TlsConfig(certificate=pair.certificate, key=pair.key))
     if spoken == "TLS":
         trust = ssl.create_default_context(cafile=authority.ca)
-    listener, bound = Listener(hello, certificates), bind("127.0.0.1", 0)
+    listener, bound = HttpServer(hello, certificates), bind_tcp("127.0.0.1", 0)
     running = asyncio.create_task(listener.serve(sockets=[bound]))
     for _ in range(3):
         reader, writer = await asyncio.open_connection(*bound.getsockname(), ssl=trust)
@@ -79,7 +84,7 @@ async def test_of_clients(tmp_path: Path, spoken: str) -> None:
     await until(lambda: not listener.server_state.connections)
     listener.stop()
     await running
-    assert await still(lambda: left(web.Connection)) <= before
+    assert await still(lambda: left(web.HttpConnection)) <= before
 
 
 @pytest.mark.parametrize("tls", [False, True], ids=["plain", "TLS"])
@@ -89,7 +94,12 @@ async def test_of_replicas(tmp_path: Path, tls: bool) -> None:
         writer.write(OK)
         await reader.read()
 
-    before, authority, mine, trust = left(upstream.Connection), Authority(tmp_path), None, None
+    before, authority, mine, trust = (
+        left(upstream.UpstreamConnection),
+        Authority(tmp_path),
+        None,
+        None,
+    )
     if tls:
         pair = authority.pair("server", "127.0.0.1")
         mine = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -102,7 +112,7 @@ async def test_of_replicas(tmp_path: Path, tls: bool) -> None:
             await sink.ended.wait()
             connection.abort()
     del connection
-    assert await still(lambda: left(upstream.Connection)) <= before
+    assert await still(lambda: left(upstream.UpstreamConnection)) <= before
 
 
 @pytest.mark.parametrize(
@@ -110,13 +120,13 @@ async def test_of_replicas(tmp_path: Path, tls: bool) -> None:
 )
 async def test_of_requests(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was asked may be megabytes, and so may be what was answered."""
-    waiting, tended, tend = asyncio.Event(), asyncio.Event(), ClientStream.tend
+    waiting, tended, tend = asyncio.Event(), asyncio.Event(), ResponseRelay.check_timeouts
 
-    def tell(stream: ClientStream, now: float, limits: StreamLimits) -> None:
+    def tell(stream: ResponseRelay, now: float, limits: StreamTimeouts) -> None:
         tend(stream, now, limits)
         tended.set()
 
-    monkeypatch.setattr(ClientStream, "tend", tell)
+    monkeypatch.setattr(ResponseRelay, "check_timeouts", tell)
 
     async def script(asked: Asked) -> None:
         if how == "refused":
@@ -136,7 +146,7 @@ async def test_of_requests(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
             asked.end()
 
     body = BODIES[CHAT] | {"stream": how in {"stream", "left"}}
-    kinds = Exchange, Ask, Attempt
+    kinds = HttpExchange, RequestFields, UpstreamResponse
     before = sum(map(left, kinds))  # other tests may have kept some
     async with (
         rough_server(script) as rough,

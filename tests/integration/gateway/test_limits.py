@@ -24,21 +24,21 @@ from tests.integration.gateway.limit_world import (
     request,
 )
 
-from argosy.gateway.accounting import Books
-from argosy.gateway.filters.limit_filter import LimitsConfig, shared_state
-from argosy.gateway.filters.limit_responses import duration
-from argosy.gateway.request_context import Status
+from argosy.gateway.accounting import AccountingService
+from argosy.gateway.filters.limit_filter import LimitsConfig, open_quota_backend
+from argosy.gateway.filters.limit_responses import format_duration
+from argosy.gateway.request_context import RequestStatus
 from argosy.store import (
-    Directory,
+    AccountSnapshot,
     Limit,
-    MemoryState,
+    LocalQuotaBackend,
     Price,
-    ReportRow,
-    Spool,
     StoreConfig,
-    UsageRow,
+    UsageLog,
+    UsageRecord,
+    UsageReportRow,
     open_store,
-    usage_folder,
+    usage_log_folder,
 )
 from argosy.store.clock import SteadyClock
 
@@ -62,24 +62,24 @@ def clock() -> Clock:
 
 
 def in_force(clock: Clock, *limits: Limit, prices: tuple[Price, ...] = ()) -> Gate:
-    stage = Gate(MemoryState(), clock)
-    stage.update(directory(*limits, prices=prices))
+    stage = Gate(LocalQuotaBackend(), clock)
+    stage.apply_snapshot(directory(*limits, prices=prices))
     return stage
 
 
 async def test_who_has_no_limits_passes_untouched(clock: Clock) -> None:
-    limits, journey = in_force(clock, limit("requests", 1)), request(OTHER)
+    limits, context = in_force(clock, limit("requests", 1)), request(OTHER)
     for _ in range(3):
-        await limits.enter(journey)
-        assert deliver(limits, journey, 10**6) is None
-        leave(limits, journey)
-    assert (journey.headers, journey.trace.limits) == ([], [])
+        await limits.on_request(context)
+        assert deliver(limits, context, 10**6) is None
+        leave(limits, context)
+    assert (context.response_headers, context.trace.limits) == ([], [])
 
 
 async def test_a_refusal_names_the_limit_and_tells_when_to_come_back(clock: Clock) -> None:
     limits = in_force(clock, limit("tokens", 100), limit("requests", 2, "hour", "project"))
     first = request(prompt=80)
-    await limits.enter(first)
+    await limits.on_request(first)
     refused = await refusal(limits, second := request(prompt=15))
     assert refused is not None
     assert (refused.status, refused.code) == (429, "rate_limit_exceeded")
@@ -127,9 +127,9 @@ async def test_every_answer_tells_what_is_left_of_the_tightest_limits(clock: Clo
         limit("tokens", 1000),
         limit("output_tokens", 300, "second", "user"),
     )
-    journey = request(prompt=10, most=5)
-    await limits.enter(journey)
-    assert dict(journey.headers) == {
+    context = request(prompt=10, most=5)
+    await limits.on_request(context)
+    assert dict(context.response_headers) == {
         b"x-ratelimit-limit-requests": b"3",
         b"x-ratelimit-remaining-requests": b"2",
         b"x-ratelimit-reset-requests": b"1h1m0s",
@@ -137,12 +137,12 @@ async def test_every_answer_tells_what_is_left_of_the_tightest_limits(clock: Clo
         b"x-ratelimit-remaining-tokens": b"295",
         b"x-ratelimit-reset-tokens": b"1.1s",
     }
-    assert [line.unit for line in journey.trace.limits].count("requests") == 2
+    assert [line.unit for line in context.trace.limits].count("requests") == 2
     for _ in range(2):
-        await limits.enter(request())
+        await limits.on_request(request())
     refused = request()
     assert await refusal(limits, refused) is not None
-    assert (b"x-ratelimit-remaining-requests", b"0") in refused.headers
+    assert (b"x-ratelimit-remaining-requests", b"0") in refused.response_headers
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ async def test_every_answer_tells_what_is_left_of_the_tightest_limits(clock: Clo
     ],
 )
 def test_durations_are_written_as_openai_writes_them(seconds: float, told: str) -> None:
-    assert duration(seconds) == told
+    assert format_duration(seconds) == told
 
 
 async def test_limits_on_a_model_count_that_model_alone(clock: Clock) -> None:
@@ -172,15 +172,15 @@ async def test_a_stream_goes_on_past_what_was_expected_until_the_limit_ends_it(
     clock: Clock,
 ) -> None:
     limits = in_force(clock, limit("tokens", 400))
-    journey = request(prompt=10, most=None)
-    await limits.enter(journey)
+    context = request(prompt=10, most=None)
+    await limits.on_request(context)
     told, ends = 0, None
     while ends is None:
         told += 7
-        ends = deliver(limits, journey, 7)
+        ends = deliver(limits, context, 7)
     assert ends == "limit"
     assert 400 < told + 10 <= 400 + 7
-    leave(limits, journey, "stopped")
+    leave(limits, context, "stopped")
     refused = await refusal(limits, request())
     assert refused is not None
     assert "402 tokens are used" in refused.message
@@ -189,12 +189,12 @@ async def test_a_stream_goes_on_past_what_was_expected_until_the_limit_ends_it(
 async def test_a_budget_ends_a_stream_as_a_budget_and_is_renewed_at_midnight(clock: Clock) -> None:
     budget = 10 * 1_000 + 20 * 10_000
     limits = in_force(clock, limit("nano_dollars", budget, "day", "project"), prices=(PRICE,))
-    journey = request(prompt=10, most=1)
-    await limits.enter(journey)
-    assert deliver(limits, journey, 20) is None
-    assert deliver(limits, journey, 1) == "budget"
-    leave(limits, journey, "stopped")
-    let_in, ended = journey.trace.limits
+    context = request(prompt=10, most=1)
+    await limits.on_request(context)
+    assert deliver(limits, context, 20) is None
+    assert deliver(limits, context, 1) == "budget"
+    leave(limits, context, "stopped")
+    let_in, ended = context.trace.limits
     assert (let_in.unit, let_in.fits) == (ended.unit, True)
     assert (ended.used, ended.asked, ended.limit, ended.fits) == (budget, 10_000, budget, False)
     refused = await refusal(limits, request(prompt=10, most=1))
@@ -214,13 +214,13 @@ async def test_what_a_prompt_really_was_and_what_was_cached_is_what_counts(clock
         limit("nano_dollars", 10**9, "month"),
         prices=(PRICE,),
     )
-    journey = request(prompt=20, most=5)
-    await limits.enter(journey)
-    journey.delivered.cached_tokens = 400
-    assert deliver(limits, journey, 5, prompt=500) is None
-    leave(limits, journey)
+    context = request(prompt=20, most=5)
+    await limits.on_request(context)
+    context.delivered.cached_tokens = 400
+    assert deliver(limits, context, 5, prompt=500) is None
+    leave(limits, context)
     again = request(prompt=20, most=5)
-    await limits.enter(again)
+    await limits.on_request(again)
     used = {line.unit: line.used for line in again.trace.limits}
     assert used == {
         "input_tokens": 500,
@@ -232,8 +232,8 @@ async def test_a_prompt_that_is_longer_than_estimated_holds_no_more_of_the_answe
     clock: Clock,
 ) -> None:
     limits = in_force(clock, limit("tokens", 100))
-    await limits.enter(journey := request(prompt=10, most=5))
-    assert deliver(limits, journey, 1, prompt=20) is None
+    await limits.on_request(context := request(prompt=10, most=5))
+    assert deliver(limits, context, 1, prompt=20) is None
     refused = await refusal(limits, request(prompt=85))
     assert refused is not None
     assert "25 tokens are used" in refused.message
@@ -242,12 +242,12 @@ async def test_a_prompt_that_is_longer_than_estimated_holds_no_more_of_the_answe
 async def test_a_request_that_got_nothing_because_of_us_costs_nothing(clock: Clock) -> None:
     limits = in_force(clock, limit("requests", 1), limit("concurrency", 1), limit("tokens", 100))
     for replica in ("", "replica", ""):
-        journey = request()
-        await limits.enter(journey)
-        leave(limits, journey, "failed" if replica else "cancelled", replica)
-    journey = request()
-    await limits.enter(journey)
-    leave(limits, journey, "cancelled")
+        context = request()
+        await limits.on_request(context)
+        leave(limits, context, "failed" if replica else "cancelled", replica)
+    context = request()
+    await limits.on_request(context)
+    leave(limits, context, "cancelled")
     refused = await refusal(limits, request())
     assert refused is not None
     assert "1 request per minute" in refused.message
@@ -255,7 +255,7 @@ async def test_a_request_that_got_nothing_because_of_us_costs_nothing(clock: Clo
 
 @pytest.mark.parametrize("status", ["cancelled", "stopped"])
 async def test_who_leaves_or_is_out_of_time_before_the_first_token_has_used_the_prompt(
-    clock: Clock, status: Status
+    clock: Clock, status: RequestStatus
 ) -> None:
     limits = in_force(
         clock,
@@ -264,9 +264,9 @@ async def test_who_leaves_or_is_out_of_time_before_the_first_token_has_used_the_
         prices=(msgspec.structs.replace(PRICE, output=1),),
     )
     for _ in range(2):
-        journey = request(prompt=15, most=1)
-        await limits.enter(journey)
-        leave(limits, journey, status)
+        context = request(prompt=15, most=1)
+        await limits.on_request(context)
+        leave(limits, context, status)
     refused = await refusal(limits, request(prompt=15, most=1))
     assert refused is not None
     assert "30 input tokens are used" in refused.message
@@ -278,11 +278,11 @@ async def test_who_leaves_before_a_whole_answer_has_used_what_was_made_of_it(clo
     """Nobody pays for it, but a replica made it: who left all answers just before their ends had no limit."""
     dollars = limit("nano_dollars", 10**6)
     limits = in_force(clock, limit("output_tokens", 30), dollars, prices=(PRICE,))
-    journey = request(most=20)
-    await limits.enter(journey)
-    assert deliver(limits, journey, 19) is None
-    journey.delivered.forget()
-    leave(limits, journey, "cancelled")
+    context = request(most=20)
+    await limits.on_request(context)
+    assert deliver(limits, context, 19) is None
+    context.delivered.reset()
+    leave(limits, context, "cancelled")
     refused = await refusal(limits, request(most=20))
     assert refused is not None
     assert "19 output tokens are used" in refused.message
@@ -291,8 +291,8 @@ async def test_who_leaves_before_a_whole_answer_has_used_what_was_made_of_it(clo
 async def test_places_come_back_when_requests_end(clock: Clock) -> None:
     limits = in_force(clock, limit("concurrency", 2))
     running = [request(), request()]
-    for journey in running:
-        await limits.enter(journey)
+    for context in running:
+        await limits.on_request(context)
     refused = await refusal(limits, request())
     assert refused is not None
     assert (refused.status, refused.retry_after_s) == (429, 1.0)
@@ -304,42 +304,42 @@ async def test_places_come_back_when_requests_end(clock: Clock) -> None:
 async def test_expectations_follow_what_answers_were(clock: Clock) -> None:
     limits = in_force(clock, limit("tokens", 10**9))
     for _ in range(60):
-        journey = request(most=None)
-        await limits.enter(journey)
-        deliver(limits, journey, 40)
-        leave(limits, journey)
-    journey = request(prompt=10, most=None)
-    await limits.enter(journey)
-    [line] = journey.trace.limits
+        context = request(most=None)
+        await limits.on_request(context)
+        deliver(limits, context, 40)
+        leave(limits, context)
+    context = request(prompt=10, most=None)
+    await limits.on_request(context)
+    [line] = context.trace.limits
     assert 35 <= line.asked - 10 <= 60
 
 
 async def test_a_limit_that_is_changed_keeps_what_is_in_use(clock: Clock) -> None:
     limits = in_force(clock, limit("requests", 1), limit("concurrency", 1))
-    journey = request()
-    await limits.enter(journey)
-    limits.update(directory(limit("requests", 2), limit("concurrency", 2)))
+    context = request()
+    await limits.on_request(context)
+    limits.apply_snapshot(directory(limit("requests", 2), limit("concurrency", 2)))
     assert await refusal(limits, request()) is None
     assert await refusal(limits, request()) is not None
-    limits.update(directory(limit("requests", 1)))
+    limits.apply_snapshot(directory(limit("requests", 1)))
     assert await refusal(limits, request()) is not None
-    limits.update(directory())
+    limits.apply_snapshot(directory())
     assert await refusal(limits, request()) is None
-    leave(limits, journey)
+    leave(limits, context)
 
 
 async def test_a_key_and_what_it_was_rotated_into_share_their_limits(clock: Clock) -> None:
-    def held_by(key: str) -> Directory:
+    def held_by(key: str) -> AccountSnapshot:
         return msgspec.structs.replace(
             directory(msgspec.structs.replace(limit("requests", 2), owner=key)),
-            heirs={"k0": "k1", "k1": "k2"},
+            successors={"k0": "k1", "k1": "k2"},
         )
 
-    limits = Gate(MemoryState(), clock)
-    limits.update(directory(msgspec.structs.replace(limit("requests", 2), owner="k0")))
-    await limits.enter(request(msgspec.structs.replace(CALLER, key="k0")))
-    limits.update(held_by("k2"))
-    await limits.enter(request(msgspec.structs.replace(CALLER, key="k1")))
+    limits = Gate(LocalQuotaBackend(), clock)
+    limits.apply_snapshot(directory(msgspec.structs.replace(limit("requests", 2), owner="k0")))
+    await limits.on_request(request(msgspec.structs.replace(CALLER, key="k0")))
+    limits.apply_snapshot(held_by("k2"))
+    await limits.on_request(request(msgspec.structs.replace(CALLER, key="k1")))
     for key in ("k0", "k1", "k2"):
         assert await refusal(limits, request(msgspec.structs.replace(CALLER, key=key))) is not None
     assert await refusal(limits, request(OTHER)) is not None, "that is k2"
@@ -349,7 +349,7 @@ async def test_a_key_and_what_it_was_rotated_into_share_their_limits(clock: Cloc
 async def test_after_a_restart_the_ledger_tells_what_was_used(clock: Clock, tmp_path: Path) -> None:
     store = open_store(f"sqlite:///{tmp_path}/argosy.db")
     store.migrate()
-    store.usage.add(
+    store.ledger.add_records(
         [row(number, NOON - age) for number, age in enumerate((30, 3000, 4000, 90_000))]
     )
     limits = in_force(
@@ -361,10 +361,10 @@ async def test_after_a_restart_the_ledger_tells_what_was_used(clock: Clock, tmp_
         limit("requests", 100, "month", "user", "small"),
         limit("requests", 100, "second"),
     )
-    await limits.seed(store.usage.spent)
-    journey = request(prompt=10, most=5)
-    await limits.enter(journey)
-    used = [(line.unit, line.window, line.used) for line in journey.trace.limits]
+    await limits.seed_usage(store.ledger.sum_by_owner)
+    context = request(prompt=10, most=5)
+    await limits.on_request(context)
+    used = [(line.unit, line.window, line.used) for line in context.trace.limits]
     assert used == [
         ("requests", "hour", 2),
         ("requests", "second", 0),
@@ -372,12 +372,12 @@ async def test_after_a_restart_the_ledger_tells_what_was_used(clock: Clock, tmp_
         ("tokens", "month", 4 * 110),
         ("nano_dollars", "day", 3 * 7),
     ]
-    leave(limits, journey)
+    leave(limits, context)
     clock.now += 1300.0
-    journey = request(prompt=10, most=5)
-    await limits.seed(store.usage.spent)
-    await limits.enter(journey)
-    assert journey.trace.limits[0].used == 2  # the one at 3000 s is past
+    context = request(prompt=10, most=5)
+    await limits.seed_usage(store.ledger.sum_by_owner)
+    await limits.on_request(context)
+    assert context.trace.limits[0].used == 2  # the one at 3000 s is past
     store.close()
 
 
@@ -385,45 +385,45 @@ async def test_thousands_of_limits_are_looked_up_together(clock: Clock) -> None:
     """A gateway that starts waits for it."""
     asked = list[float]()
 
-    def spent(kind: str, owners: Collection[str], since: float) -> dict[str, list[ReportRow]]:
+    def spent(kind: str, owners: Collection[str], since: float) -> dict[str, list[UsageReportRow]]:
         assert (kind, len(owners)) == ("key", 3000)
         asked.append(since)
-        return {owner: [ReportRow(model="big", requests=int(owner))] for owner in owners}
+        return {owner: [UsageReportRow(model="big", requests=int(owner))] for owner in owners}
 
-    limits = Gate(MemoryState(), clock)
+    limits = Gate(LocalQuotaBackend(), clock)
     some = limit("requests", 3000, "minute"), limit("requests", 5000, "month")
     every = [
         msgspec.structs.replace(one, id=f"{one.id}{number}", owner=str(number))
         for one in some
         for number in range(3000)
     ]
-    limits.update(directory(*every))
-    await limits.seed(spent)
+    limits.apply_snapshot(directory(*every))
+    await limits.seed_usage(spent)
     assert len(asked) == len(set(asked)) <= 10
-    journey = request(msgspec.structs.replace(CALLER, key="2000"))
-    await limits.enter(journey)
-    assert [line.used for line in journey.trace.limits] == [2000, 2000]
+    context = request(msgspec.structs.replace(CALLER, key="2000"))
+    await limits.on_request(context)
+    assert [line.used for line in context.trace.limits] == [2000, 2000]
 
 
 async def test_what_a_gateway_that_died_had_not_settled_counts_at_the_next_start(
     tmp_path: Path,
 ) -> None:
     url = f"sqlite:///{tmp_path}/argosy.db"
-    spool = Spool(usage_folder(url))
-    spool.begin(row(1, time.time())).count(100, 0, 23)
+    spool = UsageLog(usage_log_folder(url))
+    spool.allocate_slot(row(1, time.time())).set_counts(100, 0, 23)
     spool.close()
-    books = await Books.open(StoreConfig(url=url))
-    limits = Gate(MemoryState())
-    limits.update(directory(limit("tokens", 10_000, "month")))
-    await limits.seed(books.store.usage.spent)
-    journey = request()
-    await limits.enter(journey)
-    assert journey.trace.limits[0].used == 123
+    books = await AccountingService.open(StoreConfig(url=url))
+    limits = Gate(LocalQuotaBackend())
+    limits.apply_snapshot(directory(limit("tokens", 10_000, "month")))
+    await limits.seed_usage(books.store.ledger.sum_by_owner)
+    context = request()
+    await limits.on_request(context)
+    assert context.trace.limits[0].used == 123
     await books.close()
 
 
-def row(number: int, ended_at: float) -> UsageRow:
-    return UsageRow(
+def row(number: int, ended_at: float) -> UsageRecord:
+    return UsageRecord(
         request=f"r{number}",
         organisation="org",
         project="shop",
@@ -455,18 +455,18 @@ def test_hammering_passes_no_limit_by_more_than_a_piece_a_stream(
     async def stream(number: int) -> None:
         nonlocal delivered, overrun
         for again in range(4):
-            journey = request(prompt=10, most=None if number % 2 else 30)
-            if await refusal(limits, journey) is not None:
+            context = request(prompt=10, most=None if number % 2 else 30)
+            if await refusal(limits, context) is not None:
                 continue
             ends = None
             for piece in pieces * (1 + (number + again) % 3):
                 await asyncio.sleep(0)
-                ends = deliver(limits, journey, piece)
+                ends = deliver(limits, context, piece)
                 if ends is not None:
                     overrun += piece
                     break
-            delivered += 10 + journey.delivered.output_tokens
-            leave(limits, journey, "completed" if ends is None else "stopped")
+            delivered += 10 + context.delivered.output_tokens
+            leave(limits, context, "completed" if ends is None else "stopped")
 
     async def hammer() -> None:
         await asyncio.gather(*(stream(number) for number in range(streams)))
@@ -485,12 +485,12 @@ def test_a_system_clock_that_is_set_back_does_not_stop_ours(
 
 
 def test_settings_say_where_the_shared_state_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert isinstance(shared_state(LimitsConfig()), MemoryState)
+    assert isinstance(open_quota_backend(LimitsConfig()), LocalQuotaBackend)
     for wrong in ("http://nowhere", "redis://nowhere:66000/0", "redis://user:sec/ret@nowhere"):
         with pytest.raises(ValueError, match=r"no URL of a Redis .*: write redis://") as caught:
-            shared_state(LimitsConfig(redis=wrong))
+            open_quota_backend(LimitsConfig(redis=wrong))
         assert "sec" not in str(caught.value)
     with pytest.raises(ValueError, match="set the environment variable NOT_THERE"):
-        shared_state(LimitsConfig(redis="redis://nowhere", password_env="NOT_THERE"))
+        open_quota_backend(LimitsConfig(redis="redis://nowhere", password_env="NOT_THERE"))
     with pytest.raises(ValueError, match="add redis"):
-        shared_state(LimitsConfig(password_env="HOME"))
+        open_quota_backend(LimitsConfig(password_env="HOME"))

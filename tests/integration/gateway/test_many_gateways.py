@@ -99,7 +99,7 @@ class Fleet:
         sent = gateway.replicas[0].load.in_flight
         open_ = sum(not asking.done() for asking in self.asked[number])
         at_replica = self.there(f"gateway{number}") == sent
-        return at_replica and sent + gateway.serving.queued["big"] == open_
+        return at_replica and sent + gateway.serving.queued_requests["big"] == open_
 
     def _waited_for(self) -> int:
         return sum(not asking.done() for asked in self.asked for asking in asked)
@@ -116,7 +116,7 @@ async def fleet(tokenizer: Tokenizer, count: int) -> AsyncIterator[Fleet]:
     engine = FakeEngine(tokenizer, script, go_on=turnstile)
     async with serve(engine) as served, contextlib.AsyncExitStack() as stack:
         behind = ReplicaConfig(url=served.url, model=MODEL)
-        timeouts = Timeouts(first_token_s=30.0)
+        timeouts = Timeouts(first_token_timeout_s=30.0)
         fronts = [front([], behind, timeouts=timeouts) for _ in range(count)]
         running = [await stack.enter_async_context(one) for one in fronts]
         await stack.enter_async_context(asyncio.timeout(60))

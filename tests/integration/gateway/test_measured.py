@@ -13,13 +13,20 @@ from tests.integration.rough_server import Asked, plain, rough_server
 from tests.integration.serving import MODEL, chat, completion, real_engine, serve
 from tests.waiting import until
 
-from argosy.engine.serving.core_messages import Stats
+from argosy.engine.serving.core_messages import CoreStats
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.gateway import ReplicaConfig
 from argosy.gateway.pool.prober import Prober
-from argosy.gateway.pool.replica_endpoint import Replica
+from argosy.gateway.pool.replica_endpoint import ReplicaEndpoint
 from argosy.gateway.upstream.upstream import Upstream
-from argosy.policy import BLOCK_BYTES, BLOCK_TOKENS, Outcome, PrefixIndex, ReplicaLoad, chain
+from argosy.policy import (
+    BLOCK_BYTES,
+    BLOCK_TOKENS,
+    AttemptOutcome,
+    EstimatedPrefixIndex,
+    ReplicaLoad,
+    compute_prefix_keys,
+)
 from argosy.protocol import parse_endpoint
 
 UNKNOWN = ReplicaLoad("unknown")
@@ -27,21 +34,23 @@ UNKNOWN = ReplicaLoad("unknown")
 
 async def test_a_replica_of_ours_tells_its_speed_its_context_and_the_size_of_its_cache() -> None:
     async with serve(real_engine(blocks=96)) as served:
-        replica = Replica("r", "argosy", MODEL, Upstream(parse_endpoint(served.url)))
+        replica = ReplicaEndpoint("r", "argosy", MODEL, Upstream(parse_endpoint(served.url)))
         prober = Prober(replica)
         await prober.probe()
-        assert not replica.tells_speed
+        assert not replica.has_reported_speed
         body = completion("Once upon a time " * 40, max_tokens=20, ignore_eos=True)
         assert (await served.client.post("/v1/completions", json=body)).status_code == 200
         await prober.probe()
         told = (await served.client.get("/load")).json()
-        assert replica.tells_speed
-        assert replica.load.prefill_rate == told["prefill_tokens_per_s"] > 0
-        assert replica.load.decode_s == told["decode_s"] > 0
+        assert replica.has_reported_speed
+        assert replica.load.prefill_tokens_per_s == told["prefill_tokens_per_s"] > 0
+        assert replica.load.inter_token_s == told["decode_s"] > 0
         assert replica.max_model_len == told["max_model_len"]
         blocks = 96 * told["block_size"] // BLOCK_TOKENS
-        replica.prefixes.sent(chain(b"", b"x" * BLOCK_BYTES * 500, BLOCK_BYTES))
-        assert len(replica.prefixes) == blocks
+        replica.prefix_index.on_prompt_sent(
+            compute_prefix_keys(b"", b"x" * BLOCK_BYTES * 500, BLOCK_BYTES)
+        )
+        assert len(replica.prefix_index) == blocks
         replica.upstream.close()
 
 
@@ -65,10 +74,10 @@ async def test_the_speed_of_another_server_is_measured_from_its_streams() -> Non
             await anext(pieces)
             more.set()
             assert "last" in "".join([piece async for piece in pieces])
-        (load,) = watching.left[0].pool.loads()
-        assert load.latency.value(watching.left[0].trace.arrived) > 0
-        assert load.prefill_rate != UNKNOWN.prefill_rate
-        assert load.decode_s != UNKNOWN.decode_s
+        (load,) = watching.left[0].pool.reachable_loads()
+        assert load.ttft.value(watching.left[0].trace.arrived_at) > 0
+        assert load.prefill_tokens_per_s != UNKNOWN.prefill_tokens_per_s
+        assert load.inter_token_s != UNKNOWN.inter_token_s
 
 
 async def test_one_that_comes_back_is_not_as_slow_as_while_it_stood_still() -> None:
@@ -92,10 +101,10 @@ async def test_one_that_comes_back_is_not_as_slow_as_while_it_stood_still() -> N
             pieces = answer.aiter_text()
             await anext(pieces)
             more.set()
-            await until(lambda: replica.load.decode_s > 1.0)
+            await until(lambda: replica.load.inter_token_s > 1.0)
         opened(replica)
         await running.probe()
-        assert replica.load.decode_s == UNKNOWN.decode_s
+        assert replica.load.inter_token_s == UNKNOWN.inter_token_s
 
 
 @pytest.mark.parametrize("tokens", [None, 4096])
@@ -105,7 +114,7 @@ async def test_another_server_may_tell_how_long_a_prompt_may_be(
     card = {"id": "rough", "object": "model"} | ({"max_model_len": tokens} if tokens else {})
     monkeypatch.setattr("tests.integration.rough_server.MODELS", {"data": [card]})
     async with rough_server() as other:
-        replica = Replica("r", "openai", "rough", Upstream(parse_endpoint(other.url)))
+        replica = ReplicaEndpoint("r", "openai", "rough", Upstream(parse_endpoint(other.url)))
         await Prober(replica).probe()
         assert replica.max_model_len == tokens
         replica.upstream.close()
@@ -128,7 +137,9 @@ async def test_a_hit_that_was_none_corrects_what_is_believed_of_the_cache(
             answer = await running.client.post("/v1/chat/completions", json=body)
             assert answer.status_code == 200
             (replica,) = watching.left[-1].pool.replicas.values()
-            return len(replica.prefixes) // (len(watching.left[-1].ask.prompt) // BLOCK_BYTES)
+            return len(replica.prefix_index) // (
+                len(watching.left[-1].fields.raw_prompt) // BLOCK_BYTES
+            )
 
         assert [await believed(number) for number in range(5)] == [1, 2, 3, 4, 5]
         assert await believed(3) == 2  # three of its tokens were cached: what is older has gone too
@@ -146,22 +157,26 @@ async def test_a_server_that_does_not_tell_is_believed_to_have_what_it_was_sent(
             body = completion(prompt, model="big", max_tokens=3, stream=True)
             assert (await running.client.post("/v1/completions", json=body)).is_success
         (replica,) = watching.left[-1].pool.replicas.values()
-        assert len(replica.prefixes) == 3 * (len(watching.left[-1].ask.prompt) // BLOCK_BYTES)
+        assert len(replica.prefix_index) == 3 * (
+            len(watching.left[-1].fields.raw_prompt) // BLOCK_BYTES
+        )
 
 
 def test_what_was_sent_counts_until_it_was_computed_whether_or_not_the_server_reports() -> None:
-    replica = Replica("r", "openai", "rough", Upstream(parse_endpoint("http://localhost:1")))
+    replica = ReplicaEndpoint(
+        "r", "openai", "rough", Upstream(parse_endpoint("http://localhost:1"))
+    )
     load = replica.load
     for tokens in (500, 300, 200):
-        replica.sent(tokens)
-    replica.computed(500, since=9.5)
+        replica.on_request_sent(tokens)
+    replica.on_prefill_done(500, sent_at=9.5)
     assert load.sent_tokens == 500
     load.reported_at, load.sent_tokens = 10.0, 0
-    replica.sent(100)
-    replica.computed(300, since=9.5)
+    replica.on_request_sent(100)
+    replica.on_prefill_done(300, sent_at=9.5)
     assert load.sent_tokens == 100
     for _ in range(4):
-        replica.ended(None, 11.0)
+        replica.on_request_ended(None, 11.0)
     assert load.sent_tokens == 0
 
 
@@ -211,37 +226,37 @@ async def test_a_replica_that_was_started_anew_is_believed_to_have_nothing(
     tokenizer: Tokenizer,
 ) -> None:
     engine = FakeEngine(tokenizer, always(says(tokenizer, "Yes.")))
-    keys = chain(b"", b"x" * 1000, BLOCK_BYTES)
+    keys = compute_prefix_keys(b"", b"x" * 1000, BLOCK_BYTES)
     async with serve(engine) as served:
-        replica = Replica("r", "argosy", MODEL, Upstream(parse_endpoint(served.url)))
+        replica = ReplicaEndpoint("r", "argosy", MODEL, Upstream(parse_endpoint(served.url)))
         prober = Prober(replica)
-        replica.prefixes.sent(keys)
+        replica.prefix_index.on_prompt_sent(keys)
         for step, believed in ((7, 3), (8, 3), (2, 0)):
-            engine.stats = Stats(step=step, blocks_total=1024)
+            engine.stats = CoreStats(step=step, blocks_total=1024)
             await prober.probe()
-            assert len(replica.prefixes) == believed
-        replica.prefixes.sent(keys)
+            assert len(replica.prefix_index) == believed
+        replica.prefix_index.on_prompt_sent(keys)
         for _ in range(3):
-            replica.sent(1)
-            replica.ended(Outcome.FAILURE, 0.0)
-        assert len(replica.prefixes) == 0
+            replica.on_request_sent(1)
+            replica.on_request_ended(AttemptOutcome.FAILURE, 0.0)
+        assert len(replica.prefix_index) == 0
         replica.upstream.close()
 
 
 async def test_the_log_says_once_why_a_replica_cannot_be_reached_and_when_it_can() -> None:
     async with rough_server(plain) as other:
-        replica = Replica("r", "openai", "rough", Upstream(parse_endpoint(other.url)))
+        replica = ReplicaEndpoint("r", "openai", "rough", Upstream(parse_endpoint(other.url)))
     prober = Prober(replica)
     with capture_logs() as logs:
         await prober.probe()
         await prober.probe()
-    (line,) = [line for line in logs if line["event"] == "replica_not_reached"]
+    (line,) = [line for line in logs if line["event"] == "replica_unreachable"]
     assert "refused" in line["reason"]
     with capture_logs() as logs:
         async with rough_server(plain, port=other.port):
             await prober.probe()
             await prober.probe()
-    assert [line["event"] for line in logs].count("replica_reached_again") == 1
+    assert [line["event"] for line in logs].count("replica_reachable_again") == 1
     replica.upstream.close()
     with capture_logs() as logs:
         await prober.probe()
@@ -249,9 +264,11 @@ async def test_the_log_says_once_why_a_replica_cannot_be_reached_and_when_it_can
 
 
 def test_memory_is_flat_under_many_distinct_prompts() -> None:
-    index = PrefixIndex(1000)
+    index = EstimatedPrefixIndex(1000)
     for number in range(20_000):
-        index.sent(chain(b"%d" % number, b"x" * BLOCK_BYTES * 2, BLOCK_BYTES))
+        index.on_prompt_sent(
+            compute_prefix_keys(b"%d" % number, b"x" * BLOCK_BYTES * 2, BLOCK_BYTES)
+        )
         assert len(index) <= 1000
 
 
@@ -265,9 +282,9 @@ async def test_answers_are_expected_to_be_as_long_as_those_before(tokenizer: Tok
         for _ in range(100):
             body = chat("Is it so?", model="big", n=2)
             assert (await running.client.post("/v1/chat/completions", json=body)).is_success
-        journey = watching.left[-1]
-        decode_s = journey.pool.loads()[0].decode_s
-        (cost,) = journey.trace.tries[-1].costs
+        context = watching.left[-1]
+        decode_s = context.pool.reachable_loads()[0].inter_token_s
+        (cost,) = context.trace.attempts[-1].candidate_costs
         assert cost.decode_s < 100 * decode_s
 
 
@@ -286,8 +303,8 @@ async def test_whole_answers_of_other_servers_tell_how_long_answers_are_too() ->
         before = None
         for _ in range(100):
             assert (await running.client.post("/v1/completions", json=body)).is_success
-            journey = watching.left[-1]
-            before = before or journey.pool.expected(journey.ask)
+            context = watching.left[-1]
+            before = before or context.pool.expected_output_tokens(context.fields)
         assert before is not None
         assert before > 400
-        assert journey.pool.expected(journey.ask) <= 2 * 32
+        assert context.pool.expected_output_tokens(context.fields) <= 2 * 32

@@ -38,15 +38,15 @@ from argosy.engine.serving.core_messages import EngineRequest
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.gateway import QueueConfig, ReplicaConfig
 from argosy.gateway.config import Timeouts
-from argosy.gateway.filters.limit_filter import Limits
-from argosy.gateway.filters.telemetry_filter import Recorder
-from argosy.gateway.principal import Caller
-from argosy.gateway.request_context import Journey, Visit
-from argosy.gateway.request_trace import ExplainConfig, Traces
-from argosy.http_server import Exchange
+from argosy.gateway.filters.limit_filter import LimitFilter
+from argosy.gateway.filters.telemetry_filter import TelemetryFilter
+from argosy.gateway.principal import Principal
+from argosy.gateway.request_context import FilterState, RequestContext
+from argosy.gateway.request_trace import ExplainConfig, TraceStore
+from argosy.http_server import HttpExchange
 from argosy.protocol import ApiError
-from argosy.store import Directory, Limit, UsageRow, open_shared
-from argosy.telemetry import GatewayMetrics, GatewayReading
+from argosy.store import AccountSnapshot, Limit, UsageRecord, create_quota_backend
+from argosy.telemetry import GatewayGauges, GatewayMetrics
 
 # --- attempts ------------------------------------------------------------------------------------
 
@@ -124,7 +124,7 @@ async def test_who_waits_in_vain_has_waited(tmp_path: Path) -> None:
         await go_on.wait()
         asked.end()
 
-    queue = QueueConfig(wait_s=0.2)
+    queue = QueueConfig(timeout_s=0.2)
     async with rough_server(script) as rough, books(tmp_path, rough.url, queue=queue) as here:
         first = asyncio.create_task(here.ask(**STREAM))
         await until(lambda: bool(rough.asked))
@@ -140,11 +140,11 @@ async def test_who_waits_in_vain_has_waited(tmp_path: Path) -> None:
 
 
 async def test_a_limit_that_let_a_request_in_did_not_refuse_it() -> None:
-    limits = Limits(open_shared(None))
+    limits = LimitFilter(create_quota_backend(None))
     limit = Limit(
         id="l", owner_kind="project", owner="", unit="requests", amount=9, window="minute"
     )
-    limits.update(Directory(limits=(limit,)))
+    limits.apply_snapshot(AccountSnapshot(limits=(limit,)))
     full = Watching(refuses=ApiError(503, "ledger_full", "Try again later."))
     async with (
         rough_server() as rough,
@@ -153,12 +153,12 @@ async def test_a_limit_that_let_a_request_in_did_not_refuse_it() -> None:
         body = {"model": "big", "prompt": PROMPT}
         answer = await running.client.post(COMPLETIONS, json=body)
         assert answer.json()["error"]["code"] == "ledger_full"
-        assert "limit_refusals_total{" not in (await running.client.get("/metrics")).text
+        assert "limit_rejections_total{" not in (await running.client.get("/metrics")).text
 
 
 async def test_an_error_of_ours_is_a_request_without_an_answer_too() -> None:
     class Broken(Watching):
-        async def enter(self, journey: Journey) -> Visit:
+        async def on_request(self, context: RequestContext) -> FilterState:
             raise RuntimeError("a bug")
 
     async with rough_server() as rough, front([Broken()], ReplicaConfig(url=rough.url)) as running:
@@ -167,10 +167,10 @@ async def test_an_error_of_ours_is_a_request_without_an_answer_too() -> None:
         assert answer.json()["error"]["code"] == "internal_error"
         text = (await running.client.get("/metrics")).text
         trace = running.traces.find(answer.headers["x-argosy-request"])
-    unanswered = "argosy_gateway_requests_unanswered_total"
+    unanswered = "argosy_gateway_request_errors_total"
     assert f'{unanswered}{{code="internal_error",model="big"}} 1.0' in text
     assert trace is not None
-    assert (trace.status, trace.error) == ("failed", "internal_error")
+    assert (trace.status, trace.error_code) == ("failed", "internal_error")
 
 
 async def test_a_request_that_its_replica_refuses_says_so_in_the_log() -> None:
@@ -295,13 +295,13 @@ async def test_what_was_cached_of_each_prompt_counts_whenever_it_begins(
 
 async def test_who_has_no_project_counts_for_their_organisation() -> None:
     metrics = GatewayMetrics()
-    recorder = Recorder(Traces(ExplainConfig()), metrics, lambda: 1.0)
+    recorder = TelemetryFilter(TraceStore(ExplainConfig()), metrics, lambda: 1.0)
     for organisation in ("acme", "zeta"):
-        journey = request(Caller(organisation=organisation))
-        journey.exchange = Mock(spec=Exchange, request_id="r", path=COMPLETIONS)
-        recording = await recorder.enter(journey)
-        recording.leave()
-    shown = metrics.exposition(GatewayReading()).decode()
+        context = request(Principal(organisation=organisation))
+        context.exchange = Mock(spec=HttpExchange, request_id="r", path=COMPLETIONS)
+        recording = await recorder.on_request(context)
+        recording.on_complete()
+    shown = metrics.exposition(GatewayGauges()).decode()
     for organisation in ("acme", "zeta"):
         assert f'requests_total{{model="big",status="failed",tenant="{organisation}"}} 1.0' in shown
 
@@ -363,7 +363,9 @@ async def test_all_numbers_agree_whatever_happens(
         return Script(tokens, finish="length")
 
     engine, doubles = FakeEngine(tokenizer, script), (Vllm("one"), Sglang("two"))
-    timeouts = Timeouts(first_token_s=1.0, between_tokens_s=1.0, recovery_s=0.5)
+    timeouts = Timeouts(
+        first_token_timeout_s=1.0, stream_idle_timeout_s=1.0, failover_timeout_s=0.5
+    )
     async with serve(engine) as served, listening(*doubles):
         behind = [ReplicaConfig(url=double.url) for double in doubles]
         ours = ReplicaConfig(url=served.url, model=MODEL)
@@ -375,14 +377,14 @@ async def test_all_numbers_agree_whatever_happens(
                 asks = [some_request(here, chance, lap * 15 + number) for number in range(15)]
                 got += await asyncio.gather(*asks)
             await here.running.idle()
-            rows: dict[str, UsageRow] = {}
+            rows: dict[str, UsageRecord] = {}
             here.spool.drain(lambda some: rows.update({row.request: row for row in some}))
             sums = Counter[str]()
             for answered in got:
                 trace = here.running.traces.find(answered.id)
                 if trace is None:  # left before it had come
                     continue
-                row, told = rows.pop(trace.id), trace.tell()
+                row, told = rows.pop(trace.response_id), trace.to_dict()
                 sums.update(
                     input=row.input_tokens - row.cached_tokens,
                     cached=row.cached_tokens,
@@ -398,6 +400,6 @@ async def test_all_numbers_agree_whatever_happens(
             assert not rows
             for kind in ("input", "cached", "output"):
                 assert await here.count("tokens_total", kind=kind) == sums[kind]
-            assert await here.count("cost_nano_dollars_total") == sums["cost"]
+            assert round(await here.count("cost_dollars_total") * 1e9) == sums["cost"]
             for status in ("completed", "stopped", "cancelled", "refused", "failed"):
                 assert await here.count("requests_total", status=status) == sums[status]

@@ -12,7 +12,7 @@ from tests.integration.gateway.test_gateway import BODY, STREAM, events, gateway
 from tests.integration.rough_server import Answer, Asked, Rough, rough_server
 
 from argosy.gateway.upstream import upstream_response as attempts
-from argosy.protocol import event
+from argosy.protocol import format_event
 
 ANSWER = {"id": "x", "choices": [{"index": 0, "text": "something", "finish_reason": "stop"}]}
 TEXT = json.dumps(ANSWER).encode()
@@ -30,7 +30,7 @@ def answering(status: int, body: bytes, *headers: str) -> Answer:
 
 
 def failing(error: dict[str, object]) -> bytes:
-    return event(json.dumps({"error": error}).encode())
+    return format_event(json.dumps({"error": error}).encode())
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ async def test_nobody_is_asked_to_go_on_with_what_nobody_can() -> None:
 
     async def full(asked: Asked) -> None:
         asked.stream()
-        asked.send(event(json.dumps({"choices": [{"index": 0, "text": ""}]}).encode()))
+        asked.send(format_event(json.dumps({"choices": [{"index": 0, "text": ""}]}).encode()))
         asked.send(failing({"code": 429, "message": "the provider is full"}))
         asked.end()
 
@@ -85,7 +85,7 @@ async def test_who_asks_for_more_than_can_be_kept_takes_no_server_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Log-probabilities of a long prompt, say: three such requests took out servers that had answered."""
-    monkeypatch.setattr(attempts, "WHOLE_LIMIT_BYTES", 1 << 16)
+    monkeypatch.setattr(attempts, "MAX_BUFFERED_BYTES", 1 << 16)
     large = answering(200, TEXT.ljust(1 << 17))
 
     async def some(asked: Asked) -> None:
@@ -107,7 +107,7 @@ async def test_who_asks_for_more_than_can_be_kept_takes_no_server_out(
 async def test_a_server_that_always_answers_with_too_much_costs_no_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(attempts, "WHOLE_LIMIT_BYTES", 1 << 16)
+    monkeypatch.setattr(attempts, "MAX_BUFFERED_BYTES", 1 << 16)
     large = answering(200, TEXT.ljust(1 << 17))
     async with rough_server(large) as bad, rough_server() as good, gateway(bad, good) as client:
         for _ in range(4):

@@ -82,7 +82,7 @@ async def test_another_model_of_the_name_does_not_go_on_with_a_stream(tokenizer:
         *_, last = events(hurt.content)
         assert json.loads(last)["error"]["code"] == "upstream_failed"
         assert told_ids(hurt.content) == OLD[:3]
-        assert [journey.status for journey in watching.left] == ["failed"]
+        assert [context.status for context in watching.left] == ["failed"]
         calm = await running.client.post(CHAT, json=BODY | {"stream": True})
         assert told_ids(calm.content) == NEW
 
@@ -95,7 +95,7 @@ async def test_one_that_has_the_same_goes_on(
         hurt = await running.client.post(CHAT, json=BODY | {"stream": True})
         assert told_ids(hurt.content) == OLD
         assert events(hurt.content)[-1] == b"[DONE]"
-        assert [journey.status for journey in watching.left] == ["completed"]
+        assert [context.status for context in watching.left] == ["completed"]
 
 
 async def test_a_whole_answer_is_begun_anew_there(tokenizer: Tokenizer) -> None:
@@ -105,7 +105,7 @@ async def test_a_whole_answer_is_begun_anew_there(tokenizer: Tokenizer) -> None:
         assert hurt["choices"] == calm["choices"]
         assert hurt["choices"][0]["token_ids"] == NEW
         assert hurt["usage"] == calm["usage"]
-        assert [journey.status for journey in watching.left] == ["completed"] * 2
+        assert [context.status for context in watching.left] == ["completed"] * 2
         assert watching.left[0].delivered.output_tokens == len(NEW)
 
 

@@ -22,7 +22,7 @@ from tests.services import RedisServer, running_redis
 from tests.waiting import until
 
 from argosy.gateway import ReplicaConfig
-from argosy.gateway.utility_handlers import AT_ONCE
+from argosy.gateway.utility_handlers import MAX_CONCURRENT_PER_TENANT
 from argosy.protocol import ApiError
 from argosy.store import StoreConfig
 
@@ -45,16 +45,16 @@ async def test_what_generates_nothing_holds_a_place_while_it_lasts_and_counts_if
 
     async def passes() -> str:
         try:
-            async with limits.passing(CALLER, "big", []):
+            async with limits.reserve_request(CALLER, "big", []):
                 pass
         except ApiError as error:
             return error.message
         return ""
 
     with pytest.raises(RuntimeError):
-        async with limits.passing(CALLER, "big", []):
+        async with limits.reserve_request(CALLER, "big", []):
             raise RuntimeError
-    async with limits.passing(CALLER, "big", []):
+    async with limits.reserve_request(CALLER, "big", []):
         assert "at a time" in await passes()
     assert await passes() == ""
     assert "2 requests per minute" in await passes()
@@ -63,10 +63,10 @@ async def test_what_generates_nothing_holds_a_place_while_it_lasts_and_counts_if
 async def test_what_generates_nothing_asks_for_its_room_too(server: RedisServer) -> None:
     async with gateways(server, limit("requests", 2, "hour"), count=1) as [stage]:
         for _ in range(2):
-            async with stage.passing(CALLER, "big", []):
+            async with stage.reserve_request(CALLER, "big", []):
                 pass
         with pytest.raises(ApiError, match="2 requests per hour"):
-            async with stage.passing(CALLER, "big", []):
+            async with stage.reserve_request(CALLER, "big", []):
                 pass
 
 
@@ -101,9 +101,9 @@ async def test_a_request_that_a_replica_finds_fault_with_is_one(
         rough_server(script) as rough,
         fleet(tmp_path, ReplicaConfig(url=rough.url, kind="openai"), requests=1) as made,
     ):
-        caller = await made.caller()
-        assert (await caller.ask("a")).status_code in {status, second}
-        assert (await caller.ask("b")).status_code == second
+        principal = await made.principal()
+        assert (await principal.ask("a")).status_code in {status, second}
+        assert (await principal.ask("b")).status_code == second
 
 
 async def test_one_tenants_texts_are_tokenized_a_few_at_a_time(tmp_path: Path) -> None:
@@ -120,13 +120,15 @@ async def test_one_tenants_texts_are_tokenized_a_few_at_a_time(tmp_path: Path) -
                     body = {"model": "big", "prompt": "Tell me"}
                     return (await client.post("/tokenize", json=body, headers=headers)).status_code
 
-                asking = [asyncio.create_task(ask(shop)) for _ in range(3 * AT_ONCE)]
-                await until(lambda: double.running >= AT_ONCE)
+                asking = [
+                    asyncio.create_task(ask(shop)) for _ in range(3 * MAX_CONCURRENT_PER_TENANT)
+                ]
+                await until(lambda: double.running >= MAX_CONCURRENT_PER_TENANT)
                 asking.append(asyncio.create_task(ask(other)))
-                await until(lambda: double.running > AT_ONCE)
+                await until(lambda: double.running > MAX_CONCURRENT_PER_TENANT)
                 double.may.set()
                 assert await asyncio.gather(*asking) == [200] * len(asking)
-                assert double.most == AT_ONCE + 1
+                assert double.most == MAX_CONCURRENT_PER_TENANT + 1
 
 
 async def test_a_limit_that_cannot_be_counted_takes_none_of_the_others_out_of_force(
@@ -137,6 +139,6 @@ async def test_a_limit_that_cannot_be_counted_takes_none_of_the_others_out_of_fo
     with capture_logs() as logs:
         limits = in_force(clock, *strange, limit("requests", 1))
     told = [(line["event"], line["limit"]) for line in logs]
-    assert told == [("limit_not_in_force", each.id) for each in strange]
+    assert told == [("limit_not_enforced", each.id) for each in strange]
     assert await refusal(limits, request()) is None
     assert await refusal(limits, request()) is not None

@@ -15,7 +15,7 @@ from argosy.gateway import QueueConfig, ReplicaConfig, Timeouts
 from argosy.policy import RetryBudget
 from argosy.protocol import ApiError
 
-PATIENT = Timeouts(first_token_s=20.0, between_tokens_s=20.0, recovery_s=20.0)
+PATIENT = Timeouts(first_token_timeout_s=20.0, stream_idle_timeout_s=20.0, failover_timeout_s=20.0)
 
 
 class Script:
@@ -83,7 +83,9 @@ async def test_who_was_placed_before_goes_before_all_that_wait() -> None:
 
 async def test_a_replica_that_was_full_is_asked_again_though_nothing_ends_there() -> None:
     script = Script()
-    impatient = Timeouts(first_token_s=20.0, between_tokens_s=20.0, recovery_s=0.01)
+    impatient = Timeouts(
+        first_token_timeout_s=20.0, stream_idle_timeout_s=20.0, failover_timeout_s=0.01
+    )
     async with (
         rough_server(script) as server,
         front([], one(server, "a", 2), timeouts=impatient) as running,
@@ -102,7 +104,7 @@ async def test_a_replica_that_was_full_is_asked_again_though_nothing_ends_there(
 
 
 async def test_who_waited_for_replicas_that_have_all_gone_is_told_so() -> None:
-    script, soon = Script(), QueueConfig(wait_s=0.3)
+    script, soon = Script(), QueueConfig(timeout_s=0.3)
     async with (
         rough_server(script) as server,
         front([], one(server, "a", 1), queue=soon, timeouts=PATIENT) as running,
@@ -113,7 +115,7 @@ async def test_who_waited_for_replicas_that_have_all_gone_is_told_so() -> None:
         waiting = asks(running, "waiting")
         await running.queued(1)
         (replica,) = running.replicas
-        replica.taking = False
+        replica.is_accepting = False
         answer = await waiting
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_replica")
         script.gates["long"].set()
@@ -131,9 +133,9 @@ async def test_requests_that_go_nowhere_allow_no_retries() -> None:
         (pool,) = running.models.pools
         budget, now = RetryBudget(), asyncio.get_running_loop().time()
         allowed = 0
-        while budget.take(now):
+        while budget.try_acquire(now):
             allowed += 1
         taken = 0
-        while pool.retries.take(now):
+        while pool.retry_budget.try_acquire(now):
             taken += 1
         assert taken == allowed

@@ -80,7 +80,9 @@ def behind(*doubles: Double) -> list[ReplicaConfig]:
 
 def unharmed(server: GatewayServer) -> bool:
     """Nothing is held against any of them."""
-    return all(replica.breaker.closed and not replica.absence.away for replica in server.replicas)
+    return all(
+        replica.breaker.is_closed and not replica.outage.is_down for replica in server.replicas
+    )
 
 
 @pytest.mark.parametrize("asks", [{}, {"n": 2}], ids=["text", "more than text"])
@@ -108,7 +110,7 @@ async def test_what_is_the_requests_own_fault_is_told_and_no_servers_failure(
 @pytest.mark.parametrize("family", REFUSED, ids=lambda family: family.__name__)
 async def test_it_is_told_at_once_whatever_its_server_does_then(family: type[Double]) -> None:
     double = refusing(family, REFUSED[family], 4)()
-    patient = Timeouts(first_token_s=600, between_tokens_s=600)
+    patient = Timeouts(first_token_timeout_s=600, stream_idle_timeout_s=600)
     async with running(double), gateway(*behind(double), timeouts=patient) as (server, client):
         for _ in range(4):
             double.faults.append(Fault("stall", 1))
@@ -124,7 +126,7 @@ async def test_one_that_is_full_is_asked_less_and_not_taken_for_ill(family: type
     async with running(one, two), gateway(*behind(one, two)) as (server, client):
         seen = await stream(client, CHAT)
         assert (seen.text, seen.done, seen.errors) == (WHOLE, 1, [])
-        cool = [replica.backpressure.most(0.0) == 0 for replica in server.replicas]
+        cool = [replica.backpressure.concurrency_limit(0.0) == 0 for replica in server.replicas]
         assert sorted(cool) == [False, True]
         assert unharmed(server)
 

@@ -39,14 +39,19 @@ from argosy.gateway import GatewayConfig, load_config
 from argosy.store import Price, open_store
 
 STREAM = BODY | {"stream": True}
-TIMEOUTS = {"connect_s": 1.0, "first_token_s": 5.0, "between_tokens_s": 5.0, "recovery_s": 0.5}
+TIMEOUTS = {
+    "connect_timeout_s": 1.0,
+    "first_token_timeout_s": 5.0,
+    "stream_idle_timeout_s": 5.0,
+    "failover_timeout_s": 0.5,
+}
 Json = dict[str, Any]
 
 
 @pytest.fixture(autouse=True)
 def _quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("argosy.gateway.pool.prober.OTHERS_EACH_S", 0.05)
-    monkeypatch.setattr("argosy.gateway.model_registry.registry.RETIRED_EACH_S", 0.01)
+    monkeypatch.setattr("argosy.gateway.pool.prober.HEALTH_PROBE_INTERVAL_S", 0.05)
+    monkeypatch.setattr("argosy.gateway.model_registry.registry.RETIREMENT_POLL_INTERVAL_S", 0.01)
 
 
 @dataclass
@@ -62,10 +67,10 @@ class File:
     def read(self) -> GatewayConfig:
         return load_config(self.path)
 
-    async def taken(self, behind: Running, event: str = "settings_taken") -> list[EventDict]:
+    async def taken(self, behind: Running, event: str = "config_reloaded") -> list[EventDict]:
         """Have the gateway read it, and wait until it has; what it logged."""
         with capture_logs() as logs:
-            behind.server.renew()
+            behind.server.reload()
             await until(lambda: any(line["event"] == event for line in logs))
         return logs
 
@@ -155,14 +160,14 @@ async def test_what_has_not_changed_stays_what_it_is(file: File) -> None:
         async with gateway(file.read(), file.read) as behind:
             before = behind.server.replicas
             logs = await file.taken(behind)
-            assert [line["event"] for line in logs] == ["settings_taken"]
+            assert [line["event"] for line in logs] == ["config_reloaded"]
             changed = replica(second, max_requests=7)
             file.write(model(changed, replica(first), aliases=["other"], routing="hash"))
             await file.taken(behind)
             after = {one.name: one for one in behind.server.replicas}
             assert after[first.url] is before[0]
             assert after[second.url] is not before[1]
-            assert after[second.url].most == 7
+            assert after[second.url].max_concurrency == 7
             await behind.served(first, second)
             asked = BODY | {"model": "other"}
             assert (await behind.client.post("/v1/completions", json=asked)).status_code == 200
@@ -197,13 +202,13 @@ async def test_a_file_that_is_wrong_changes_nothing(
             before = behind.server.replicas
             good = model(replica(server), name="good")
             file.write(*([good, *models] if models else []))
-            (line,) = await file.taken(behind, "settings_not_taken")
+            (line,) = await file.taken(behind, "config_reload_failed")
             assert line["log_level"] == "error"
             assert why in line["reason"]
             assert behind.server.replicas[0] is before[0]
             assert await behind.ask() == 200
             file.path.unlink()
-            await file.taken(behind, "settings_not_taken")
+            await file.taken(behind, "config_reload_failed")
             assert await behind.ask() == 200
             file.write(good)
             await file.taken(behind)
@@ -214,10 +219,10 @@ async def test_other_settings_are_said_to_need_a_restart(file: File) -> None:
     async with rough_server(whole) as server:
         file.write(model(replica(server)))
         async with gateway(file.read(), file.read) as behind:
-            file.write(model(replica(server)), attempts=9, queue={"requests": 1})
-            logs = await file.taken(behind, "settings_need_a_restart")
-            (told,) = (line for line in logs if line["event"] == "settings_need_a_restart")
-            assert told["settings"] == ["queue", "attempts"]
+            file.write(model(replica(server)), max_failed_attempts=9, queue={"max_requests": 1})
+            logs = await file.taken(behind, "config_restart_required")
+            (told,) = (line for line in logs if line["event"] == "config_restart_required")
+            assert told["settings"] == ["queue", "max_failed_attempts"]
 
 
 async def test_models_come_and_go_and_answer_what_they_have_been_asked(file: File) -> None:
@@ -242,7 +247,7 @@ async def test_models_come_and_go_and_answer_what_they_have_been_asked(file: Fil
             listed = (await behind.client.get("/v1/models")).json()["data"]
             assert [one["id"] for one in listed] == ["new"]
             shown = (await behind.client.get("/metrics")).text
-            assert 'replica_state{model="big"' not in shown
+            assert 'replica_status{model="big"' not in shown
             assert 'queue_depth{model="big"' not in shown
             file.write(model(replica(new)))  # one of its name, while it is there still
             await file.taken(behind)
@@ -270,7 +275,7 @@ async def test_a_server_that_moves_has_those_wait_that_ask_meanwhile(file: File)
                 server = new if number % 2 else old
                 file.write(model(replica(server, name="one", kind="auto", max_requests=number + 1)))
                 await file.taken(behind)
-                await until(lambda: behind.server.replicas[0].taking)
+                await until(lambda: behind.server.replicas[0].is_accepting)
             done.set()
             for one in asking:
                 assert await one == {200}
@@ -299,7 +304,7 @@ async def test_certificates_that_the_gateway_shows_are_taken_in_again(
 async def test_names_keep_their_addresses_when_their_settings_change(
     file: File, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("argosy.gateway.pool.dns_discovery.EACH_S", 0.01)
+    monkeypatch.setattr("argosy.gateway.pool.dns_discovery.LOOKUP_INTERVAL_S", 0.01)
     answers = asyncio.Event()
     answers.set()
 
@@ -322,7 +327,7 @@ async def test_names_keep_their_addresses_when_their_settings_change(
             file.write(model(entry | {"max_requests": 5}))
             await file.taken(behind)
             assert behind.names == names
-            assert {one.most for one in behind.server.replicas} == {5}
+            assert {one.max_concurrency for one in behind.server.replicas} == {5}
             await behind.served(*servers)
             file.write(model(replica(servers[0])))
             await file.taken(behind)
@@ -351,14 +356,14 @@ async def test_routes_are_taken_in_with_the_models_that_they_lead_to(
         async with gateway(file.read(), file.read) as behind:
             behind.client.headers["authorization"] = f"Bearer {key}"
             assert await behind.ask() == 200
-            route = {"model": "big", "tenants": ["acme"], "to": "new"}
+            route = {"model": "big", "tenants": ["acme"], "target_model": "new"}
             models = model(replica(old)), model(replica(new), name="new")
             file.write(*models, routes=[route], store={"url": url})
             await file.taken(behind)
             assert await behind.ask() == 200
             assert (len(old.asked), len(new.asked)) == (1, 1)
             file.write(models[0], routes=[route], store={"url": url})
-            (line,) = await file.taken(behind, "settings_not_taken")
+            (line,) = await file.taken(behind, "config_reload_failed")
             assert "'new' is not served here" in line["reason"]
             file.write(models[0], store={"url": url})
             await file.taken(behind)
@@ -370,7 +375,7 @@ async def test_limits_and_prices_go_with_their_alias(file: File, tmp_path: Path)
     url = f"sqlite:///{tmp_path / 'argosy.db'}"
     store = open_store(url)
     store.migrate()
-    accounts, terms = store.accounts, store.terms
+    accounts, terms = store.accounts, store.limits_and_prices
     acme = accounts.create_organisation("acme", actor="test")
     shop = accounts.create_project(acme.id, "shop", actor="test")
     key = accounts.create_key(shop.id, "shop", actor="test")[1]

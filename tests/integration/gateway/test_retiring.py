@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
-from argosy.http_server import Listener, Receive, Scope, Send, bind
+from argosy.http_server import HttpServer, Receive, Scope, Send, bind_tcp
 
 Client = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -36,9 +36,9 @@ class Held:
 
 
 @contextlib.asynccontextmanager
-async def serving(app: Held) -> AsyncIterator[tuple[Listener, asyncio.Task[None], Client]]:
+async def serving(app: Held) -> AsyncIterator[tuple[HttpServer, asyncio.Task[None], Client]]:
     """A server, and a client that is connected."""
-    listener, bound = Listener(app), bind("127.0.0.1", 0)
+    listener, bound = HttpServer(app), bind_tcp("127.0.0.1", 0)
     running = asyncio.create_task(listener.serve(sockets=[bound]))
     reader, writer = await asyncio.open_connection(*bound.getsockname())
     try:
@@ -56,7 +56,7 @@ async def test_a_stream_that_began_before_its_server_leaves_lets_its_client_ask_
         writer.write(asked("/stream"))
         assert b"connection: close" not in await reader.readuntil(b"\r\n\r\n")
         await app.begun.wait()
-        retiring = asyncio.create_task(listener.retire(60))
+        retiring = asyncio.create_task(listener.drain(60))
         await asyncio.sleep(0)
         app.may_end.set()
         assert b"the end" in await reader.readuntil(b"0\r\n\r\n")
@@ -72,7 +72,7 @@ async def test_a_stream_whose_client_asks_no_more_keeps_no_server() -> None:
     async with serving(app) as (listener, _, (reader, writer)):
         writer.write(asked("/stream"))
         await app.begun.wait()
-        retiring = asyncio.create_task(listener.retire(0.01))
+        retiring = asyncio.create_task(listener.drain(0.01))
         await asyncio.sleep(0)
         app.may_end.set()
         assert (await reader.read()).endswith(b"0\r\n\r\n")
@@ -84,7 +84,7 @@ async def test_requests_that_came_together_before_a_server_leaves_are_all_answer
     async with serving(app) as (listener, _, (reader, writer)):
         writer.write(asked("/later") + asked("/") + asked("/"))
         await app.begun.wait()
-        retiring = asyncio.create_task(listener.retire(60))
+        retiring = asyncio.create_task(listener.drain(60))
         await asyncio.sleep(0)
         app.may_end.set()
         answers = await reader.read()
@@ -103,7 +103,7 @@ async def has_ended(running: asyncio.Task[None]) -> bool:
 
 
 async def test_a_server_that_nobody_uses_ends_at_once() -> None:
-    listener, bound = Listener(Held()), bind("127.0.0.1", 0)
+    listener, bound = HttpServer(Held()), bind_tcp("127.0.0.1", 0)
     running = asyncio.create_task(listener.serve(sockets=[bound]))
     assert not await has_ended(running)
     listener.stop()

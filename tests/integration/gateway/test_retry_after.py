@@ -39,15 +39,15 @@ async def test_a_full_server_is_left_alone_for_as_long_as_it_says(
         before = time.monotonic()
         assert (await running.client.post(CHAT, json=BODY)).status_code == 429
         after, (replica,) = time.monotonic(), running.replicas
-        assert replica.backpressure.cooling(before + least_s) or not least_s
-        assert not replica.backpressure.cooling(after + most_s)
+        assert replica.backpressure.is_backing_off(before + least_s) or not least_s
+        assert not replica.backpressure.is_backing_off(after + most_s)
 
 
 async def test_nobody_waits_for_a_server_that_is_full_for_longer_than_they_may() -> None:
     async def full(asked: Asked) -> None:
         asked.writer.write(b"HTTP/1.1 429 X\r\nretry-after: 1000\r\ncontent-length: 2\r\n\r\n{}")
 
-    patient = Timeouts(recovery_s=600)
+    patient = Timeouts(failover_timeout_s=600)
     async with rough_server(full) as one, test_gateway.gateway(one, timeouts=patient) as client:
         for _ in range(2):  # who finds out, and who comes then
             answer = await client.post("/v1/completions", json=test_gateway.BODY)
@@ -65,7 +65,7 @@ async def test_who_may_wait_until_a_server_is_no_longer_full_does() -> None:
         else:
             await test_gateway.whole(asked)
 
-    patient = Timeouts(recovery_s=600)
+    patient = Timeouts(failover_timeout_s=600)
     async with rough_server(full) as one, test_gateway.gateway(one, timeouts=patient) as client:
         answer = await client.post("/v1/completions", json=test_gateway.BODY)
         assert answer.status_code == 200

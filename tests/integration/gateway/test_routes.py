@@ -16,11 +16,11 @@ from typer.testing import CliRunner
 
 from argosy.cli.app import app
 from argosy.gateway import GatewayConfig, GatewayServer, ModelConfig, ReplicaConfig, RouteConfig
-from argosy.store import Price, Project, Store, StoreConfig, UsageRow, open_store
+from argosy.store import Price, Project, Store, StoreConfig, UsageRecord, open_store
 
 ASKED = {"model": "default", "prompt": "Say something", "max_tokens": 3, "stream": True}
 BETA = {"x-beta": "1"}
-BY_HEADER = RouteConfig(name="beta", model="qwen", headers=BETA, to="qwen-next")
+BY_HEADER = RouteConfig(name="beta", model="qwen", headers=BETA, target_model="qwen-next")
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ class World:
         after = len(self.qwen.asked), len(self.next.asked)
         return {(1, 0): "qwen", (0, 1): "qwen-next"}[after[0] - before[0], after[1] - before[1]]
 
-    async def rows(self, count: int) -> list[UsageRow]:
+    async def rows(self, count: int) -> list[UsageRecord]:
         """The ledger's, once there are so many."""
 
-        def read() -> list[UsageRow]:
-            return [row for page in self.store.usage.rows() for row in page]
+        def read() -> list[UsageRecord]:
+            return [row for page in self.store.ledger.iter_records() for row in page]
 
         await until(lambda: len(read()) >= count)
         return read()
@@ -66,7 +66,7 @@ async def world(folder: Path, *routes: RouteConfig) -> AsyncIterator[World]:
     url = f"sqlite:///{folder}/argosy.db"
     store = open_store(url)
     store.migrate()
-    accounts, terms, actor = store.accounts, store.terms, "test"
+    accounts, terms, actor = store.accounts, store.limits_and_prices, "test"
     acme = accounts.create_organisation("acme", actor=actor)
     web = accounts.create_project(acme.id, "web", actor=actor)
     premium = accounts.create_project(acme.id, "app", tier="premium", actor=actor)
@@ -107,9 +107,9 @@ async def world(folder: Path, *routes: RouteConfig) -> AsyncIterator[World]:
 
 async def test_headers_tenants_and_tiers_lead_elsewhere_in_order(tmp_path: Path) -> None:
     routes = (
-        RouteConfig(headers={"X-Stable": "*"}, to="qwen"),
-        RouteConfig(headers={"x-beta": "1", "x-team": "blue"}, to="latest"),
-        RouteConfig(model="default", tiers=("premium",), to="qwen-next"),
+        RouteConfig(headers={"X-Stable": "*"}, target_model="qwen"),
+        RouteConfig(headers={"x-beta": "1", "x-team": "blue"}, target_model="latest"),
+        RouteConfig(model="default", tiers=("premium",), target_model="qwen-next"),
     )
     async with world(tmp_path, *routes) as here:
         assert await here.answering() == "qwen"
@@ -121,7 +121,7 @@ async def test_headers_tenants_and_tiers_lead_elsewhere_in_order(tmp_path: Path)
 
 
 async def test_a_flag_of_a_key_or_a_project_leads_elsewhere(tmp_path: Path) -> None:
-    async with world(tmp_path, RouteConfig(flags=("new-model",), to="qwen-next")) as here:
+    async with world(tmp_path, RouteConfig(flags=("new-model",), target_model="qwen-next")) as here:
         accounts = here.store.accounts
         _, here.keys["new"] = accounts.create_key(
             here.web.id, "new", flags=["new-model"], actor="test"
@@ -136,7 +136,7 @@ async def test_a_flag_of_a_key_or_a_project_leads_elsewhere(tmp_path: Path) -> N
 
 
 async def test_a_tenant_that_is_made_later_is_found(tmp_path: Path) -> None:
-    routes = (RouteConfig(tenants=("acme/app", "zeta"), to="qwen-next"),)
+    routes = (RouteConfig(tenants=("acme/app", "zeta"), target_model="qwen-next"),)
     async with world(tmp_path, *routes) as here:
         assert await here.answering("web") == "qwen"
         assert await here.answering("app") == "qwen-next"

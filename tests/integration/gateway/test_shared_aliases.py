@@ -17,12 +17,12 @@ async def test_a_limit_has_none_of_what_the_model_before_used() -> None:
         async with gateways(server, limited, count=2) as stages:
             small = [await refusal(stage, request()) is None for stage in stages * 2]
             for stage in stages:
-                stage.update(directory(moved))
+                stage.apply_snapshot(directory(moved))
             journeys = [request() for _ in range(4)]
-            for journey in journeys:
-                journey.pool = Pool("large", [])
+            for context in journeys:
+                context.pool = Pool("large", [])
             large = [
-                await refusal(stage, journey) is None
-                for stage, journey in zip(stages * 2, journeys, strict=True)
+                await refusal(stage, context) is None
+                for stage, context in zip(stages * 2, journeys, strict=True)
             ]
     assert (sum(small), sum(large)) == (2, 2)

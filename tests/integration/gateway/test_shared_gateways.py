@@ -17,7 +17,7 @@ from tests.services import running_redis
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.gateway import GatewayConfig, GatewayServer, ModelConfig, ReplicaConfig
 from argosy.gateway.filters.limit_filter import LimitsConfig
-from argosy.store import StoreConfig, UsageSum, open_store
+from argosy.store import StoreConfig, UsageTotals, open_store
 
 TOKENS = list(range(100, 130))
 LIMIT = 2000
@@ -57,8 +57,10 @@ async def test_hammering_three_gateways(
     acme = accounts.create_organisation("acme", actor=actor)
     shop = accounts.create_project(acme.id, "shop", actor=actor)
     key, plain = accounts.create_key(shop.id, "web", actor=actor)
-    store.terms.set_limit("project", shop.id, "tokens", LIMIT, window="hour", actor=actor)
-    store.terms.set_limit("key", key.id, "concurrency", 40, actor=actor)
+    store.limits_and_prices.set_limit(
+        "project", shop.id, "tokens", LIMIT, window="hour", actor=actor
+    )
+    store.limits_and_prices.set_limit("key", key.id, "concurrency", 40, actor=actor)
     engine = FakeEngine(tokenizer, lambda _: Script(list(TOKENS), finish="length"))
     headers = {"authorization": f"Bearer {plain}"}
     _, viewer = accounts.create_key(shop.id, "ops", role="viewer", scope="gateway", actor=actor)
@@ -86,14 +88,14 @@ async def test_hammering_three_gateways(
 
                 for _ in range(3):
                     await asyncio.gather(*(ask(base, n) for n in range(15) for base in urls))
-                up = f"argosy_shared_limits_up {0.0 if killed else 1.0}"
+                up = f"argosy_gateway_quota_store_up {0.0 if killed else 1.0}"
                 async with asyncio.timeout(30):
                     for base in urls:
                         while (
                             up not in (await client.get(f"{base}/metrics", headers=operator)).text
                         ):
                             pass
-    (spent,) = store.usage.spent("project", [shop.id], 0.0)[shop.id]
+    (spent,) = store.ledger.sum_by_owner("project", [shop.id], 0.0)[shop.id]
     store.close()
     assert statuses.count(429) > 0
     assert spent.requests == statuses.count(200)
@@ -101,5 +103,5 @@ async def test_hammering_three_gateways(
     assert LIMIT // 2 <= tokens <= most + 40 * 10  # what is lent while Redis is asked
 
 
-def _tokens(spent: UsageSum) -> int:
+def _tokens(spent: UsageTotals) -> int:
     return spent.input_tokens + spent.output_tokens

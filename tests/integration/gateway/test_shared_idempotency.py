@@ -19,21 +19,21 @@ from tests.services import RedisServer, running_redis
 from tests.waiting import until
 
 from argosy.engine.serving.text.tokenizer import Tokenizer
-from argosy.store import Answer, Claim, IdempotencyConfig
-from argosy.store.idempotency_store import MemoryAnswers
-from argosy.store.redis_client import PREFIX
-from argosy.store.redis_idempotency_store import RedisAnswers
+from argosy.store import CachedResponse, IdempotencyConfig, InFlightClaim
+from argosy.store.idempotency_store import MemoryIdempotencyStore
+from argosy.store.redis_client import KEY_PREFIX
+from argosy.store.redis_idempotency_store import RedisIdempotencyStore
 
 QUICK_S = 1.0
 SOON_S = 0.01
-FIRST, SECOND = Claim("r1", b"one"), Claim("r2", b"one")
-FREE = Claim("r3", b"one")
-ANSWER = Answer("r1", b"one", b"text/plain", b"x" * 1000)
+FIRST, SECOND = InFlightClaim("r1", b"one"), InFlightClaim("r2", b"one")
+FREE = InFlightClaim("r3", b"one")
+ANSWER = CachedResponse("r1", b"one", b"text/plain", b"x" * 1000)
 
 
-async def until_free(caller: Caller, key: str = "a") -> httpx2.Response:
+async def until_free(principal: Caller, key: str = "a") -> httpx2.Response:
     """What is answered to a request once its key is not in use."""
-    while (answer := await caller.ask(key, stream=True)).status_code == 409:  # noqa: ASYNC110 - nobody tells
+    while (answer := await principal.ask(key, stream=True)).status_code == 409:  # noqa: ASYNC110 - nobody tells
         await asyncio.sleep(SOON_S)
     return answer
 
@@ -48,7 +48,7 @@ async def two_gateways(
         engine,
         one,
     ):
-        yield one, await made.caller(gateway=1), engine
+        yield one, await made.principal(gateway=1), engine
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -107,9 +107,11 @@ async def answers(
     server: RedisServer,
     config: IdempotencyConfig = IdempotencyConfig(),  # noqa: B008 - immutable
     alive_s: float = QUICK_S,
-) -> AsyncIterator[RedisAnswers]:
+) -> AsyncIterator[RedisIdempotencyStore]:
     """Those of a gateway that dies in the end."""
-    made = RedisAnswers(server.url, None, config, MemoryAnswers(config), wait_s=10, alive_s=alive_s)
+    made = RedisIdempotencyStore(
+        server.url, None, config, MemoryIdempotencyStore(config), timeout_s=10, claim_ttl_s=alive_s
+    )
     await made.start()
     try:
         yield made
@@ -117,7 +119,7 @@ async def answers(
         await made.close()
 
 
-async def until_claimed(answers: RedisAnswers, name: str, claim: Claim) -> None:
+async def until_claimed(answers: RedisIdempotencyStore, name: str, claim: InFlightClaim) -> None:
     """Wait until the name is free, and take it."""
     while await answers.claim(name, claim) is not None:  # noqa: ASYNC110 - nobody tells
         await asyncio.sleep(SOON_S)
@@ -150,60 +152,60 @@ async def test_of_two_claims_at_a_time_one_is_let_in(redis: RedisServer) -> None
 async def test_a_name_is_free_again_at_once_where_it_was_claimed(redis: RedisServer) -> None:
     async with answers(redis) as one:
         for number in range(50):
-            claim = Claim(f"r{number}", b"")
+            claim = InFlightClaim(f"r{number}", b"")
             assert await one.claim("free", claim) is None
-            one.settle("free", claim, None)
+            one.settle_claim("free", claim, None)
 
 
 async def test_all_answers_together_are_bounded(redis: RedisServer) -> None:
-    config = IdempotencyConfig(bytes=10_000)
+    config = IdempotencyConfig(max_bytes=10_000)
     async with answers(redis, config) as one, answers(redis, config) as other:
         for number in range(30):
-            name, claim = f"bound{number}", Claim(f"r{number}", b"one")
+            name, claim = f"bound{number}", InFlightClaim(f"r{number}", b"one")
             assert await one.claim(name, claim) is None
-            one.settle(name, claim, ANSWER)
+            one.settle_claim(name, claim, ANSWER)
             await one.claim(name, SECOND)  # which waits until Redis has it
         told = [await other.claim(f"bound{number}", SECOND) for number in range(30)]
-    kept = [isinstance(held, Answer) for held in told]
+    kept = [isinstance(held, CachedResponse) for held in told]
     assert kept == sorted(kept)  # the oldest have gone
     assert 7 <= sum(kept) <= 9
 
 
 async def test_an_answer_that_has_expired_takes_nobodys_claim_along(redis: RedisServer) -> None:
-    brief = IdempotencyConfig(seconds=0.05)
+    brief = IdempotencyConfig(retention_s=0.05)
     async with answers(redis, brief) as one, answers(redis, brief) as other:
         assert await one.claim("again", FIRST) is None
-        one.settle("again", FIRST, ANSWER)
+        one.settle_claim("again", FIRST, ANSWER)
         await until_claimed(one, "again", SECOND)
         assert await one.claim("next", FIRST) is None
-        one.settle("next", FIRST, ANSWER)
+        one.settle_claim("next", FIRST, ANSWER)
         await one.claim("next", SECOND)  # which waits until Redis has it
         assert await other.claim("again", FREE) == SECOND
 
 
-async def keep(one: RedisAnswers, name: str, answer: Answer) -> None:
+async def keep(one: RedisIdempotencyStore, name: str, answer: CachedResponse) -> None:
     """Have it answered, once the name is free, and return when Redis has that."""
     await until_claimed(one, name, FIRST)
-    one.settle(name, FIRST, answer)
+    one.settle_claim(name, FIRST, answer)
     assert await one.claim(name, SECOND) == answer
 
 
 async def test_an_answer_in_the_place_of_an_expired_one_counts_once(redis: RedisServer) -> None:
-    small = IdempotencyConfig(bytes=2000)
+    small = IdempotencyConfig(max_bytes=2000)
     async with answers(redis, small) as one, answers(redis, small) as other:
         await keep(one, "daily", ANSWER)
         await keep(one, "between", msgspec.structs.replace(ANSWER, body=b""))
         with Redis.from_url(redis.url) as itself:
-            itself.delete(f"{PREFIX}answer:daily")  # as when its time is over
+            itself.delete(f"{KEY_PREFIX}answer:daily")  # as when its time is over
         await keep(other, "daily", ANSWER)
-        assert isinstance(await other.claim("between", SECOND), Answer)
+        assert isinstance(await other.claim("between", SECOND), CachedResponse)
 
 
 async def test_of_many_claims_at_a_time_all_are_known_elsewhere(redis: RedisServer) -> None:
     async with answers(redis, alive_s=60) as one, answers(redis) as other:
         names = [f"crowd{number}" for number in range(500)]
         assert not any(await asyncio.gather(*(one.claim(name, FIRST) for name in names)))
-        assert one.up
+        assert one.is_connected
         assert [await other.claim(name, SECOND) for name in names] == [FIRST] * len(names)
 
 
@@ -240,12 +242,14 @@ async def test_what_another_gateway_has_done_meanwhile_stays() -> None:
             server.program.stop()
             assert await other.claim("twice", SECOND) is None  # nobody can tell
             server.program.start()
-            await until(lambda: one.up and other.up)
-            other.settle("twice", SECOND, Answer("r2", b"one", b"text/plain", b"theirs"))
+            await until(lambda: one.is_connected and other.is_connected)
+            other.settle_claim(
+                "twice", SECOND, CachedResponse("r2", b"one", b"text/plain", b"theirs")
+            )
             async with answers(server) as third:
                 while await third.claim("twice", FREE) is None:
-                    third.settle("twice", FREE, None)
-                one.settle("twice", FIRST, ANSWER)
-                held = await third.claim("twice", Claim("r4", b"one"))
-                assert isinstance(held, Answer)
+                    third.settle_claim("twice", FREE, None)
+                one.settle_claim("twice", FIRST, ANSWER)
+                held = await third.claim("twice", InFlightClaim("r4", b"one"))
+                assert isinstance(held, CachedResponse)
                 assert held.body == b"theirs"

@@ -29,12 +29,12 @@ from tests.integration.gateway.limit_world import (
 )
 from tests.services import RedisServer, running_redis
 
-from argosy.gateway.request_context import Journey
-from argosy.policy import Ask, Grant, period
+from argosy.gateway.request_context import RequestContext
+from argosy.policy import LeaseGrant, LeaseRequest, calendar_bounds
 from argosy.protocol import ApiError
-from argosy.store import Limit, ReportRow, Unsure, Wants, steady
-from argosy.store.redis_quota_backend import RedisState
-from argosy.telemetry import SharedLimitsReading
+from argosy.store import Limit, QuotaDemand, QuotaFailureMode, UsageReportRow, steady_clock
+from argosy.store.redis_quota_backend import RedisQuotaBackend
+from argosy.telemetry import QuotaBackendGauges
 
 PATIENCE_S = 30.0
 ROOT = Path(__file__).resolve().parents[3]
@@ -53,15 +53,17 @@ async def gateways(
     server: RedisServer,
     *limits: Limit,
     count: int = 3,
-    unsure: Unsure = "open",
+    unsure: QuotaFailureMode = "open",
     wait_s: float = 10.0,
     alive_s: float = 5.0,
 ) -> AsyncIterator[list[Gate]]:
     """Gateways that know these limits. They are patient, since the machine may be busy."""
-    states = [RedisState(server.url, wait_s=wait_s, alive_s=alive_s) for _ in range(count)]
+    states = [
+        RedisQuotaBackend(server.url, timeout_s=wait_s, gateway_ttl_s=alive_s) for _ in range(count)
+    ]
     stages = [Gate(state) for state in states]
     for stage in stages:
-        stage.update(directory(*limits, unsure=unsure))
+        stage.apply_snapshot(directory(*limits, unsure=unsure))
         await stage.start()
     try:
         yield stages
@@ -77,9 +79,9 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
             await asyncio.sleep(0.02)
 
 
-async def let_in(stage: Gate) -> Journey | None:
-    journey = request()
-    return journey if await refusal(stage, journey) is None else None
+async def let_in(stage: Gate) -> RequestContext | None:
+    context = request()
+    return context if await refusal(stage, context) is None else None
 
 
 async def test_hammering_three_gateways_lets_no_more_requests_in_than_the_limit(
@@ -89,7 +91,7 @@ async def test_hammering_three_gateways_lets_no_more_requests_in_than_the_limit(
     async with gateways(server, limit("requests", 100, "hour")) as stages:
         for _ in range(3):
             tried = [let_in(stage) for stage in stages for _ in range(100)]
-            count += sum(journey is not None for journey in await asyncio.gather(*tried))
+            count += sum(context is not None for context in await asyncio.gather(*tried))
         refused = await refusal(stages[0], request())
         assert refused is not None
         assert refused.code == "rate_limit_exceeded"
@@ -111,8 +113,8 @@ async def test_what_never_fits_is_said_so_without_redis_and_disturbs_nobody(
         server.process.kill()
 
         async def lost() -> bool:
-            told = stage.read()
-            return told is not None and not told.up
+            told = stage.read_quota_status()
+            return told is not None and not told.is_connected
 
         await until(lost)
         refused = await refusal(stage, request(prompt=200))
@@ -128,19 +130,19 @@ async def test_streams_of_three_gateways_deliver_no_more_than_the_limit_and_some
 
     async def stream(stage: Gate, number: int) -> None:
         nonlocal delivered, stopped, refused
-        journey = request(prompt=10, most=1)  # and more comes than that
-        if await refusal(stage, journey) is not None:
+        context = request(prompt=10, most=1)  # and more comes than that
+        if await refusal(stage, context) is not None:
             refused += 1
             return
         ends = None
         for _ in range(20 + number * 7 % 100):
             await asyncio.sleep(0.002)  # a stream has a pace
-            ends = deliver(stage, journey, piece)
+            ends = deliver(stage, context, piece)
             if ends is not None:
                 stopped += 1
                 break
-        delivered += 10 + journey.delivered.output_tokens
-        leave(stage, journey, "completed" if ends is None else "stopped")
+        delivered += 10 + context.delivered.output_tokens
+        leave(stage, context, "completed" if ends is None else "stopped")
 
     async with gateways(server, limit("tokens", most, "hour"), limit("requests", 10**6)) as stages:
         while refused < 45:
@@ -157,14 +159,14 @@ async def test_what_runs_at_a_time_is_limited_over_all_gateways(server: RedisSer
 
     async def run(stage: Gate) -> None:
         nonlocal running, most, done
-        while (journey := await let_in(stage)) is None:  # noqa: ASYNC110 - as a client would
+        while (context := await let_in(stage)) is None:  # noqa: ASYNC110 - as a client would
             await asyncio.sleep(0.01)
         running += 1
         most = max(most, running)
         await asyncio.sleep(0.002)
         running -= 1
         done += 1
-        leave(stage, journey)
+        leave(stage, context)
 
     async with gateways(server, limit("concurrency", 7)) as stages:
         async with asyncio.timeout(PATIENCE_S):
@@ -189,19 +191,19 @@ async def test_a_gateway_that_leaves_gives_back_what_it_had(server: RedisServer)
     limits = limit("requests", 100, "day"), limit("concurrency", 10)
     async with gateways(server, *limits, count=2) as [first, second]:
         for _ in range(10):
-            journey = await let_in(first)
-            assert journey is not None
-            leave(first, journey)
+            context = await let_in(first)
+            assert context is not None
+            leave(first, context)
         await first.close()
         got = [await let_in(second) for _ in range(91)]
-        assert [journey is not None for journey in got] == [True] * 10 + [False] * 81
-        for journey in got[:10]:
-            assert journey is not None
-            leave(second, journey)
+        assert [context is not None for context in got] == [True] * 10 + [False] * 81
+        for context in got[:10]:
+            assert context is not None
+            leave(second, context)
         for _ in range(80):
-            journey = await let_in(second)
-            assert journey is not None
-            leave(second, journey)
+            context = await let_in(second)
+            assert context is not None
+            leave(second, context)
         assert await let_in(second) is None
 
 
@@ -223,30 +225,30 @@ async def test_what_a_gateway_does_not_use_goes_to_the_others(server: RedisServe
 async def test_what_is_too_little_for_one_request_is_there_for_streams_and_smaller_ones(
     server: RedisServer,
 ) -> None:
-    now = steady()
-    state = RedisState(server.url, clock=lambda: now, wait_s=10.0)
+    now = steady_clock()
+    state = RedisQuotaBackend(server.url, clock=lambda: now, timeout_s=10.0)
     await state.start()
     try:
-        tokens = state.counter(limit("tokens", 1000, "hour"))
-        others = state.counter(limit("requests", 1000, "hour"))
-        assert await state.obtain([(tokens, 100)])
+        tokens = state.create_meter(limit("tokens", 1000, "hour"))
+        others = state.create_meter(limit("requests", 1000, "hour"))
+        assert await state.acquire([(tokens, 100)])
         tokens.add(100, now)
         now += 10.0
         for _ in range(6):  # until it is not spent any more, so nothing is held ahead
-            assert await state.obtain([(others, 1)])
+            assert await state.acquire([(others, 1)])
             now += 10.0
-        assert await state.obtain([(tokens, 950)])
-        assert tokens.room(now) == 900
-        assert await state.obtain([(others, 1)])
-        assert tokens.room(now) == 0
-        assert state.lend([(tokens, 32)], now)
-        assert await state.obtain([(tokens, 64)])
-        assert tokens.room(now) >= 64
+        assert await state.acquire([(tokens, 950)])
+        assert tokens.remaining(now) == 900
+        assert await state.acquire([(others, 1)])
+        assert tokens.remaining(now) == 0
+        assert state.overdraw([(tokens, 32)], now)
+        assert await state.acquire([(tokens, 64)])
+        assert tokens.remaining(now) >= 64
         now += 1.0
-        assert await state.obtain([(tokens, 900)])
-        assert tokens.room(now) == 900
+        assert await state.acquire([(tokens, 900)])
+        assert tokens.remaining(now) == 900
         tokens.add(900, now)
-        assert not state.lend([(tokens, 32)], now)
+        assert not state.overdraw([(tokens, 32)], now)
     finally:
         await state.close()
 
@@ -256,21 +258,21 @@ async def test_what_is_too_little_for_one_request_is_there_for_streams_and_small
 async def test_slow_streams_end_at_the_limit_too(
     server: RedisServer, kept: Limit, pause_s: float
 ) -> None:
-    now = period("day", steady())[0] + 3600.0
-    state = RedisState(server.url, clock=lambda: now, wait_s=10.0)
+    now = calendar_bounds("day", steady_clock())[0] + 3600.0
+    state = RedisQuotaBackend(server.url, clock=lambda: now, timeout_s=10.0)
     stage = Gate(state, lambda: now)
-    stage.update(directory(kept))
+    stage.apply_snapshot(directory(kept))
     await stage.start()
     try:
-        others = state.counter(limit("requests", 100_000, "hour"))
-        journey = request(most=None)
-        assert await refusal(stage, journey) is None
+        others = state.create_meter(limit("requests", 100_000, "hour"))
+        context = request(most=None)
+        assert await refusal(stage, context) is None
         for _ in range(200):
-            if deliver(stage, journey, 1) is not None:
+            if deliver(stage, context, 1) is not None:
                 break
-            assert await state.obtain([(others, 1)])  # so Redis has answered
+            assert await state.acquire([(others, 1)])  # so Redis has answered
             now += pause_s
-        assert 90 <= journey.delivered.output_tokens <= 92
+        assert 90 <= context.delivered.output_tokens <= 92
     finally:
         await stage.close()
 
@@ -285,11 +287,11 @@ async def test_while_redis_hangs_open_projects_go_on_with_their_share_and_it_is_
             assert await let_in(stage) is not None
         with stopped(server):
             counts = [sum([await let_in(s) is not None for _ in range(40)]) for s in stages]
-            journey = request()
-            refused = await refusal(stages[1], journey)
+            context = request()
+            refused = await refusal(stages[1], context)
             assert refused is not None
             assert refused.status == 429
-            assert (b"x-ratelimit-remaining-requests", b"20") in journey.headers
+            assert (b"x-ratelimit-remaining-requests", b"20") in context.response_headers
         assert counts == [9, 9, 9]
 
         async def told() -> bool:
@@ -325,34 +327,38 @@ async def test_while_redis_hangs_closed_projects_use_what_they_have_and_then_ref
 
 @pytest.mark.parametrize("unsure", ["closed", "open"])
 async def test_what_is_decided_without_redis_is_counted(
-    server: RedisServer, unsure: Unsure
+    server: RedisServer, unsure: QuotaFailureMode
 ) -> None:
     limits = limit("requests", 20, "hour"), limit("tokens", 1000, "hour")
     async with gateways(server, *limits, count=1, unsure=unsure) as [stage]:
         stream = await let_in(stage)
         assert stream is not None
-        assert stage.read() == SharedLimitsReading(up=True, allowed=0, refused=0)
+        assert stage.read_quota_status() == QuotaBackendGauges(
+            is_connected=True, degraded_allowed=0, degraded_rejected=0
+        )
         server.process.kill()
 
         async def lost() -> bool:
-            told = stage.read()
-            return told is not None and not told.up
+            told = stage.read_quota_status()
+            return told is not None and not told.is_connected
 
         await until(lost)
         before, refused = 0, 0
         while not refused:
             refused = await let_in(stage) is None
             before += 1
-        told = stage.read()
+        told = stage.read_quota_status()
         assert told is not None
-        assert told.refused == 1
-        assert (told.allowed > 0) == (unsure == "open")
-        assert told.allowed < before
+        assert told.degraded_rejected == 1
+        assert (told.degraded_allowed > 0) == (unsure == "open")
+        assert told.degraded_allowed < before
         pieces = 10 if unsure == "open" else 1
         for _ in range(pieces):  # a stream counts once, however often it asks
             deliver(stage, stream, 500 // pieces)
-        on, off = (told.allowed + 1, 1) if unsure == "open" else (0, 2)
-        assert stage.read() == SharedLimitsReading(up=False, allowed=on, refused=off)
+        on, off = (told.degraded_allowed + 1, 1) if unsure == "open" else (0, 2)
+        assert stage.read_quota_status() == QuotaBackendGauges(
+            is_connected=False, degraded_allowed=on, degraded_rejected=off
+        )
 
 
 async def test_a_redis_that_comes_back_empty_learns_from_the_ledger(server: RedisServer) -> None:
@@ -366,7 +372,9 @@ async def test_a_redis_that_comes_back_empty_learns_from_the_ledger(server: Redi
         with another(server):
 
             async def full() -> bool:
-                await stage.seed(lambda *_: {"k1": [ReportRow(model="big", requests=50)]})
+                await stage.seed_usage(
+                    lambda *_: {"k1": [UsageReportRow(model="big", requests=50)]}
+                )
                 refused = await refusal(stage, request())
                 return refused is not None and "50 requests per month" in refused.message
 
@@ -375,7 +383,7 @@ async def test_a_redis_that_comes_back_empty_learns_from_the_ledger(server: Redi
 
 @pytest.mark.parametrize(("unsure", "most"), [("closed", 90), ("open", 2 * 90)])
 async def test_hammering_while_redis_is_killed_passes_the_limit_by_no_more_than_is_said(
-    server: RedisServer, unsure: Unsure, most: int
+    server: RedisServer, unsure: QuotaFailureMode, most: int
 ) -> None:
     async with gateways(server, limit("requests", 90, "hour"), unsure=unsure) as stages:
         for stage in stages:  # each is told how many there are
@@ -385,8 +393,8 @@ async def test_hammering_while_redis_is_killed_passes_the_limit_by_no_more_than_
         async def hammer(stage: Gate) -> None:
             nonlocal count
             for _ in range(100):
-                journey = await let_in(stage)
-                count += journey is not None
+                context = await let_in(stage)
+                count += context is not None
                 if count == 45:
                     server.process.kill()
 
@@ -398,15 +406,20 @@ async def test_hammering_while_redis_is_killed_passes_the_limit_by_no_more_than_
 async def test_a_budget_that_is_set_later_counts_what_the_ledger_has(server: RedisServer) -> None:
     asked = list[str]()
 
-    def spent(kind: str, owners: Collection[str], since: float) -> dict[str, list[ReportRow]]:
+    def spent(kind: str, owners: Collection[str], since: float) -> dict[str, list[UsageReportRow]]:
         asked.append(f"{kind} {owners}")
-        return {"shop": [ReportRow(model="big", requests=48), ReportRow(model="small", requests=9)]}
+        return {
+            "shop": [
+                UsageReportRow(model="big", requests=48),
+                UsageReportRow(model="small", requests=9),
+            ]
+        }
 
     async with gateways(server, count=2) as stages:
         for stage in stages:
-            stage.update(directory(limit("requests", 50, "month", "project", "big")))
-            await stage.seed(spent)
-            await stage.seed(spent)
+            stage.apply_snapshot(directory(limit("requests", 50, "month", "project", "big")))
+            await stage.seed_usage(spent)
+            await stage.seed_usage(spent)
         assert asked == ["project {'shop'}"] * 2
         got = [await let_in(stage) is not None for stage in stages * 2]
         assert got == [True, True, False, False]
@@ -418,10 +431,10 @@ async def test_a_redis_whose_name_moves_to_its_successor_is_followed(
 ) -> None:
     name = tmp_path / "name.sock"
     name.symlink_to(server.url.removeprefix("unix://"))
-    state = RedisState(f"unix://{name}", wait_s=1.0)
+    state = RedisQuotaBackend(f"unix://{name}", timeout_s=1.0)
     await state.start()
     try:
-        assert state.up
+        assert state.is_connected
         with running_redis() as successor:
             async with Redis.from_url(server.url) as old:  # still there, as a replica of another
                 await old.replicaof("127.0.0.1", 1)
@@ -433,15 +446,15 @@ async def test_a_redis_whose_name_moves_to_its_successor_is_followed(
                     return await new.exists("{argosy}:gateways") == 1
 
             await until(known)
-            assert state.up
+            assert state.is_connected
     finally:
         await state.close()
 
 
 async def test_nobody_waits_for_a_redis_that_is_not_there() -> None:
-    state = RedisState("unix:///nowhere/redis.sock")
+    state = RedisQuotaBackend("unix:///nowhere/redis.sock")
     stage = Gate(state)
-    stage.update(directory(limit("requests", 3)))
+    stage.apply_snapshot(directory(limit("requests", 3)))
     await stage.start()
     assert [await let_in(stage) is not None for _ in range(4)] == [True, True, True, False]
     await stage.close()
@@ -454,10 +467,10 @@ async def test_a_redis_that_wants_another_password_says_which_setting_has_it(
     with running_redis() as guarded, capture_logs() as logs:
         async with Redis.from_url(guarded.url) as client:
             await client.config_set("requirepass", "right")
-        state = RedisState(guarded.url, password)
+        state = RedisQuotaBackend(guarded.url, password)
         await state.start()
         await state.close()
-    (lost,) = (entry for entry in logs if entry["event"] == "shared_state_lost")
+    (lost,) = (entry for entry in logs if entry["event"] == "quota_backend_unavailable")
     assert "limits.password_env" in lost["reason"]
 
 
@@ -483,13 +496,13 @@ async def test_redis_grants_what_the_model_grants(server: RedisServer) -> None:
                     tuple((draw.uniform(0, 7000), draw.randrange(9)) for _ in range(count))
                     for count in (draw.randrange(3), draw.choice([0, 0, 2]))
                 )
-                ask = Ask(
+                ask = LeaseRequest(
                     kind=kind,  # type: ignore[arg-type]
                     limit=draw.choice([100, 200, 2**53 - 1]),
                     seconds=3600.0 if name == "hour" else 0.0,
                     lease_s=2.0,
                     keep_s=9000.0,
-                    slot={"day": 1000, "new": int(steady()) + 10**6}.get(name, 0),
+                    slot={"day": 1000, "new": int(steady_clock()) + 10**6}.get(name, 0),
                     need=draw.choice([0, draw.randrange(30)]),
                     ahead=draw.choice([0, draw.randrange(30)]),
                     kept=draw.choice([0, 0, draw.randrange(9)]),
@@ -508,9 +521,9 @@ async def test_redis_grants_what_the_model_grants(server: RedisServer) -> None:
             }
             keys = [f"gateway:g{who}", "gateways", *(name for name, _ in asks)]
             packed = await script(keys=keys, args=[msgspec.msgpack.encode(body)])
-            answer = msgspec.msgpack.decode(packed, type=dict[str, int | list[Grant]])
+            answer = msgspec.msgpack.decode(packed, type=dict[str, int | list[LeaseGrant]])
             granted = answer["grants"]
-            expected = model.exchange(f"g{who}", numbers[who], 1000.0, theirs, steady())
+            expected = model.exchange(f"g{who}", numbers[who], 1000.0, theirs, steady_clock())
             assert answer["gateways"] == len(model.alive) or not fresh
             assert isinstance(granted, list)
             assert [(g.granted, g.used, g.known) for g in granted] == [
@@ -553,19 +566,19 @@ async def test_a_limit_is_free_again_in_time_though_the_clock_of_redis_was_set_b
 async def test_a_rotated_key_finds_its_limits_as_used_as_they_were(server: RedisServer) -> None:
     limited = limit("requests", 10, "hour")
     moved = msgspec.structs.replace(
-        directory(msgspec.structs.replace(limited, owner="k2")), heirs={"k1": "k2"}
+        directory(msgspec.structs.replace(limited, owner="k2")), successors={"k1": "k2"}
     )
     async with gateways(server, limited) as stages:
         before = [await _is_in(stage) for stage in stages for _ in range(2)]
         for stage in stages:
-            stage.update(moved)
+            stage.apply_snapshot(moved)
         after = [await _is_in(stage) for stage in stages for _ in range(10)]
     assert all(before)
     assert 9 <= sum(before) + sum(after) <= 10
 
 
 def _month() -> int:
-    return int(period("month", steady())[0])
+    return int(calendar_bounds("month", steady_clock())[0])
 
 
 async def _is_in(stage: Gate) -> bool:
@@ -612,17 +625,17 @@ def child(server: RedisServer, requests: str) -> Iterator[subprocess.Popen[str]]
             process.kill()
 
 
-class Crowded(RedisState):
+class Crowded(RedisQuotaBackend):
     """Others take what there is before who has asked for it can, three times."""
 
     times = 3
 
-    async def obtain(self, wants: Wants) -> bool:
-        answered = await super().obtain(wants)
+    async def acquire(self, demand: QuotaDemand) -> bool:
+        answered = await super().acquire(demand)
         if self.times:
             self.times -= 1
-            for counter, _ in wants:
-                counter.add(counter.room(steady()), steady())
+            for counter, _ in demand:
+                counter.add(counter.remaining(steady_clock()), steady_clock())
         return answered
 
 
@@ -630,8 +643,8 @@ async def test_whose_room_others_take_first_asks_again_while_there_is_more(
     server: RedisServer,
 ) -> None:
     """It was refused, until the day was over where that was the limit's window."""
-    stage = Gate(Crowded(server.url, wait_s=10.0))
-    stage.update(directory(limit("tokens", 10**9, "day"), limit("requests", 10**9)))
+    stage = Gate(Crowded(server.url, timeout_s=10.0))
+    stage.apply_snapshot(directory(limit("tokens", 10**9, "day"), limit("requests", 10**9)))
     await stage.start()
     try:
         assert await refusal(stage, request()) is None

@@ -21,7 +21,7 @@ from tests.integration.gateway.test_tokens import (
     until_refused,
 )
 
-from argosy.gateway.auth import Identity, signing_keys
+from argosy.gateway.auth import Authenticator, signing_keys
 from argosy.protocol import ApiError
 
 LATER_S = 3700.0
@@ -40,7 +40,7 @@ def test_keys_are_fetched_again_once_there_is_a_thread_for_it(
         clock.ahead = LATER_S
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", _refuse)
-            assert who.identify(bearer(stolen)).project == "proj_chat"
+            assert who.authenticate(bearer(stolen)).project == "proj_chat"
         clock.ahead += 6.0
         assert until_refused(who, stolen, time.monotonic() + DEADLINE_S) == 401
     assert [line["event"] for line in logs][:1] == ["signing_keys_unavailable"]
@@ -57,7 +57,7 @@ def test_new_keys_are_found_after_the_system_clock_was_set_back() -> None:
         clock.ahead = 0.0
         identify(who, bearer(token))
         issuing.keys.append(public_jwk(OTHER_RSA_KEY, "new"))
-        clock.ahead = signing_keys.PAUSE_S + 1.0
+        clock.ahead = signing_keys.MIN_REFETCH_INTERVAL_S + 1.0
         new = issuing.token(OTHER_RSA_KEY, "new", project="chat")
         assert identify(who, bearer(new)).project == "proj_chat"
 
@@ -88,7 +88,7 @@ def _answers_with_an_error(issuing: Issuer) -> None:
 
 
 def _has_more_than_anybody_needs(issuing: Issuer) -> None:
-    issuing.keys.append({"kty": "oct", "k": "x" * signing_keys.SIZE_LIMIT_BYTES})
+    issuing.keys.append({"kty": "oct", "k": "x" * signing_keys.MAX_DOCUMENT_BYTES})
 
 
 @pytest.mark.parametrize(
@@ -133,9 +133,9 @@ def test_a_key_is_good_for_the_algorithm_that_it_was_published_for() -> None:
         assert "its key is of another kind" in message
 
 
-def _status(who: Identity, token: str) -> int:
+def _status(who: Authenticator, token: str) -> int:
     with pytest.raises(ApiError) as caught:
-        who.identify(bearer(token))
+        who.authenticate(bearer(token))
     return caught.value.status
 
 

@@ -17,7 +17,7 @@ from tests.waiting import until
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.gateway import ReplicaConfig, Timeouts
 
-PATIENT = Timeouts(first_token_s=60.0, between_tokens_s=60.0, recovery_s=60.0)
+PATIENT = Timeouts(first_token_timeout_s=60.0, stream_idle_timeout_s=60.0, failover_timeout_s=60.0)
 TOKENS = [100 + number % 60 for number in range(3000)]
 # Much to send for each token, so that the sockets between fill.
 CHAT: dict[str, Any] = {
@@ -61,11 +61,11 @@ async def test_what_the_fast_path_could_not_send_is_sent_before_the_rest(
     ):
         client = asks(running.client.base_url)
         await engine.paused.wait()
-        await until(lambda: running.serving.on_fast_path == 1)
+        await until(lambda: running.serving.fast_path_streams == 1)
         engine.go_on.set()
-        await until(lambda: running.serving.on_fast_path == 0)
+        await until(lambda: running.serving.fast_path_streams == 0)
         assert not watching.left
         answer = await asyncio.to_thread(read, client)
     assert ids(dechunked(answer.partition(b"\r\n\r\n")[2])) == TOKENS
-    (journey,) = watching.left
-    assert (journey.status, journey.delivered.output_tokens) == ("completed", len(TOKENS))
+    (context,) = watching.left
+    assert (context.status, context.delivered.output_tokens) == ("completed", len(TOKENS))

@@ -17,7 +17,7 @@ from tests.waiting import until
 
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.gateway import ReplicaConfig
-from argosy.gateway.backends import Kind
+from argosy.gateway.backends import BackendKind
 from argosy.protocol import ApiError
 
 TOKENS = list(range(100, 112))
@@ -68,13 +68,13 @@ async def test_all_that_is_delivered_is_counted(
         answer = await running.client.post(path, json=body(path, stream=stream))
         assert answer.status_code == 200, answer.text
         assert answer.headers["x-watched"] == "yes"
-    (journey,) = watching.left
-    assert journey.status == "completed"
+    (context,) = watching.left
+    assert context.status == "completed"
     assert watching.counts == sorted(set(watching.counts))
-    assert watching.counts[-1] == journey.delivered.output_tokens == 12
-    assert journey.delivered.prompt_tokens > 0
-    assert journey.delivered.cached_tokens == min(3, journey.delivered.prompt_tokens)
-    assert journey.replica.startswith("http://127.0.0.1:")
+    assert watching.counts[-1] == context.delivered.output_tokens == 12
+    assert context.delivered.prompt_tokens > 0
+    assert context.delivered.cached_tokens == min(3, context.delivered.prompt_tokens)
+    assert context.replica_name.startswith("http://127.0.0.1:")
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -100,12 +100,12 @@ async def test_a_limit_ends_a_stream_at_the_token(
     assert ids == TOKENS[:counted]
     assert told[-1]["usage"]["completion_tokens"] == counted
     assert len({(chunk["id"], chunk["created"], chunk["model"]) for chunk in told}) == 1
-    (journey,) = watching.left
-    assert (journey.status, journey.delivered.output_tokens) == ("stopped", counted)
+    (context,) = watching.left
+    assert (context.status, context.delivered.output_tokens) == ("stopped", counted)
 
 
 @pytest.mark.parametrize(("kind", "most"), [("openai", 5), ("openai", 12), ("llama.cpp", 12)])
-async def test_a_stream_that_was_there_at_once_ends_once(kind: Kind, most: int) -> None:
+async def test_a_stream_that_was_there_at_once_ends_once(kind: BackendKind, most: int) -> None:
     """Its server had ended it before the limit did."""
 
     async def at_once(asked: Asked) -> None:
@@ -159,9 +159,9 @@ async def test_a_limit_ends_only_the_choices_that_run(tokenizer: Tokenizer) -> N
     watching = Watching(most=12 + 3)
     async with ours(tokenizer, watching) as (running, engine):
         engine.script = lambda request: Script(
-            list(TOKENS) if request.lead is None else TOKENS[:9],
+            list(TOKENS) if request.parent_id is None else TOKENS[:9],
             finish="length",
-            pause_after=None if request.lead is None else 3,
+            pause_after=None if request.parent_id is None else 3,
         )
         asked = body(PATHS[0], stream=True, n=2)
         answer = await running.client.post(PATHS[0], json=asked)
@@ -245,7 +245,7 @@ async def test_usage_that_cannot_be_is_not_believed(tokens: int) -> None:
         for stream in (True, False):
             answer = await running.client.post(PATHS[1], json=body(PATHS[1], stream=stream))
             assert answer.status_code == 200
-    counts = [journey.delivered.output_tokens for journey in watching.left]
+    counts = [context.delivered.output_tokens for context in watching.left]
     assert [0 < count < 100 for count in counts] == [True, True]
 
 
@@ -260,9 +260,9 @@ async def test_a_refusal_leaves_the_stages_before_it() -> None:
         assert answer.headers.get_list("x-watched") == ["yes", "yes"]
     assert not rough.asked
     assert not second.left
-    (journey,) = first.left
-    assert journey.status == "refused"
-    assert journey.trace.error == "rate_limit_exceeded"
+    (context,) = first.left
+    assert context.status == "refused"
+    assert context.trace.error_code == "rate_limit_exceeded"
 
 
 async def test_how_requests_end(tokenizer: Tokenizer) -> None:
@@ -338,7 +338,7 @@ async def test_a_client_that_takes_nothing_is_cut_off() -> None:
         writer.write(head.encode() + asked)
         await asyncio.wait_for(watching.gone.acquire(), 30)
         assert watching.left[0].status == "cancelled"
-        await until(lambda: watching.left[0].exchange.failure is not None)
-        assert watching.left[0].exchange.failure == "slow_reader"
+        await until(lambda: watching.left[0].exchange.error_code is not None)
+        assert watching.left[0].exchange.error_code == "slow_reader"
         del reader
         writer.close()

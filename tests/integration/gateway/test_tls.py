@@ -28,8 +28,17 @@ from tests.integration.serving import CONFIG, MODEL, serve
 from tests.waiting import still
 
 from argosy.gateway import GatewayConfig, GatewayServer, ModelConfig, ReplicaConfig, UpstreamTls
-from argosy.http_server import App, Certificates, Listener, Receive, Scope, Send, TlsConfig, bind
-from argosy.process import heeding
+from argosy.http_server import (
+    AsgiApp,
+    CertificateWatcher,
+    HttpServer,
+    Receive,
+    Scope,
+    Send,
+    TlsConfig,
+    bind_tcp,
+)
+from argosy.process import handle_signals
 
 
 @pytest.fixture
@@ -181,10 +190,10 @@ async def hello(scope: Scope, receive: Receive, send: Send) -> None:
 
 @contextlib.asynccontextmanager
 async def listening(
-    app: App, certificates: Certificates | None
-) -> AsyncIterator[tuple[Listener, int]]:
-    bound = bind("127.0.0.1", 0)
-    listener = Listener(app, certificates)
+    app: AsgiApp, certificates: CertificateWatcher | None
+) -> AsyncIterator[tuple[HttpServer, int]]:
+    bound = bind_tcp("127.0.0.1", 0)
+    listener = HttpServer(app, certificates)
     task = asyncio.create_task(listener.serve(sockets=[bound]))
     while not listener.started:  # noqa: ASYNC110 - that is all it shows
         await asyncio.sleep(0)
@@ -198,7 +207,7 @@ async def listening(
 async def test_keep_alive_pipelining_and_http_1_0_over_tls(
     authority: Authority, server_pair: Pair
 ) -> None:
-    async with listening(hello, Certificates(config(server_pair))) as (_, port):
+    async with listening(hello, CertificateWatcher(config(server_pair))) as (_, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trust(authority))
         for path in (b"/a", b"/b"):  # one after the other on one connection
             writer.write(b"GET %b HTTP/1.1\r\nhost: x\r\n\r\n" % path)
@@ -220,7 +229,7 @@ async def test_keep_alive_pipelining_and_http_1_0_over_tls(
 async def test_small_answers_are_not_held_back(
     authority: Authority, server_pair: Pair, tls: bool
 ) -> None:
-    certificates = Certificates(config(server_pair)) if tls else None
+    certificates = CertificateWatcher(config(server_pair)) if tls else None
     async with listening(hello, certificates) as (listener, port):
         context = trust(authority) if tls else None
         _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
@@ -236,32 +245,32 @@ async def test_small_answers_are_not_held_back(
 async def test_new_certificates_are_shown_without_a_restart(
     authority: Authority, server_pair: Pair, tmp_path: Path
 ) -> None:
-    certificates = Certificates(config(server_pair))
-    assert not certificates.refresh()
+    certificates = CertificateWatcher(config(server_pair))
+    assert not certificates.reload_if_changed()
     async with listening(hello, certificates) as (_, port):
         first = await shown(port)
         authority.pair("server", "127.0.0.1")
         touch(server_pair, 10)
-        assert certificates.refresh()
+        assert certificates.reload_if_changed()
         second = await shown(port)
         assert first != second
         spoil(server_pair)
         touch(server_pair, 20)
-        assert not certificates.refresh()  # and the old one stays in use
+        assert not certificates.reload_if_changed()  # and the old one stays in use
         assert await shown(port) == second
 
 
 async def test_sighup_takes_new_certificates_in_at_once(
     authority: Authority, server_pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("argosy.http_server.tls.LOOK_EACH_S", 3600.0)
+    monkeypatch.setattr("argosy.http_server.tls.CERTIFICATE_CHECK_INTERVAL_S", 3600.0)
     double = Vllm()
     async with (
         running(double),
         gateway(ReplicaConfig(url=double.url, model="cat"), tls=config(server_pair)) as (one, url),
     ):
         port = int(url.rsplit(":", 1)[1])
-        with heeding(one.stop, one.renew):
+        with handle_signals(one.stop, one.reload):
             first = await shown(port)
             authority.pair("server", "127.0.0.1")
             os.kill(os.getpid(), signal.SIGHUP)
@@ -279,7 +288,7 @@ async def test_an_authority_that_is_withdrawn_opens_nothing(
     of_old, of_new = old.pair("of-old"), new.pair("of-new")
     trusted = tmp_path / "trusted.pem"
     shutil.copy(old.ca, trusted)
-    certificates = Certificates(config(server_pair, str(trusted)))
+    certificates = CertificateWatcher(config(server_pair, str(trusted)))
     async with listening(hello, certificates) as (_, port):
         url = f"https://127.0.0.1:{port}"
 
@@ -305,7 +314,7 @@ async def test_a_session_does_not_outlast_the_authority_that_vouched_for_it(
     old, new = Authority(tmp_path, "old"), Authority(tmp_path, "new")
     trusted = tmp_path / "trusted.pem"
     shutil.copy(old.ca, trusted)
-    certificates = Certificates(config(server_pair, str(trusted)))
+    certificates = CertificateWatcher(config(server_pair, str(trusted)))
     context = trust(authority, old.pair("of-old"))
     context.minimum_version = context.maximum_version = version
 
@@ -355,11 +364,11 @@ def test_files_that_cannot_be_used_are_refused_by_name(
 ) -> None:
     other = authority.pair("other")
     with pytest.raises(ValueError, match="give PEM files that belong together"):
-        Certificates(TlsConfig(certificate=server_pair.certificate, key=other.key))
+        CertificateWatcher(TlsConfig(certificate=server_pair.certificate, key=other.key))
     with pytest.raises(ValueError, match="missing"):
-        Certificates(TlsConfig(certificate=str(tmp_path / "missing"), key=other.key))
+        CertificateWatcher(TlsConfig(certificate=str(tmp_path / "missing"), key=other.key))
     with pytest.raises(ValueError, match="authority's certificate"):
-        Certificates(config(server_pair, other.key))
+        CertificateWatcher(config(server_pair, other.key))
 
 
 # --- towards replicas ----------------------------------------------------------------------------
@@ -486,14 +495,14 @@ async def test_connections_are_kept_and_slow_sinks_hold_the_replica_back_over_tl
         sink = Kept()
         connection = await ask(upstream, sink)
         await sink.begun.wait()
-        connection.pause()
+        connection.pause_reading()
         assert await still(lambda: sent) < 1000 * len(piece)
         assert len(sink.body) < 2 << 20
-        connection.resume()
+        connection.resume_reading()
         await sink.ended.wait()
         assert len(sink.body) == 1000 * len(piece)
         assert connections == 1
-        kept = upstream.kept()
+        kept = upstream.take_idle_connection()
         assert kept is connection
         connection.close()
         await goodbye.wait()

@@ -26,8 +26,8 @@ from tests.integration.gateway.issuer import (
 )
 from tests.integration.gateway.people import Request, bearer, directory, key, plain
 
-from argosy.gateway.auth import AuthConfig, Identity, JwtConfig, signing_keys
-from argosy.gateway.principal import Caller
+from argosy.gateway.auth import AuthConfig, Authenticator, JwtConfig, signing_keys
+from argosy.gateway.principal import Principal
 from argosy.protocol import ApiError
 
 DEADLINE_S = 20.0
@@ -49,32 +49,32 @@ def issuing() -> Iterator[Issuer]:
         yield running
 
 
-def trusting(issuing: Issuer, clock: Clock | None = None, **settings: Any) -> Identity:  # noqa: ANN401 - of the settings' types
+def trusting(issuing: Issuer, clock: Clock | None = None, **settings: Any) -> Authenticator:  # noqa: ANN401 - of the settings' types
     """An identity that takes this issuer's tokens."""
     usual: dict[str, Any] = {"issuer": issuing.url, "audience": ("argosy",)}
     config = JwtConfig(**usual | settings)
-    return Identity(directory(key("a")), AuthConfig(jwt=config), clock or Clock())
+    return Authenticator(directory(key("a")), AuthConfig(jwt=config), clock or Clock())
 
 
-def identify(who: Identity, request: Request) -> Caller:
+def identify(who: Authenticator, request: Request) -> Principal:
     """As a client does that tries again while keys are being fetched."""
     deadline = time.monotonic() + DEADLINE_S
     while True:
         try:
-            return who.identify(request)
+            return who.authenticate(request)
         except ApiError as error:
             if error.retry_after_s != 1.0 or time.monotonic() > deadline:
                 raise
             time.sleep(0.01)
 
 
-def refusal(who: Identity, token: str) -> tuple[int, str]:
+def refusal(who: Authenticator, token: str) -> tuple[int, str]:
     with pytest.raises(ApiError) as caught:
         identify(who, bearer(token))
     return caught.value.status, caught.value.message
 
 
-def until_refused(who: Identity, token: str, deadline: float) -> int:
+def until_refused(who: Authenticator, token: str, deadline: float) -> int:
     """The status with which it is at last."""
     while time.monotonic() < deadline:
         try:
@@ -93,9 +93,13 @@ def encoded(value: dict[str, Any]) -> str:
 
 
 def test_a_user_is_found_by_email_and_has_their_role_and_project(issuing: Issuer) -> None:
-    caller = identify(trusting(issuing), bearer(issuing.token(email="Ann@Acme.test")))
-    assert (caller.user, caller.role, caller.key) == ("user_ann", "operator", "")
-    assert (caller.organisation, caller.project, caller.tier) == ("org_acme", "proj_chat", 0)
+    principal = identify(trusting(issuing), bearer(issuing.token(email="Ann@Acme.test")))
+    assert (principal.user, principal.role, principal.key) == ("user_ann", "operator", "")
+    assert (principal.organisation, principal.project, principal.tier) == (
+        "org_acme",
+        "proj_chat",
+        0,
+    )
 
 
 def test_a_user_is_found_by_subject_and_may_choose_a_project_of_their_own(issuing: Issuer) -> None:
@@ -114,25 +118,29 @@ def test_whoever_is_no_user_is_placed_by_the_claims(issuing: Issuer) -> None:
         team="chat",
         groups=["staff", "viewer", "operator"],
     )
-    caller = identify(who, bearer(token))
-    assert caller.user == "new@acme.test"
-    assert (caller.organisation, caller.project) == ("org_acme", "proj_chat")
-    assert (caller.role, caller.scope) == ("operator", "organisation")
+    principal = identify(who, bearer(token))
+    assert principal.user == "new@acme.test"
+    assert (principal.organisation, principal.project) == ("org_acme", "proj_chat")
+    assert (principal.role, principal.role_scope) == ("operator", "organisation")
 
 
 def test_what_cannot_be_written_down_of_a_claim_is_a_question_mark(issuing: Issuer) -> None:
     """Half a character in a subject kept requests from ending: in no explanation, and in no metric."""
     who = trusting(issuing)
     token = issuing.token(sub="a\ud800\0\nb", organisation="acme", project="chat")
-    caller = identify(who, bearer(token))
-    assert caller.user == "a???b"
-    assert caller.organisation == "org_acme"
+    principal = identify(who, bearer(token))
+    assert principal.user == "a???b"
+    assert principal.organisation == "org_acme"
 
 
 def test_roles_of_the_whole_gateway_are_those_of_users(issuing: Issuer) -> None:
     who = trusting(issuing, role_claim="groups")
-    caller = identify(who, bearer(issuing.token(sub="user_eve", groups=["viewer"])))
-    assert (caller.organisation, caller.role, caller.scope) == ("org_zeta", "admin", "gateway")
+    principal = identify(who, bearer(issuing.token(sub="user_eve", groups=["viewer"])))
+    assert (principal.organisation, principal.role, principal.role_scope) == (
+        "org_zeta",
+        "admin",
+        "gateway",
+    )
 
 
 def test_who_has_no_project_shares_cached_prompts_with_no_other_organisation(
@@ -140,11 +148,11 @@ def test_who_has_no_project_shares_cached_prompts_with_no_other_organisation(
 ) -> None:
     who = trusting(issuing, role_claim="groups")
     token = issuing.token(groups=["admin"], organisation="acme")
-    assert (identify(who, bearer(token)).project, identify(who, bearer(token)).domain) == (
+    assert (identify(who, bearer(token)).project, identify(who, bearer(token)).cache_domain) == (
         "",
         "org_acme",
     )
-    assert identify(who, bearer(issuing.token(sub="user_eve"))).domain == "org_zeta"
+    assert identify(who, bearer(issuing.token(sub="user_eve"))).cache_domain == "org_zeta"
 
 
 def test_of_users_with_one_email_the_token_says_which_or_it_is_the_first(issuing: Issuer) -> None:
@@ -210,9 +218,9 @@ def test_keys_work_beside_tokens(issuing: Issuer) -> None:
 
 def test_tokens_are_taken_with_no_keys_at_all_and_then_nobody_is_anyone(issuing: Issuer) -> None:
     config = JwtConfig(issuer=issuing.url, audience=("argosy",))
-    who = Identity(directory(), AuthConfig(jwt=config))
+    who = Authenticator(directory(), AuthConfig(jwt=config))
     with pytest.raises(ApiError) as caught:
-        who.identify(Request())
+        who.authenticate(Request())
     assert caught.value.code == "missing_api_key"
 
 
@@ -360,7 +368,7 @@ def test_keys_that_come_too_slowly_are_given_up(
     issuing: Issuer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the fetch would never end, and no other would begin: a withdrawn key would be good for ever."""
-    monkeypatch.setattr(signing_keys, "FETCH_S", 0.2)
+    monkeypatch.setattr(signing_keys, "FETCH_TIMEOUT_S", 0.2)
     issuing.drips = True
     clock = Clock()
     who = trusting(issuing, clock)
@@ -368,7 +376,7 @@ def test_keys_that_come_too_slowly_are_given_up(
     deadline = time.monotonic() + DEADLINE_S
     while issuing.asked < 2 and time.monotonic() < deadline:
         with pytest.raises(ApiError) as caught:
-            who.identify(bearer(token))
+            who.authenticate(bearer(token))
         assert caught.value.status == 503
         clock.ahead += 6.0
         time.sleep(0.05)
@@ -398,7 +406,7 @@ def test_an_issuer_that_is_down_is_asked_again_and_nobody_is_refused_for_it(
     who = trusting(issuing, clock)
     token = issuing.token(project="chat")
     with pytest.raises(ApiError) as caught:
-        who.identify(bearer(token))
+        who.authenticate(bearer(token))
     assert caught.value.status == 503
     issuing.broken = False
     clock.ahead = 6.0
@@ -417,7 +425,7 @@ def test_what_the_system_refuses_is_a_failure_like_others(
         while asked < 20 or (not logs and time.monotonic() < deadline):
             asked += 1
             with pytest.raises(ApiError) as caught:
-                who.identify(bearer(issuing.token()))
+                who.authenticate(bearer(issuing.token()))
             assert caught.value.status == 503
             time.sleep(0.01)
     assert [line["event"] for line in logs] == ["signing_keys_unavailable"]
@@ -430,7 +438,7 @@ def test_keys_can_come_from_a_file_or_a_url_of_their_own(issuing: Issuer, tmp_pa
     file = tmp_path / "jwks.json"
     file.write_text(json.dumps({"keys": issuing.keys}))
     by_file = trusting(issuing, jwks=str(file))
-    assert by_file.identify(bearer(token)).project == "proj_chat", "at once: nothing to fetch"
+    assert by_file.authenticate(bearer(token)).project == "proj_chat", "at once: nothing to fetch"
 
 
 def test_a_file_of_keys_that_has_changed_is_taken_in_soon(issuing: Issuer, tmp_path: Path) -> None:
@@ -465,7 +473,7 @@ def test_a_file_without_keys_is_refused_at_the_start(tmp_path: Path, text: str, 
     file.write_text(text)
     config = JwtConfig(jwks=str(file), audience=("argosy",))
     with pytest.raises(ValueError, match=said):
-        Identity(directory(), AuthConfig(jwt=config))
+        Authenticator(directory(), AuthConfig(jwt=config))
 
 
 @pytest.mark.parametrize(
@@ -479,4 +487,4 @@ def test_a_file_without_keys_is_refused_at_the_start(tmp_path: Path, text: str, 
 def test_settings_without_keys_are_refused(settings: dict[str, str], said: str) -> None:
     config = JwtConfig(audience=("argosy",), **settings)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=said):
-        Identity(directory(), AuthConfig(jwt=config))
+        Authenticator(directory(), AuthConfig(jwt=config))

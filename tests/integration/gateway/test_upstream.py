@@ -24,11 +24,11 @@ from tests.waiting import still, until
 
 from argosy.gateway.upstream import connection as upstream_connection
 from argosy.gateway.upstream import upstream_response as attempts
-from argosy.gateway.upstream.connection import Connection, UpstreamError
-from argosy.gateway.upstream.name_resolution import addresses_of
-from argosy.gateway.upstream.upstream import NEXT_ADDRESS_S, Upstream
-from argosy.gateway.upstream.upstream_response import Attempt
-from argosy.policy import Outcome
+from argosy.gateway.upstream.connection import UpstreamConnection, UpstreamError
+from argosy.gateway.upstream.name_resolution import resolve_addresses
+from argosy.gateway.upstream.upstream import CONNECTION_ATTEMPT_DELAY_S, Upstream
+from argosy.gateway.upstream.upstream_response import UpstreamResponse
+from argosy.policy import AttemptOutcome
 from argosy.protocol import parse_endpoint
 
 
@@ -112,8 +112,8 @@ async def test_what_does_not_come_whole_is_a_failure(answer: bytes, untouched: b
         await ask(upstream, sink)
         await sink.ended.wait()
         assert sink.error is not None
-        assert sink.error.untouched == untouched
-        assert upstream.kept() is None
+        assert sink.error.before_response == untouched
+        assert upstream.take_idle_connection() is None
 
 
 async def test_a_second_answer_to_one_request_is_never_taken_for_the_next() -> None:
@@ -136,7 +136,7 @@ async def test_no_server_is_a_failure_that_says_so() -> None:
         upstream = Upstream(parse_endpoint(f"http://127.0.0.1:{deaf.getsockname()[1]}"))
         with pytest.raises(UpstreamError, match="no connection") as caught:
             await upstream.connect()
-    assert caught.value.untouched
+    assert caught.value.before_response
 
 
 async def test_a_name_that_is_found_too_late_is_a_failure_and_no_more() -> None:
@@ -147,7 +147,7 @@ async def test_a_name_that_is_found_too_late_is_a_failure_and_no_more() -> None:
         with pytest.raises(UpstreamError, match="no connection"):
             await late.connect()
     with pytest.raises(OSError, match=r"[Nn]ame"):
-        await addresses_of("nowhere.invalid")
+        await resolve_addresses("nowhere.invalid")
     await until(lambda: not any(thread.name == "aside" for thread in threading.enumerate()))
     gc.collect()
     assert not reported
@@ -238,21 +238,21 @@ async def test_what_accepts_and_closes_is_no_connection(
     monkeypatch: pytest.MonkeyPatch, host: str
 ) -> None:
     """As forwarders do whose server is away: nothing can be asked there, and nobody would be called back."""
-    made = Connection.connection_made
+    made = UpstreamConnection.connection_made
     Names(monkeypatch, "127.0.0.1")
     with socket.create_server(("127.0.0.1", 0)) as forwarder:
 
-        def made_and_closed(self: Connection, transport: asyncio.BaseTransport) -> None:
+        def made_and_closed(self: UpstreamConnection, transport: asyncio.BaseTransport) -> None:
             made(self, transport)
             forwarder.accept()[0].close()
 
-        monkeypatch.setattr(Connection, "connection_made", made_and_closed)
+        monkeypatch.setattr(UpstreamConnection, "connection_made", made_and_closed)
         upstream = Upstream(parse_endpoint(f"http://{host}:{forwarder.getsockname()[1]}"))
-        attempt = Attempt(time.monotonic)
+        attempt = UpstreamResponse(time.monotonic)
 
         async def asked() -> None:
-            await attempt.send(upstream, upstream.request(b"GET", b"/", b"", []))
-            await attempt.head
+            await attempt.send(upstream, upstream.build_request(b"GET", b"/", b"", []))
+            await attempt.status
 
         with pytest.raises(UpstreamError):
             await asked()
@@ -271,8 +271,8 @@ async def test_an_address_that_never_answers_costs_a_moment_and_no_more_than_onc
                 begun = time.monotonic()
                 (await named.connect()).abort()
                 waits.append(time.monotonic() - begun)
-    assert NEXT_ADDRESS_S <= waits[0] < 10
-    assert max(waits[1:]) < NEXT_ADDRESS_S
+    assert CONNECTION_ATTEMPT_DELAY_S <= waits[0] < 10
+    assert max(waits[1:]) < CONNECTION_ATTEMPT_DELAY_S
 
 
 @contextlib.contextmanager
@@ -306,22 +306,22 @@ async def test_a_paused_sink_holds_the_server_back_and_memory_stays_bounded() ->
         sink = Kept()
         connection = await ask(upstream, sink)
         await sink.begun.wait()
-        connection.pause()
+        connection.pause_reading()
         assert await still(lambda: sent) < 4000 * len(piece)
         assert len(sink.body) < 1 << 20
-        connection.resume()
+        connection.resume_reading()
         await sink.ended.wait()
         assert len(sink.body) == 4000 * len(piece)
 
 
 @pytest.mark.parametrize(
-    ("held_s", "outcome"), [(0.0, None), (60.0, Outcome.FAILURE)], ids=["long", "a moment"]
+    ("held_s", "outcome"), [(0.0, None), (60.0, AttemptOutcome.FAILURE)], ids=["long", "a moment"]
 )
 async def test_a_server_that_was_held_back_for_long_may_give_up(
-    held_s: float, outcome: Outcome | None, monkeypatch: pytest.MonkeyPatch
+    held_s: float, outcome: AttemptOutcome | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It cuts off clients that take nothing; what ours does not take says nothing about it."""
-    monkeypatch.setattr(upstream_connection, "HELD_BACK_S", held_s)
+    monkeypatch.setattr(upstream_connection, "LONG_PAUSE_S", held_s)
     paused = asyncio.Event()
 
     async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -334,9 +334,9 @@ async def test_a_server_that_was_held_back_for_long_may_give_up(
         sink = Kept()
         connection = await ask(upstream, sink)
         await sink.begun.wait()
-        connection.pause()
-        connection.pause()
-        connection.resume()
+        connection.pause_reading()
+        connection.pause_reading()
+        connection.resume_reading()
         paused.set()
         await sink.ended.wait()
         assert sink.error is not None
@@ -352,20 +352,20 @@ async def test_a_sink_that_paused_at_an_answers_end_leaves_a_connection_that_wor
     class Behind(Kept):
         """A client that is behind when the answer's last bytes come."""
 
-        connection: Connection
+        connection: UpstreamConnection
 
         def on_body(self, body: bytes) -> None:
             super().on_body(body)
-            self.connection.pause()
+            self.connection.pause_reading()
 
     async with serving(handler) as upstream:
         sink = Behind()
         sink.connection = await ask(upstream, sink)
         await sink.ended.wait()
-        kept = upstream.kept()
+        kept = upstream.take_idle_connection()
         assert kept is sink.connection
         then = Kept()
-        kept.ask(upstream.request(b"POST", b"/x", b"", []), then)
+        kept.send_request(upstream.build_request(b"POST", b"/x", b"", []), then)
         async with asyncio.timeout(5.0):
             await then.ended.wait()
         assert (then.body, then.error) == (b"ok", None)
@@ -385,14 +385,14 @@ async def test_what_was_abandoned_on_a_kept_connection_is_not_asked_again() -> N
                 taken.set()  # and it says nothing any more
 
     async with serving(handler) as upstream:
-        request, clock = upstream.request(b"POST", b"/v1/x", b"{}", []), time.monotonic
-        first = Attempt(clock)
+        request, clock = upstream.build_request(b"POST", b"/v1/x", b"{}", []), time.monotonic
+        first = UpstreamResponse(clock)
         await first.send(upstream, request)
-        assert await first.whole() == b"ok"
-        second = Attempt(clock)
+        assert await first.read_body() == b"ok"
+        second = UpstreamResponse(clock)
         sending = asyncio.create_task(second.send(upstream, request))
         await taken.wait()
-        second.abandon("too late")
+        second.abort("too late")
         with pytest.raises(UpstreamError, match="too late"):
             await sending
     assert asked == 2
@@ -413,13 +413,13 @@ async def test_a_kept_connection_that_was_cut_late_had_taken_the_request(
         now += after_s
 
     async with serving(handler) as upstream:
-        request = upstream.request(b"POST", b"/v1/x", b"{}", [])
-        first, second = Attempt(lambda: now), Attempt(lambda: now)
+        request = upstream.build_request(b"POST", b"/v1/x", b"{}", [])
+        first, second = UpstreamResponse(lambda: now), UpstreamResponse(lambda: now)
         await first.send(upstream, request)
-        assert await first.whole() == b"ok"
+        assert await first.read_body() == b"ok"
         if again:
             await second.send(upstream, request)
-            assert await second.whole() == b"ok"
+            assert await second.read_body() == b"ok"
         else:
             with pytest.raises(UpstreamError, match="closed"):
                 await second.send(upstream, request)
@@ -471,7 +471,7 @@ async def test_a_machine_that_vanishes_is_missed(
     monkeypatch: pytest.MonkeyPatch, begun: bool
 ) -> None:
     """Before it has taken a request, and in the middle of its answer."""
-    monkeypatch.setattr(upstream_connection, "VANISHED_S", 1)
+    monkeypatch.setattr(upstream_connection, "TCP_USER_TIMEOUT_S", 1)
     gone = asyncio.Event()
 
     async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -487,7 +487,7 @@ async def test_a_machine_that_vanishes_is_missed(
         connection, sink = await upstream.connect(), Kept()
         if not begun:
             await gone.wait()
-        connection.ask(upstream.request(b"POST", b"/v1/x", b"{}", []), sink)
+        connection.send_request(upstream.build_request(b"POST", b"/v1/x", b"{}", []), sink)
         if begun:
             await sink.begun.wait()
             gone.set()
@@ -546,7 +546,7 @@ async def test_what_is_no_body_may_not_go_on_for_ever(begin: bytes, piece: bytes
     async with serving(handler) as upstream:
         sink = await flood(upstream)
         assert sink.error is not None
-        assert upstream.kept() is None
+        assert upstream.take_idle_connection() is None
         assert len(sink.body) <= 3
 
 
@@ -576,7 +576,7 @@ async def test_what_makes_no_sense_is_a_failure(answer: bytes) -> None:
     async with serving(handler) as upstream:
         sink = await flood(upstream)
         assert sink.error is not None
-        assert upstream.kept() is None
+        assert upstream.take_idle_connection() is None
 
 
 async def test_bytes_that_nobody_asked_for_close_the_connection() -> None:
@@ -595,13 +595,13 @@ async def test_bytes_that_nobody_asked_for_close_the_connection() -> None:
         assert sink.error is None
         more.set()
         await sent.wait()
-        assert upstream.kept() is None
+        assert upstream.take_idle_connection() is None
 
 
 async def test_an_answer_that_nobody_takes_is_not_kept_without_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(attempts, "WHOLE_LIMIT_BYTES", 1 << 20)
+    monkeypatch.setattr(attempts, "MAX_BUFFERED_BYTES", 1 << 20)
 
     async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await read_request(reader)
@@ -611,11 +611,11 @@ async def test_an_answer_that_nobody_takes_is_not_kept_without_end(
             await writer.drain()
 
     async with serving(handler) as upstream:
-        attempt = Attempt(asyncio.get_running_loop().time)
-        await attempt.send(upstream, upstream.request(b"POST", b"/v1/x", b"{}", []))
-        assert await attempt.head == 200
+        attempt = UpstreamResponse(asyncio.get_running_loop().time)
+        await attempt.send(upstream, upstream.build_request(b"POST", b"/v1/x", b"{}", []))
+        assert await attempt.status == 200
         with pytest.raises(UpstreamError, match="larger than"):
-            await attempt.whole()
+            await attempt.read_body()
 
 
 @given(
@@ -641,10 +641,10 @@ async def test_an_answer_that_nobody_takes_is_not_kept_without_end(
 )
 @example(answer=b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 3\r\n\r\nabcabc", cuts=[])
 def test_no_bytes_whatsoever_do_more_than_end_an_attempt(answer: bytes, cuts: list[int]) -> None:
-    sink, kept = Kept(), list[Connection]()
-    connection = Connection(kept.append)
+    sink, kept = Kept(), list[UpstreamConnection]()
+    connection = UpstreamConnection(kept.append)
     connection.connection_made(Wire())
-    connection.ask(b"", sink)
+    connection.send_request(b"", sink)
     edges = [0, *sorted(min(cut, len(answer)) for cut in cuts), len(answer)]
     for begin, end in itertools.pairwise(edges):
         if not connection.closed:
@@ -690,6 +690,6 @@ def test_what_is_no_address_is_refused_with_the_remedy(url: str) -> None:
 )
 def test_addresses(url: str, name: str) -> None:
     endpoint = parse_endpoint(url)
-    assert endpoint.name == name
-    assert endpoint.path == ("/x" if "/x" in url else "")
+    assert endpoint.display_name == name
+    assert endpoint.path_prefix == ("/x" if "/x" in url else "")
     assert endpoint.tls == url.startswith("https")

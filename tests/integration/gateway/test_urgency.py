@@ -61,8 +61,8 @@ async def test_an_answer_ends_with_what_there_is(tokenizer: Tokenizer, stream: b
     assert [i for one in choices for i in one.get("token_ids") or ()] == TOKENS[:40]
     assert choices[-1]["finish_reason"] == "timeout"
     assert chunks[-1]["usage"]["completion_tokens"] == 40
-    (journey,) = watching.left
-    assert (journey.status, journey.delivered.output_tokens) == ("stopped", 40)
+    (context,) = watching.left
+    assert (context.status, context.delivered.output_tokens) == ("stopped", 40)
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
@@ -70,7 +70,7 @@ async def test_a_choice_that_has_not_begun_has_no_tokens_and_says_so(
     tokenizer: Tokenizer, path: str
 ) -> None:
     def first_only(request: EngineRequest) -> Script:
-        return Script(list(TOKENS), pause_after=0 if request.lead else 5)
+        return Script(list(TOKENS), pause_after=0 if request.parent_id else 5)
 
     async with (
         serve(FakeEngine(tokenizer, first_only)) as served,
@@ -93,7 +93,7 @@ async def test_a_stream_on_the_fast_path_ends_too(tokenizer: Tokenizer) -> None:
         front([], ReplicaConfig(url=served.url, model=MODEL)) as running,
     ):
         asked = asyncio.create_task(running.client.post(CHAT, json=body(SOON_S, stream=True)))
-        await until(lambda: running.serving.on_fast_path == 1)
+        await until(lambda: running.serving.fast_path_streams == 1)
         chunks = told((await asked).content)
     assert chunks[-1]["choices"][0]["finish_reason"] == "timeout"
 
@@ -120,7 +120,7 @@ async def test_another_servers_stream_ends_too() -> None:
 async def test_one_that_waits_to_be_carried_on_ends_too(tokenizer: Tokenizer) -> None:
     crashing = Script(TOKENS[:20], crash=RuntimeError("gone"))
     engine = FakeEngine(tokenizer, lambda _: crashing)
-    patient = Timeouts(recovery_s=30.0)
+    patient = Timeouts(failover_timeout_s=30.0)
     async with serve(engine) as served:
         replica = ReplicaConfig(url=served.url, model=MODEL)
         async with front([], replica, timeouts=patient) as running:
@@ -145,9 +145,13 @@ async def test_one_of_which_nothing_came_is_refused(tokenizer: Tokenizer, stream
         replica = ReplicaConfig(url=served.url, model=MODEL)
         async with front([watching], replica) as running:
             refused(await running.client.post(CHAT, json=body(0.1, stream=stream)))
-            trace = running.traces.find(watching.left[0].id)
+            trace = running.traces.find(watching.left[0].response_id)
     assert trace is not None
-    assert (trace.status, trace.error, trace.output_tokens) == ("stopped", "deadline_exceeded", 0)
+    assert (trace.status, trace.error_code, trace.output_tokens) == (
+        "stopped",
+        "deadline_exceeded",
+        0,
+    )
 
 
 async def test_the_queue_goes_by_them_and_drops_who_is_too_late() -> None:
@@ -189,7 +193,7 @@ async def test_the_queue_goes_by_them_and_drops_who_is_too_late() -> None:
 async def test_the_operator_may_bound_all_requests(tokenizer: Tokenizer) -> None:
     async with serve(stuck(tokenizer, 0)) as served:
         replica = ReplicaConfig(url=served.url, model=MODEL)
-        async with front([], replica, timeouts=Timeouts(request_s=0.1)) as running:
+        async with front([], replica, timeouts=Timeouts(request_timeout_s=0.1)) as running:
             refused(await running.client.post(CHAT, json=body(None)))
             refused(await running.client.post(CHAT, json=body(30.0)))
 

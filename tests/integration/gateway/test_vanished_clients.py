@@ -47,7 +47,7 @@ async def test_its_request_ends(tmp_path: Path, stream: bool) -> None:
             models=[ModelConfig(name=MODEL, replicas=replicas)],
             store=StoreConfig(url=url),
             slow_reader_timeout_s=0.5,
-            keep_alive_s=0.5,
+            sse_keepalive_interval_s=0.5,
         )
         with tenants(url) as store:
             key = store.key(store.project("web"))

@@ -8,7 +8,7 @@ import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
-from argosy.gateway.upstream.connection import Connection, UpstreamError
+from argosy.gateway.upstream.connection import UpstreamConnection, UpstreamError
 from argosy.gateway.upstream.upstream import Upstream
 from argosy.protocol import parse_endpoint
 
@@ -89,10 +89,10 @@ async def serving(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def ask(upstream: Upstream, sink: Kept, body: bytes = b"{}") -> Connection:
-    connection = upstream.kept() or await upstream.connect()
+async def ask(upstream: Upstream, sink: Kept, body: bytes = b"{}") -> UpstreamConnection:
+    connection = upstream.take_idle_connection() or await upstream.connect()
     headers = [(b"content-type", b"application/json")]
-    connection.ask(upstream.request(b"POST", b"/v1/x", body, headers), sink)
+    connection.send_request(upstream.build_request(b"POST", b"/v1/x", body, headers), sink)
     return connection
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from argosy.store import UsageRow
+from argosy.store import UsageRecord
 
 
-def usage_row(request: str, **fields: Any) -> UsageRow:  # noqa: ANN401 - whatever a row has
+def usage_row(request: str, **fields: Any) -> UsageRecord:  # noqa: ANN401 - whatever a row has
     """A row of one second and a few tokens, unless `fields` say otherwise."""
     ended_at = fields.pop("ended_at", 1_763_750_000.0)
     defaults: dict[str, Any] = {
@@ -26,4 +26,4 @@ def usage_row(request: str, **fields: Any) -> UsageRow:  # noqa: ANN401 - whatev
         "output_tokens": 3,
         "nano_dollars": 700,
     }
-    return UsageRow(request=request, ended_at=ended_at, **{**defaults, **fields})
+    return UsageRecord(request=request, ended_at=ended_at, **{**defaults, **fields})

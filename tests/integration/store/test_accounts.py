@@ -21,10 +21,10 @@ from argosy.store import (
     Project,
     Store,
     User,
-    digest,
+    hash_key,
 )
-from argosy.store.records import Record
-from argosy.store.validation import MOST
+from argosy.store.records import AccountRecord
+from argosy.store.validation import MAX_RECORDS_PER_ORGANISATION
 
 ME = "key:test"
 OWNERS: tuple[OwnerKind, ...] = ("organisation", "project", "user", "key")
@@ -87,25 +87,25 @@ def test_what_is_created_is_found_again(store: Store, organisation: Organisation
     )
     assert (key.models, key.networks, key.role) == (("m", "n"), ("10.0.0.0/8",), "operator")
     assert key.flags == ("beta",)
-    limit = store.terms.set_limit(
+    limit = store.limits_and_prices.set_limit(
         "key", key.id, "tokens", 2**62, window="minute", model="m", actor=ME
     )
-    price = store.terms.set_price(
+    price = store.limits_and_prices.set_price(
         Price(model="m", tier="free", input=3, cached_input=1, output=9, since=7.5), actor=ME
     )
     assert accounts.get_organisation(organisation.id) == organisation
     assert accounts.get_project(project.id) == project
     assert accounts.get_user(user.id) == user
     assert accounts.get_key(key.id) == key
-    directory = store.directory()
+    directory = store.load_snapshot()
     assert store.is_current(directory)
     assert list(directory.organisations) == accounts.list_organisations() == [organisation]
     assert list(directory.projects) == accounts.list_projects(organisation.id) == [project]
     assert list(directory.users) == accounts.list_users(organisation.id) == [user]
     assert list(directory.keys) == accounts.list_keys(project.id) == [key]
-    assert list(directory.limits) == store.terms.list_limits("key", key.id) == [limit]
-    assert list(directory.prices) == store.terms.list_prices("m") == [price]
-    assert [*accounts.list_projects("org_other"), *store.terms.list_prices("n")] == []
+    assert list(directory.limits) == store.limits_and_prices.list_limits("key", key.id) == [limit]
+    assert list(directory.prices) == store.limits_and_prices.list_prices("m") == [price]
+    assert [*accounts.list_projects("org_other"), *store.limits_and_prices.list_prices("n")] == []
 
 
 def test_what_is_changed_stays_changed(store: Store, project: Project, user: User) -> None:
@@ -128,13 +128,13 @@ def test_what_is_changed_stays_changed(store: Store, project: Project, user: Use
 def test_each_change_raises_the_version_and_nothing_else_does(
     store: Store, project: Project
 ) -> None:
-    version = store.directory().version
+    version = store.load_snapshot().version
     store.accounts.change_project(project.id, name="search", tier="standard", actor=ME)
     with pytest.raises(ConflictError):
         store.accounts.create_project(project.organisation, "search", actor=ME)
-    assert store.directory().version == version
+    assert store.load_snapshot().version == version
     store.accounts.change_project(project.id, weight=3, actor=ME)
-    assert store.directory().version == version + 1
+    assert store.load_snapshot().version == version + 1
 
 
 def test_names_are_unique_where_people_expect_it(
@@ -180,7 +180,7 @@ def test_an_organisation_ends_with_all_that_it_has(
 ) -> None:
     clock.now += 10
     ended = store.accounts.archive_organisation(project.organisation, actor=ME)
-    directory = store.directory()
+    directory = store.load_snapshot()
     assert directory.organisations == (ended,)
     assert [p.archived_at for p in directory.projects] == [START + 10]
     assert [u.disabled_at for u in directory.users] == [START + 10]
@@ -192,7 +192,7 @@ def test_what_has_ended_stays_ended(store: Store, project: Project, user: User) 
     revoked = accounts.revoke_key(key.id, actor=ME)
     disabled = accounts.disable_user(user.id, actor=ME)
     archived = accounts.archive_project(project.id, actor=ME)
-    version = store.directory().version
+    version = store.load_snapshot().version
     assert accounts.revoke_key(key.id, actor=ME) == revoked
     assert accounts.disable_user(user.id, actor=ME) == disabled
     assert accounts.archive_project(project.id, actor=ME) == archived
@@ -201,12 +201,12 @@ def test_what_has_ended_stays_ended(store: Store, project: Project, user: User) 
         lambda: accounts.change_user(user.id, role="admin", actor=ME),
         lambda: accounts.create_key(project.id, "other", actor=ME),
         lambda: accounts.rotate_key(key.id, 1, actor=ME),
-        lambda: store.terms.set_limit("user", user.id, "concurrency", 1, actor=ME),
+        lambda: store.limits_and_prices.set_limit("user", user.id, "concurrency", 1, actor=ME),
     ]
     for refusal in refused:
         with pytest.raises(ConflictError):
             refusal()
-    assert store.directory().version == version
+    assert store.load_snapshot().version == version
 
 
 def test_unknown_ids_are_named(store: Store, organisation: Organisation) -> None:
@@ -217,8 +217,8 @@ def test_unknown_ids_are_named(store: Store, organisation: Organisation) -> None
         lambda: accounts.change_user("nobody", actor=ME),
         lambda: accounts.create_user(organisation.id, "a@b.c", project="nobody", actor=ME),
         lambda: accounts.revoke_key("nobody", actor=ME),
-        lambda: store.terms.set_limit("key", "nobody", "concurrency", 1, actor=ME),
-        lambda: store.terms.delete_limit("nobody", actor=ME),
+        lambda: store.limits_and_prices.set_limit("key", "nobody", "concurrency", 1, actor=ME),
+        lambda: store.limits_and_prices.delete_limit("nobody", actor=ME),
     ]
     for refusal in unknown:
         with pytest.raises(NotFoundError, match="with the id 'nobody'"):
@@ -252,35 +252,37 @@ def test_wrong_values_are_refused_by_name(store: Store, project: Project) -> Non
         r"\$.expires_at": lambda: accounts.create_key(project.id, "k", expires_at=1e15, actor=ME),
         "an actor": lambda: accounts.create_organisation("x", actor=""),
         "0 seconds or more": lambda: accounts.rotate_key("k", float("nan"), actor=ME),
-        r"\$.amount": lambda: store.terms.set_limit(
+        r"\$.amount": lambda: store.limits_and_prices.set_limit(
             "project", project.id, "tokens", -1, window="day", actor=ME
         ),
-        r"\$.amount ": lambda: store.terms.set_limit(
+        r"\$.amount ": lambda: store.limits_and_prices.set_limit(
             "project", project.id, "tokens", 2**63, window="day", actor=ME
         ),
-        "has a window": lambda: store.terms.set_limit("project", project.id, "tokens", 1, actor=ME),
-        "only concurrency has none": lambda: store.terms.set_limit(
+        "has a window": lambda: store.limits_and_prices.set_limit(
+            "project", project.id, "tokens", 1, actor=ME
+        ),
+        "only concurrency has none": lambda: store.limits_and_prices.set_limit(
             "project", project.id, "concurrency", 1, window="day", actor=ME
         ),
-        "The owner of a limit": lambda: store.terms.set_limit(
+        "The owner of a limit": lambda: store.limits_and_prices.set_limit(
             "tenant",  # type: ignore[arg-type]
             "t",
             "concurrency",
             1,
             actor=ME,
         ),
-        r"<= 1000000000 - at .\$.input": lambda: store.terms.set_price(
+        r"<= 1000000000 - at .\$.input": lambda: store.limits_and_prices.set_price(
             Price(model="m", input=10**9 + 1, cached_input=0, output=0), actor=ME
         ),
-        r"\$.output": lambda: store.terms.set_price(
+        r"\$.output": lambda: store.limits_and_prices.set_price(
             Price(model="m", input=0, cached_input=0, output=-1), actor=ME
         ),
     }
-    version = store.directory().version
+    version = store.load_snapshot().version
     for said, refusal in wrong.items():
         with pytest.raises(ValueError, match=said.strip()):
             refusal()
-    assert store.directory().version == version
+    assert store.load_snapshot().version == version
 
 
 def test_organisations_do_not_mix(store: Store, project: Project, user: User) -> None:
@@ -304,9 +306,9 @@ def test_a_key_is_shown_once_and_only_its_digest_is_kept(store: Store, project: 
     secret = plain.removeprefix(f"{key.prefix}-")
     assert len(secret) >= 32
     assert set(secret) <= set(string.ascii_letters + string.digits + "-_")
-    assert key.digest == digest(plain)
-    assert store.directory().keys == (key,)
-    assert secret not in repr(store.directory())
+    assert key.digest == hash_key(plain)
+    assert store.load_snapshot().keys == (key,)
+    assert secret not in repr(store.load_snapshot())
     assert store.accounts.create_key(project.id, "other", actor=ME)[1] != plain
 
 
@@ -317,10 +319,10 @@ def test_a_rotated_key_works_until_the_overlap_ends(
     old, _ = accounts.create_key(
         project.id, "laptop", user=user.id, models=["m"], expires_at=START + 100, actor=ME
     )
-    store.terms.set_limit("key", old.id, "requests", 5, window="second", actor=ME)
+    store.limits_and_prices.set_limit("key", old.id, "requests", 5, window="second", actor=ME)
     clock.now += 40
     new, plain = accounts.rotate_key(old.id, 10, actor=ME)
-    assert new.digest == digest(plain)
+    assert new.digest == hash_key(plain)
     assert new == msgspec.structs.replace(
         old,
         id=new.id,
@@ -331,10 +333,10 @@ def test_a_rotated_key_works_until_the_overlap_ends(
     )
     old = accounts.get_key(old.id)
     assert (old.expires_at, old.replaced_by) == (START + 50, new.id)
-    assert store.directory().keys == (old, new)
-    (limit,) = store.terms.list_limits("key", new.id)
+    assert store.load_snapshot().keys == (old, new)
+    (limit,) = store.limits_and_prices.list_limits("key", new.id)
     assert (limit.unit, limit.amount, limit.window) == ("requests", 5, "second")
-    assert store.terms.list_limits("key", old.id) == [], "both are under the new one's"
+    assert store.limits_and_prices.list_limits("key", old.id) == [], "both are under the new one's"
     with pytest.raises(ConflictError, match=f"rotate {new.id}"):
         accounts.rotate_key(old.id, 10, actor=ME)
     assert accounts.rotate_key(new.id, 1000, actor=ME)[0].expires_at == START + 140
@@ -352,41 +354,43 @@ def test_revoked_keys_leave_the_directory_at_once_and_expired_ones_later(
     second, _ = store.accounts.create_key(project.id, "b", expires_at=START + 2, actor=ME)
     store.accounts.revoke_key(first.id, actor=ME)
     clock.now += 30 * 86_400
-    assert store.directory().keys == (second,)
+    assert store.load_snapshot().keys == (second,)
     clock.now += 1
-    assert store.directory().keys == ()
+    assert store.load_snapshot().keys == ()
     assert [key.id for key in store.accounts.list_keys()] == [first.id, second.id]
 
 
 def test_a_limit_takes_the_place_of_the_one_before(store: Store, project: Project) -> None:
 
     def set_limit(amount: int, model: str | None = None) -> Limit:
-        return store.terms.set_limit(
+        return store.limits_and_prices.set_limit(
             "project", project.id, "tokens", amount, window="minute", model=model, actor=ME
         )
 
     first, of_model = set_limit(5), set_limit(7, "m")
     assert set_limit(6).id == first.id
     assert set_limit(7, " m ").id == of_model.id
-    assert {(limit.amount, limit.model) for limit in store.terms.list_limits("project")} == {
+    assert {
+        (limit.amount, limit.model) for limit in store.limits_and_prices.list_limits("project")
+    } == {
         (6, None),
         (7, "m"),
     }
-    store.terms.delete_limit(first.id, actor=ME)
-    assert store.terms.list_limits() == [of_model]
-    assert store.terms.list_limits("organisation") == []
+    store.limits_and_prices.delete_limit(first.id, actor=ME)
+    assert store.limits_and_prices.list_limits() == [of_model]
+    assert store.limits_and_prices.list_limits("organisation") == []
 
 
 def test_prices_have_a_history(store: Store) -> None:
     def set_price(output: int, since: float, model: str = "m") -> Price:
         price = Price(model=model, input=1, cached_input=1, output=output, since=since)
-        return store.terms.set_price(price, actor=ME)
+        return store.limits_and_prices.set_price(price, actor=ME)
 
     first, later = set_price(1, 0), set_price(1, 5)
     assert set_price(2, 0).id == first.id
     assert set_price(2, 0, " m ").id == first.id
-    assert [price.output for price in store.terms.list_prices()] == [2, 1]
-    assert store.terms.list_prices()[1] == later
+    assert [price.output for price in store.limits_and_prices.list_prices()] == [2, 1]
+    assert store.limits_and_prices.list_prices()[1] == later
 
 
 def test_a_directory_is_of_one_version(store: Store) -> None:
@@ -404,27 +408,27 @@ def test_a_directory_is_of_one_version(store: Store) -> None:
     writer.start()
     seen: set[int] = set()
     while writer.is_alive() or not seen:
-        directory = store.directory()
+        directory = store.load_snapshot()
         assert len(directory.organisations) == directory.version - 1
         seen.add(directory.version)
     writer.join()
     assert not failures
-    assert store.directory().version == 41
+    assert store.load_snapshot().version == 41
 
 
 def test_a_first_run_makes_what_a_caller_needs(store: Store) -> None:
-    made = store.accounts.first_run(actor="serve")
+    made = store.accounts.bootstrap(actor="serve")
     assert made is not None
     key, plain = made
-    directory = store.directory()
+    directory = store.load_snapshot()
     assert directory.version == 2
     assert [organisation.name for organisation in directory.organisations] == ["default"]
     assert [project.name for project in directory.projects] == ["default"]
     assert directory.keys == (key,)
     assert isinstance(key, Key)
-    assert (key.role, key.scope, key.digest) == ("admin", "gateway", digest(plain))
+    assert (key.role, key.scope, key.digest) == ("admin", "gateway", hash_key(plain))
     assert key.project == directory.projects[0].id
-    assert store.accounts.first_run(actor="serve") is None
+    assert store.accounts.bootstrap(actor="serve") is None
 
 
 # --- one organisation, as if there were no others ------------------------------------------------
@@ -436,23 +440,29 @@ def test_within_an_organisation_there_is_nothing_else(
     everywhere = store.accounts
     key, _ = everywhere.create_key(project.id, "laptop", user=user.id, actor=ME)
     limits = [
-        store.terms.set_limit(kind, owner, "tokens", 1, window="day", actor=ME)
+        store.limits_and_prices.set_limit(kind, owner, "tokens", 1, window="day", actor=ME)
         for kind, owner in zip(OWNERS, (organisation.id, project.id, user.id, key.id), strict=True)
     ]
     other = everywhere.create_organisation("Other", actor=ME)
-    own, foreign = everywhere.within(organisation.id), everywhere.within(other.id)
+    own, foreign = (
+        everywhere.for_organisation(organisation.id),
+        everywhere.for_organisation(other.id),
+    )
     assert own.list_organisations() == [organisation]
     assert own.list_projects() == own.list_projects(organisation.id) == [project]
     assert own.list_users() == [user]
     assert own.list_keys() == [key]
-    assert sorted(store.terms.within(organisation.id).list_limits(), key=str) == sorted(
-        limits, key=str
-    )
-    assert [store.terms.within(organisation.id).get_limit(limit.id) for limit in limits] == limits
+    assert sorted(
+        store.limits_and_prices.for_organisation(organisation.id).list_limits(), key=str
+    ) == sorted(limits, key=str)
+    assert [
+        store.limits_and_prices.for_organisation(organisation.id).get_limit(limit.id)
+        for limit in limits
+    ] == limits
     assert foreign.list_organisations() == [other]
     lists = (foreign.list_projects, foreign.list_users, foreign.list_keys)
     assert [len(listed()) for listed in lists] == [0, 0, 0]
-    assert store.terms.within(other.id).list_limits() == []
+    assert store.limits_and_prices.for_organisation(other.id).list_limits() == []
     assert foreign.list_projects(organisation.id) == []
     assert foreign.list_keys(project.id) == []
 
@@ -462,12 +472,15 @@ def test_within_an_organisation_nothing_else_is_changed(
 ) -> None:
     everywhere = store.accounts
     key, _ = everywhere.create_key(project.id, "laptop", actor=ME)
-    limit = store.terms.set_limit("key", key.id, "tokens", 1, window="day", actor=ME)
+    limit = store.limits_and_prices.set_limit("key", key.id, "tokens", 1, window="day", actor=ME)
     other = everywhere.create_organisation("Other", actor=ME)
     home = everywhere.create_project(other.id, "home", actor=ME)
     mine = everywhere.create_user(other.id, "bob@example.com", actor=ME)
-    accounts, terms = everywhere.within(other.id), store.terms.within(other.id)
-    version = store.directory().version
+    accounts, terms = (
+        everywhere.for_organisation(other.id),
+        store.limits_and_prices.for_organisation(other.id),
+    )
+    version = store.load_snapshot().version
     unknown: list[Callable[[], object]] = [
         lambda: accounts.get_organisation(organisation.id),
         lambda: accounts.change_organisation(organisation.id, name="x", actor=ME),
@@ -494,17 +507,17 @@ def test_within_an_organisation_nothing_else_is_changed(
         terms.set_price(price, actor=ME)
     with pytest.raises(ConflictError, match="This organisation is not one of"):
         accounts.create_organisation("Third", actor=ME)
-    assert store.directory().version == version
-    store.terms.set_price(price, actor=ME)
+    assert store.load_snapshot().version == version
+    store.limits_and_prices.set_price(price, actor=ME)
     assert len(terms.list_prices()) == 1
 
 
 @pytest.mark.parametrize("kind", [Project, User, Key, Limit])
 def test_an_organisation_has_no_more_than_it_may(
-    store: Store, monkeypatch: pytest.MonkeyPatch, kind: type[Record]
+    store: Store, monkeypatch: pytest.MonkeyPatch, kind: type[AccountRecord]
 ) -> None:
-    monkeypatch.setitem(MOST, kind, 3)
-    accounts, terms = store.accounts, store.terms
+    monkeypatch.setitem(MAX_RECORDS_PER_ORGANISATION, kind, 3)
+    accounts, terms = store.accounts, store.limits_and_prices
     organisation, other = (accounts.create_organisation(name, actor=ME).id for name in "ab")
     project = accounts.create_project(organisation, "first", actor=ME).id
 
@@ -530,9 +543,9 @@ def test_an_organisation_has_no_more_than_it_may(
 def test_what_has_ended_makes_room(
     store: Store, clock: Clock, project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kinds: tuple[type[Record], ...] = (Key, Project)
+    kinds: tuple[type[AccountRecord], ...] = (Key, Project)
     for kind in kinds:
-        monkeypatch.setitem(MOST, kind, 2)
+        monkeypatch.setitem(MAX_RECORDS_PER_ORGANISATION, kind, 2)
     accounts = store.accounts
     first, _ = accounts.create_key(project.id, "a", actor=ME)
     old, _ = accounts.create_key(project.id, "b", expires_at=clock.now + 5, actor=ME)

@@ -40,9 +40,9 @@ def test_a_database_without_an_encoding_keeps_every_text(
     store = open_store(postgres.url(database_in(administrator, "SQL_ASCII")))
     store.migrate()
     store.accounts.create_organisation(NAME, actor="test")
-    store.usage.add([usage_row("r", model=NAME)])
-    assert [one.name for one in store.directory().organisations] == [NAME]
-    assert [row.model for row in store.usage.report(["model"])] == [NAME]
+    store.ledger.add_records([usage_row("r", model=NAME)])
+    assert [one.name for one in store.load_snapshot().organisations] == [NAME]
+    assert [row.model for row in store.ledger.report(["model"])] == [NAME]
     store.close()
 
 
@@ -52,9 +52,9 @@ def test_a_text_that_an_encoding_lacks_is_refused_with_what_to_do(
     store = open_store(postgres.url(database_in(administrator, "LATIN1")))
     store.migrate()
     with pytest.raises(StoreError, match=r"no equivalent in encoding.* ENCODING 'UTF8'"):
-        store.usage.add([usage_row("r", model=NAME)])
-    assert store.usage.add([usage_row("r", model="café")]) == 1
-    assert [row.model for row in store.usage.report(["model"])] == ["café"]
+        store.ledger.add_records([usage_row("r", model=NAME)])
+    assert store.ledger.add_records([usage_row("r", model="café")]) == 1
+    assert [row.model for row in store.ledger.report(["model"])] == ["café"]
     store.close()
 
 

@@ -6,7 +6,7 @@ import pytest
 import sqlalchemy as sa
 from tests.integration.store.conftest import START, at_once
 
-from argosy.store import Price, Store, StoreError, Verdict
+from argosy.store import AuditVerification, Price, Store, StoreError
 from argosy.store.database import Database
 
 UNPROTECT = {
@@ -22,7 +22,7 @@ def database(url: str) -> Database:
 
 
 def run(database: Database, *statements: str) -> None:
-    with database.write() as connection:
+    with database.write_transaction() as connection:
         for statement in statements:
             connection.execute(sa.text(statement))
     database.close()
@@ -44,12 +44,14 @@ def test_every_change_is_told(store: Store) -> None:
     key, _ = accounts.create_key(project.id, "k", actor="e")
     new, _ = accounts.rotate_key(key.id, 5, actor="f")
     accounts.revoke_key(new.id, actor="g")
-    limit = store.terms.set_limit("project", project.id, "concurrency", 3, actor="h")
-    store.terms.set_limit("project", project.id, "concurrency", 4, actor="h")
-    store.terms.delete_limit(limit.id, actor="h")
-    price = store.terms.set_price(Price(model="m", input=1, cached_input=1, output=1), actor="i")
+    limit = store.limits_and_prices.set_limit("project", project.id, "concurrency", 3, actor="h")
+    store.limits_and_prices.set_limit("project", project.id, "concurrency", 4, actor="h")
+    store.limits_and_prices.delete_limit(limit.id, actor="h")
+    price = store.limits_and_prices.set_price(
+        Price(model="m", input=1, cached_input=1, output=1), actor="i"
+    )
     accounts.archive_organisation(organisation.id, actor="j")
-    entries = store.audit.entries()[::-1]
+    entries = store.audit_log.list_entries()[::-1]
     assert [(entry.actor, entry.action, entry.subject) for entry in entries] == [
         ("a", "organisation.create", organisation.id),
         ("b", "project.create", project.id),
@@ -72,28 +74,28 @@ def test_every_change_is_told(store: Store) -> None:
     assert entries[2].details == {"tier": ["standard", "free"], "weight": [1.0, 2.0]}
     assert entries[6].details == {"expires_at": [None, START + 5], "replaced_by": [None, new.id]}
     assert entries[9].details["amount"] == 3
-    assert store.audit.verify() == Verdict(entries=16)
+    assert store.audit_log.verify() == AuditVerification(entries=16)
     theirs = {entry.subject for entry in entries if entry.organisation == organisation.id}
     assert theirs == {entry.subject for entry in entries} - {price.id}
     other = accounts.create_organisation("Other", actor="k")
-    within = store.audit.within(organisation.id).entries()
+    within = store.audit_log.for_organisation(organisation.id).list_entries()
     assert within == [entry for entry in entries[::-1] if entry.subject != price.id]
-    assert store.audit.within(other.id).entries(subject=project.id) == []
+    assert store.audit_log.for_organisation(other.id).list_entries(subject=project.id) == []
 
 
 def test_entries_come_page_by_page_and_by_subject(store: Store) -> None:
     fill(store)
-    newest = store.audit.entries(limit=2)
+    newest = store.audit_log.list_entries(limit=2)
     assert [entry.entry for entry in newest] == [5, 4]
-    assert [entry.entry for entry in store.audit.entries(before=4)] == [3, 2, 1]
-    assert store.audit.entries(subject=newest[1].subject) == [newest[1]]
+    assert [entry.entry for entry in store.audit_log.list_entries(before=4)] == [3, 2, 1]
+    assert store.audit_log.list_entries(subject=newest[1].subject) == [newest[1]]
 
 
 def test_no_secret_is_told(store: Store, database: Database) -> None:
-    made = store.accounts.first_run(actor="serve")
+    made = store.accounts.bootstrap(actor="serve")
     assert made is not None
     _, plain = store.accounts.rotate_key(made[0].id, 5, actor="me")
-    with database.read() as connection:
+    with database.read_transaction() as connection:
         told = repr(connection.execute(sa.text("SELECT * FROM audit")).all())
     database.close()
     for key in (made[1], plain):
@@ -107,7 +109,7 @@ def test_the_database_refuses_to_alter_it(store: Store, database: Database, stat
     with pytest.raises(ValueError, match="append-only"):
         run(database, statement)
     database.close()
-    assert store.audit.verify() == Verdict(entries=5)
+    assert store.audit_log.verify() == AuditVerification(entries=5)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +136,9 @@ def test_tampering_shows(
 ) -> None:
     fill(store)
     run(database, *UNPROTECT[kind], statement)
-    assert store.audit.verify() == Verdict(entries=broken - 1, broken=broken, problem=problem)
+    assert store.audit_log.verify() == AuditVerification(
+        entries=broken - 1, broken=broken, problem=problem
+    )
 
 
 @pytest.mark.parametrize("details", ["not JSON", "[1]", ""])
@@ -143,40 +147,42 @@ def test_an_entry_that_cannot_be_read_says_what_to_ask(
 ) -> None:
     fill(store)
     run(database, *UNPROTECT[kind])
-    with database.write() as connection:
+    with database.write_transaction() as connection:
         update = sa.text("UPDATE audit SET details = :details WHERE entry = 3")
         connection.execute(update, {"details": details})
     with pytest.raises(StoreError, match=r"Entry 3 .*is not what was written: see `argosy audit"):
-        store.audit.entries()
-    known = store.directory()
+        store.audit_log.list_entries()
+    known = store.load_snapshot()
     run(database, "DELETE FROM state")
-    for used in (store.audit.verify, lambda: store.is_current(known), store.directory):
+    for used in (store.audit_log.verify, lambda: store.is_current(known), store.load_snapshot):
         with pytest.raises(StoreError, match="lacks its row of state"):
             used()
 
 
 def test_a_chain_that_was_written_anew_shows(store: Store, database: Database, kind: str) -> None:
     """The head that the last change left does not fit, neither to a forged end nor to a longer one."""
-    from argosy.store.audit import seal
+    from argosy.store.audit import hash_entry
 
     fill(store)
-    with database.write() as connection:
+    with database.write_transaction() as connection:
         for statement in UNPROTECT[kind]:
             connection.execute(sa.text(statement))
         rows = connection.execute(sa.text("SELECT * FROM audit ORDER BY entry")).mappings().all()
         forged = {**rows[4], "actor": "x"}
-        forged["hash"] = seal(rows[3]["hash"], forged)
+        forged["hash"] = hash_entry(rows[3]["hash"], forged)
         connection.execute(sa.text("DELETE FROM audit WHERE entry = 5"))
         connection.execute(INSERT, forged)
-    assert store.audit.verify().broken == 5
-    with database.write() as connection:
+    assert store.audit_log.verify().broken == 5
+    with database.write_transaction() as connection:
         connection.execute(sa.text("DELETE FROM audit WHERE entry = 5"))
         connection.execute(INSERT, dict(rows[4]))
         more = {**rows[4], "entry": 6}
-        more["hash"] = seal(rows[4]["hash"], more)
+        more["hash"] = hash_entry(rows[4]["hash"], more)
         connection.execute(INSERT, more)
     database.close()
-    assert store.audit.verify() == Verdict(entries=5, broken=6, problem="it was added by hand")
+    assert store.audit_log.verify() == AuditVerification(
+        entries=5, broken=6, problem="it was added by hand"
+    )
 
 
 INSERT = sa.text(
@@ -186,6 +192,6 @@ INSERT = sa.text(
 
 def test_writers_in_several_processes_make_one_chain(store: Store, url: str) -> None:
     at_once(3, "change", url, 15)
-    assert store.audit.verify() == Verdict(entries=45)
-    assert store.directory().version == 46
-    assert len(store.directory().organisations) == 45
+    assert store.audit_log.verify() == AuditVerification(entries=45)
+    assert store.load_snapshot().version == 46
+    assert len(store.load_snapshot().organisations) == 45

@@ -13,10 +13,10 @@ from tests.integration.store.conftest import Clock
 from tests.integration.store.rows import usage_row
 
 from argosy.store import (
+    AccountSnapshot,
     ConflictError,
-    Directory,
-    Group,
     Price,
+    ReportGroup,
     Store,
     StoreError,
     open_store,
@@ -43,29 +43,29 @@ def test_a_copy_keeps_everything_and_goes_on(store: Store, clock: Clock, other_u
     )
     rotated, _ = store.accounts.rotate_key(key.id, 60.0, actor=ME)
     store.accounts.change_project(project.id, name="shop", actor=ME)
-    store.terms.set_limit("key", rotated.id, "tokens", 2**62, window="minute", actor=ME)
+    store.limits_and_prices.set_limit("key", rotated.id, "tokens", 2**62, window="minute", actor=ME)
     price = Price(model="m", tier=None, input=3, cached_input=1, output=9, since=7.5)
-    store.terms.set_price(price, actor=ME)
+    store.limits_and_prices.set_price(price, actor=ME)
     rows = [usage_row(f"r{number}", asked="next", route="canary") for number in range(2500)]
     long_ago = usage_row("old", asked="next", ended_at=rows[0].ended_at - 3 * 86_400)
-    store.usage.add([*rows, long_ago])
-    assert store.usage.forget(rows[0].ended_at - 2 * 86_400) == 1
+    store.ledger.add_records([*rows, long_ago])
+    assert store.ledger.roll_up(rows[0].ended_at - 2 * 86_400) == 1
     other = open_store(other_url, clock=clock)
     other.migrate()
     assert store.copy_to(other) > len(rows)
-    assert other.is_current(store.directory())
+    assert other.is_current(store.load_snapshot())
     assert accounts(other) == accounts(store)
-    assert other.directory().named == {project.id: clock.now}
-    groups: tuple[Group, ...] = ("key", "day", "model", "asked", "route", "replica")
-    assert other.usage.report(groups) == store.usage.report(groups)
-    assert other.usage.report()[0].requests == len(rows) + 1
-    other.usage.add(rows)
-    assert other.usage.report()[0].requests == len(rows) + 1
-    before = other.audit.verify()
-    assert before == store.audit.verify()
+    assert other.load_snapshot().renamed_at == {project.id: clock.now}
+    groups: tuple[ReportGroup, ...] = ("key", "day", "model", "asked", "route", "replica")
+    assert other.ledger.report(groups) == store.ledger.report(groups)
+    assert other.ledger.report()[0].requests == len(rows) + 1
+    other.ledger.add_records(rows)
+    assert other.ledger.report()[0].requests == len(rows) + 1
+    before = other.audit_log.verify()
+    assert before == store.audit_log.verify()
     assert before.broken is None
     other.accounts.revoke_key(rotated.id, actor=ME)
-    assert other.audit.verify().entries == before.entries + 1
+    assert other.audit_log.verify().entries == before.entries + 1
     other.close()
 
 
@@ -88,8 +88,8 @@ def test_what_keeps_something_is_not_written_over(store: Store, tmp_path: Path) 
 def test_the_database_that_went_away_is_named(
     store: Store, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_copy, "BATCH", 10)
-    store.usage.add([usage_row(f"r{number}") for number in range(500)])
+    monkeypatch.setattr(store_copy, "COPY_BATCH_ROWS", 10)
+    store.ledger.add_records([usage_row(f"r{number}") for number in range(500)])
     other = open_store(f"sqlite:///{tmp_path}/other.db")
     other.migrate()
 
@@ -107,11 +107,11 @@ def test_the_database_that_went_away_is_named(
             store.copy_to(other)
     finally:
         event.remove(Engine, "before_cursor_execute", cut)
-    assert other.usage.report()[0].requests == 0
+    assert other.ledger.report()[0].requests == 0
     assert store.copy_to(other) > 500
     other.close()
 
 
-def accounts(store: Store) -> Directory:
+def accounts(store: Store) -> AccountSnapshot:
     """Whenever they are read."""
-    return msgspec.structs.replace(store.directory(), read_at=0.0)
+    return msgspec.structs.replace(store.load_snapshot(), read_at=0.0)

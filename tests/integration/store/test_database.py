@@ -25,18 +25,18 @@ from tests.integration.store.conftest import at_once
 from tests.integration.store.rows import usage_row
 
 from argosy.store import (
+    AuditVerification,
     Store,
     StoreError,
-    Verdict,
-    default_url,
-    find_store,
+    default_store_url,
     migrations,
+    open_existing_store,
     open_store,
 )
 from argosy.store import database as database_module
-from argosy.store.audit import START, seal
+from argosy.store.audit import GENESIS_HASH, hash_entry
 from argosy.store.database import Database
-from argosy.store.record_tables import changing
+from argosy.store.record_tables import begin_transaction
 from argosy.store.schema import metadata
 
 
@@ -68,7 +68,7 @@ def test_a_server_that_is_not_there(scheme: str, tmp_path: Path) -> None:
     with pytest.raises(
         StoreError, match=r"postgresql:///db cannot be used: .*Is it running"
     ) as refused:
-        store.directory()
+        store.load_snapshot()
     assert "hidden" not in str(refused.value)
     store.close()
 
@@ -101,7 +101,7 @@ def test_a_server_that_lets_nobody_in(
         answered = threads.submit(answering)
         store = open_store(f"postgresql://user@/db?host={tmp_path}")
         with pytest.raises(StoreError, match=re.escape(advice)):
-            store.directory()
+            store.load_snapshot()
         store.close()
         answered.result()
 
@@ -129,7 +129,7 @@ def test_a_file_that_is_replaced_or_removed_under_a_running_process(
     path = tmp_path / "store.db"
     shutil.copy(migrated_file, path)
     store = open_store(f"sqlite:///{path}")
-    store.directory()
+    store.load_snapshot()
     path.unlink()
     if put_back:
         shutil.copy(migrated_file, path)
@@ -151,7 +151,7 @@ def test_a_backup_that_is_put_in_a_files_place_stays_what_it_is(
     backup.replace(path)
     for _ in range(3):
         with pytest.raises(StoreError, match=r"store\.db-wal and .*start it again"):
-            store.directory()
+            store.load_snapshot()
     store.close()
     assert path.read_bytes() == migrated_file.read_bytes()
 
@@ -160,11 +160,11 @@ def test_a_file_that_is_removed_is_not_made_anew(migrated_file: Path, tmp_path: 
     path = tmp_path / "store.db"
     shutil.copy(migrated_file, path)
     store = open_store(f"sqlite:///{path}")
-    store.directory()
+    store.load_snapshot()
     path.unlink()
     for _ in range(3):
         with pytest.raises(StoreError, match="start it again"):
-            store.directory()
+            store.load_snapshot()
     store.close()
     assert not path.exists()
 
@@ -180,7 +180,7 @@ def test_a_full_disk_is_named_as_that_and_nobody_waits_for_it(
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, most))
     try:
         with pytest.raises(StoreError, match="Make room on its disk"):
-            store.directory()
+            store.load_snapshot()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
         store.close()
@@ -196,9 +196,9 @@ def test_a_backup_that_went_another_way_is_not_taken_for_what_it_was(
         store.accounts.create_organisation(name, actor="me")
         stores.append(store)
     one, other = stores
-    assert one.directory().version == other.directory().version
-    assert one.is_current(one.directory())
-    assert not other.is_current(one.directory())
+    assert one.load_snapshot().version == other.load_snapshot().version
+    assert one.is_current(one.load_snapshot())
+    assert not other.is_current(one.load_snapshot())
     one.close()
     other.close()
 
@@ -209,13 +209,13 @@ def test_a_file_that_is_damaged(migrated_file: Path, tmp_path: Path) -> None:
     (tmp_path / "store.db").write_bytes(content)
     store = open_store(f"sqlite:///{tmp_path}/store.db")
     with pytest.raises(StoreError, match=r"malformed\. .*from a backup"):
-        store.directory()
+        store.load_snapshot()
     store.close()
 
 
 def test_tables_that_are_not_ours(empty_url: str) -> None:
     database = Database(empty_url)
-    with database.write() as connection:
+    with database.write_transaction() as connection:
         connection.execute(sa.text("CREATE TABLE organisations (name TEXT)"))
     database.close()
     store = open_store(empty_url)
@@ -228,32 +228,32 @@ def test_a_file_whose_folder_has_gone(tmp_path: Path) -> None:
     store = open_store(f"sqlite:///{tmp_path}/new/store.db")
     shutil.rmtree(tmp_path / "new")
     with pytest.raises(StoreError, match=r"removed while it was in use"):
-        store.directory()
+        store.load_snapshot()
     store.close()
 
 
 def test_tables_that_are_not_there_yet(empty_url: str) -> None:
     store = open_store(empty_url)
     with pytest.raises(StoreError, match="put a backup back, or start a gateway"):
-        store.directory()
+        store.load_snapshot()
     store.close()
 
 
 def test_who_only_looks_makes_nothing(empty_url: str) -> None:
     for _ in range(2):
         with pytest.raises(StoreError, match=r"keeps nothing in .*check the URL"):
-            find_store(empty_url)
+            open_existing_store(empty_url)
     store = open_store(empty_url)
     store.migrate()
     store.close()
-    found = find_store(empty_url)
-    assert found.directory().keys == ()
+    found = open_existing_store(empty_url)
+    assert found.load_snapshot().keys == ()
     found.close()
 
 
 def test_tables_of_a_newer_version(store: Store, url: str) -> None:
     database = Database(url)
-    with database.write() as connection:
+    with database.write_transaction() as connection:
         connection.execute(sa.text("UPDATE alembic_version SET version_num = '9999'"))
     database.close()
     with pytest.raises(StoreError, match=r"newer Argosy \(9999\): update this one"):
@@ -283,29 +283,29 @@ def test_the_default_is_in_the_state_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    store = open_store(default_url())
+    store = open_store(default_store_url())
     store.migrate()
     assert (tmp_path / "state" / "argosy" / "argosy.db").exists()
     store.close()
     monkeypatch.delenv("XDG_STATE_HOME")
     monkeypatch.setenv("HOME", "/home/ann")
-    assert default_url() == "sqlite:////home/ann/.local/state/argosy/argosy.db"
+    assert default_store_url() == "sqlite:////home/ann/.local/state/argosy/argosy.db"
 
 
 def test_migrations_make_the_tables_that_the_code_expects(store: Store, url: str) -> None:
     database = Database(url)
-    with database.read() as connection:
+    with database.read_transaction() as connection:
         assert compare_metadata(MigrationContext.configure(connection), metadata) == []
     database.close()
     store.migrate()
-    assert store.directory().version == 1
+    assert store.load_snapshot().version == 1
 
 
 def test_roles_that_were_given_before_there_were_scopes_hold_for_the_whole_gateway(
     empty_url: str,
 ) -> None:
     database = Database(empty_url)
-    with database.write() as connection:
+    with database.write_transaction() as connection:
         upgrade(connection, "0001")
         for statement in BEFORE_SCOPES:
             connection.execute(sa.text(statement))
@@ -317,7 +317,7 @@ def test_roles_that_were_given_before_there_were_scopes_hold_for_the_whole_gatew
             "subject": "z",
             "details": "{}",
         }
-        head = seal(START, entry | {"organisation": None})
+        head = hash_entry(GENESIS_HASH, entry | {"organisation": None})
         connection.execute(
             sa.text(
                 "INSERT INTO audit VALUES (:entry, :at, :actor, :action, :subject, :details, :head)"
@@ -334,10 +334,10 @@ def test_roles_that_were_given_before_there_were_scopes_hold_for_the_whole_gatew
     assert {key.id: key.scope for key in keys} == {"key_a": "gateway", "key_c": "organisation"}
     assert {key.flags for key in keys} == {p.flags for p in store.accounts.list_projects()} == {()}
     assert [(user.role, user.scope) for user in users] == [("viewer", "gateway")]
-    assert [entry.organisation for entry in store.audit.entries()] == [None]
-    assert store.audit.verify() == Verdict(entries=1)
+    assert [entry.organisation for entry in store.audit_log.list_entries()] == [None]
+    assert store.audit_log.verify() == AuditVerification(entries=1)
     store.accounts.create_project("org_o", "q", actor="test")
-    assert store.audit.verify() == Verdict(entries=2)
+    assert store.audit_log.verify() == AuditVerification(entries=2)
     store.close()
 
 
@@ -370,7 +370,7 @@ def test_the_ledger_is_kept_when_a_route_becomes_a_replica_and_older_gateways_go
 ) -> None:
     """Those that still run write rows as they always did: `OLDER_ROW`, in which a route is a replica."""
     database = Database(empty_url)
-    with database.write() as connection:
+    with database.write_transaction() as connection:
         upgrade(connection, "0003")
         connection.execute(sa.text(OLDER_ROW), {"request": "before"})
         connection.execute(
@@ -383,12 +383,12 @@ def test_the_ledger_is_kept_when_a_route_becomes_a_replica_and_older_gateways_go
     waits = pytest.raises(StoreError, match=r"NOT NULL constraint failed: usage\.replica")
     with (
         contextlib.nullcontext() if kind == "postgresql" else waits,
-        database.write() as connection,
+        database.write_transaction() as connection,
     ):
         connection.execute(sa.text(OLDER_ROW), {"request": "meanwhile"})
     database.close()
-    store.usage.add([usage_row("after", asked="next", route="canary", replica="r2")])
-    (rows,) = store.usage.rows()
+    store.ledger.add_records([usage_row("after", asked="next", route="canary", replica="r2")])
+    (rows,) = store.ledger.iter_records()
     told = {row.request: (row.model, row.asked, row.route, row.replica) for row in rows}
     meanwhile = {"meanwhile": ("m", "", "", "r1")} if kind == "postgresql" else {}
     assert told == meanwhile | {
@@ -396,12 +396,12 @@ def test_the_ledger_is_kept_when_a_route_becomes_a_replica_and_older_gateways_go
         "after": ("m", "next", "canary", "r2"),
     }
     for _ in range(2):
-        report = store.usage.report(("asked", "route", "replica"))
+        report = store.ledger.report(("asked", "route", "replica"))
         assert [(row.asked, row.route, row.replica, row.requests) for row in report] == [
             ("", "", "r1", 3 + len(meanwhile)),
             ("next", "canary", "r2", 1),
         ]
-        store.usage.forget(time.time())
+        store.ledger.roll_up(time.time())
     store.close()
 
 
@@ -424,7 +424,7 @@ def test_keys_and_limits_say_whose_they_are_those_of_older_versions_too(empty_ur
             connection.execute(sa.text(OLDER_LIMIT), limit)
 
     database = Database(empty_url)
-    with database.write() as connection:
+    with database.write_transaction() as connection:
         upgrade(connection, "0001")
         for statement in BEFORE_SCOPES[:3]:
             connection.execute(sa.text(statement))
@@ -432,12 +432,15 @@ def test_keys_and_limits_say_whose_they_are_those_of_older_versions_too(empty_ur
         make(connection, "before")
     store = open_store(empty_url)
     store.migrate()
-    with database.write() as connection:
+    with database.write_transaction() as connection:
         make(connection, "meanwhile")
     database.close()
     other = store.accounts.create_organisation("other", actor="test")
     for within, count in (("org_o", 1), (other.id, 0)):
-        accounts, terms = store.accounts.within(within), store.terms.within(within)
+        accounts, terms = (
+            store.accounts.for_organisation(within),
+            store.limits_and_prices.for_organisation(within),
+        )
         keys = {f"key_{when}" for when in ("before", "meanwhile")[: 2 * count]}
         assert {key.id for key in accounts.list_keys()} == keys
         assert len(terms.list_limits()) == 8 * count
@@ -447,39 +450,39 @@ def test_keys_and_limits_say_whose_they_are_those_of_older_versions_too(empty_ur
 def test_processes_migrate_at_the_same_time(empty_url: str) -> None:
     at_once(2, "migrate", empty_url)
     store = open_store(empty_url)
-    assert store.directory().version == 1
+    assert store.load_snapshot().version == 1
     store.close()
 
 
 def test_one_of_two_first_runs_makes_the_key(store: Store, url: str) -> None:
     keys = [key for key in at_once(2, "first_run", url) if key]
     assert len(keys) == 1
-    assert len(store.directory().keys) == 1
+    assert len(store.load_snapshot().keys) == 1
 
 
 @pytest.mark.parametrize("kind", ["postgresql"])
 def test_connections_that_were_cut_are_replaced(store: Store, url: str) -> None:
-    assert store.directory().version == 1
+    assert store.load_snapshot().version == 1
     with psycopg.connect(url, autocommit=True) as connection:
         connection.execute(
             "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
             "WHERE datname = current_database() AND pid <> pg_backend_pid()"
         )
-    assert store.directory().version == 1
+    assert store.load_snapshot().version == 1
 
 
 @pytest.mark.parametrize("kind", ["postgresql"])
 def test_a_writer_that_vanished_keeps_nobody_waiting_for_long(
     store: Store, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(database_module, "IDLE_S", 1)
+    monkeypatch.setattr(database_module, "POSTGRES_IDLE_TIMEOUT_S", 1)
     vanished = Database(url)
 
     def vanish() -> None:
-        with changing(vanished, "test", time.time):
+        with begin_transaction(vanished, "test", time.time):
             store.accounts.create_organisation("acme", actor="test")  # another connection's
 
     with pytest.raises(StoreError, match="idle-in-transaction timeout"):
         vanish()
-    assert [one.name for one in store.directory().organisations] == ["acme"]
+    assert [one.name for one in store.load_snapshot().organisations] == ["acme"]
     vanished.close()

@@ -11,26 +11,26 @@ import sqlalchemy as sa
 from tests.integration.store.conftest import Clock
 from tests.integration.store.work import fill, reading
 
-from argosy.store import Directory, Price, Store, open_store
+from argosy.store import AccountSnapshot, Price, Store, open_store
 from argosy.store import snapshot_reader as reading_module
 from argosy.store.database import Database
 from argosy.store.errors import ConflictError
-from argosy.store.snapshot_reader import read_directory
+from argosy.store.snapshot_reader import read_snapshot
 
 ME = "test"
 DAY = 86_400.0
 
 
-def told(directory: Directory) -> Directory:
+def told(directory: AccountSnapshot) -> AccountSnapshot:
     """All of it but when it was read."""
     return msgspec.structs.replace(directory, read_at=0.0)
 
 
-def anew(url: str, clock: Clock) -> Directory:
+def anew(url: str, clock: Clock) -> AccountSnapshot:
     """What somebody reads who has read nothing before."""
     fresh = open_store(url, clock=clock)
     try:
-        return told(fresh.directory())
+        return told(fresh.load_snapshot())
     finally:
         fresh.close()
 
@@ -46,13 +46,13 @@ def test_what_has_changed_since_is_all_that_is_missing(
         for _ in range(draw.randrange(6)):
             change(other, draw, clock.now)
             clock.now += draw.choice((0.0, 1.0, 20 * DAY))
-        assert told(store.directory()) == anew(url, clock)
+        assert told(store.load_snapshot()) == anew(url, clock)
     other.close()
 
 
 def change(store: Store, draw: random.Random, now: float) -> None:
     """Any one."""
-    accounts, terms, name = store.accounts, store.terms, f"n{draw.random()}"
+    accounts, terms, name = store.accounts, store.limits_and_prices, f"n{draw.random()}"
     organisations = [one.id for one in accounts.list_organisations()]
     projects = [one.id for one in accounts.list_projects()]
     users = [one.id for one in accounts.list_users()]
@@ -60,7 +60,7 @@ def change(store: Store, draw: random.Random, now: float) -> None:
     limits = [one.id for one in terms.list_limits()]
     price = Price(model=name, input=1, cached_input=1, output=1, since=draw.random())
     if not projects:
-        accounts.first_run(actor=ME)
+        accounts.bootstrap(actor=ME)
         return
     able: list[Callable[[], object]] = [
         lambda: accounts.create_organisation(name, actor=ME),
@@ -90,10 +90,10 @@ def change(store: Store, draw: random.Random, now: float) -> None:
 def test_one_change_among_thousands_is_all_that_is_read(store: Store, url: str) -> None:
     fill(url, 3000)
     store.accounts.revoke_key("key_000001", actor=ME)
-    before = store.directory()
+    before = store.load_snapshot()
     store.accounts.revoke_key("key_000002", actor=ME)
     with reading() as read:
-        after = store.directory()
+        after = store.load_snapshot()
     assert sum(read) < 500  # with PostgreSQL's list of its indexes, whatever the accounts
     assert {key.id for key in before.keys} - {key.id for key in after.keys} == {"key_000002"}
     assert after.limits is before.limits
@@ -102,20 +102,20 @@ def test_one_change_among_thousands_is_all_that_is_read(store: Store, url: str) 
 def test_a_first_key_that_is_revoked_before_it_was_heard_of_opens_nothing(store: Store) -> None:
     home = store.accounts.create_organisation("acme", actor=ME)
     project = store.accounts.create_project(home.id, "web", actor=ME)
-    assert not store.directory().keyed
+    assert not store.load_snapshot().requires_keys
     made, _ = store.accounts.create_key(project.id, "k", actor=ME)
     store.accounts.revoke_key(made.id, actor=ME)
-    assert store.directory().keyed
+    assert store.load_snapshot().requires_keys
 
 
 def test_too_many_changes_are_read_as_a_whole(
     store: Store, url: str, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading_module, "MOST_CHANGES", 2)
+    monkeypatch.setattr(reading_module, "MAX_INCREMENTAL_CHANGES", 2)
     for count in (1, 2, 3, 7):
         for number in range(count):
             store.accounts.create_organisation(f"{count}-{number}", actor=ME)
-        assert told(store.directory()) == anew(url, clock)
+        assert told(store.load_snapshot()) == anew(url, clock)
 
 
 def test_what_is_known_of_another_history_is_not_built_on(
@@ -126,13 +126,13 @@ def test_what_is_known_of_another_history_is_not_built_on(
     other.migrate()
     for name in ("a", "b"):
         other.accounts.create_organisation(name, actor=ME)
-    known = other.directory()
+    known = other.load_snapshot()
     other.close()
     database = Database(url)
     for name in ("c", "d", "e"):
         store.accounts.create_organisation(name, actor=ME)
-        with database.read() as connection:
-            found = read_directory(connection, known, read_at=0.0, expired_before=0.0)
+        with database.read_transaction() as connection:
+            found = read_snapshot(connection, known, read_at=0.0, expired_before=0.0)
         assert found == anew(url, clock)
     database.close()
 
@@ -141,11 +141,11 @@ def test_an_entry_of_the_log_that_is_missing_hides_no_change(
     store: Store, url: str, clock: Clock
 ) -> None:
     store.accounts.create_organisation("a", actor=ME)
-    store.directory()
+    store.load_snapshot()
     for name in ("b", "c", "d"):
         store.accounts.create_organisation(name, actor=ME)
     database = Database(url)
-    with database.write() as connection:
+    with database.write_transaction() as connection:
         trigger, on = (
             ("audit_no_delete", "")
             if url.startswith("sqlite")
@@ -154,4 +154,4 @@ def test_an_entry_of_the_log_that_is_missing_hides_no_change(
         connection.execute(sa.text(f"DROP TRIGGER {trigger}{on}"))
         connection.execute(sa.text("DELETE FROM audit WHERE entry = 3"))
     database.close()
-    assert told(store.directory()) == anew(url, clock)
+    assert told(store.load_snapshot()) == anew(url, clock)

@@ -24,30 +24,32 @@ def test_what_comes_meanwhile_waits_for_nobody_and_is_kept(store: Store, url: st
     def come(_: Connection, __: Any, statement: str, *___: object) -> None:  # noqa: ANN401 - a cursor
         row = coming.pop(statement.partition(" ")[0], None)
         if row is not None:
-            other.usage.add([row])
+            other.ledger.add_records([row])
 
-    store.usage.add([usage_row("first")])
+    store.ledger.add_records([usage_row("first")])
     event.listen(Engine, "before_cursor_execute", come)
     try:
-        assert store.usage.forget(START + DAY) == 3
+        assert store.ledger.roll_up(START + DAY) == 3
     finally:
         event.remove(Engine, "before_cursor_execute", come)
         other.close()
-    assert store.usage.report()[0].requests == 3
-    assert list(store.usage.rows()) == []
+    assert store.ledger.report()[0].requests == 3
+    assert list(store.ledger.iter_records()) == []
 
 
 def test_it_does_not_wait_for_a_vacuum_nor_do_others_for_both(store: Store, url: str) -> None:
-    store.usage.add([usage_row("first")])
+    store.ledger.add_records([usage_row("first")])
     impatient = open_store(f"{url}&options=-c%20lock_timeout%3D1s")
     with psycopg.connect(url) as vacuum:
         vacuum.execute("LOCK TABLE usage IN SHARE UPDATE EXCLUSIVE MODE")  # as VACUUM does
-        assert impatient.usage.forget(START + DAY) == 1
+        assert impatient.ledger.roll_up(START + DAY) == 1
     impatient.close()
 
 
 def test_several_that_forget_the_same_days_forget_each_row_once(store: Store, url: str) -> None:
-    store.usage.add([usage_row(f"r{number}", ended_at=START + number) for number in range(900)])
+    store.ledger.add_records(
+        [usage_row(f"r{number}", ended_at=START + number) for number in range(900)]
+    )
     gone = at_once(3, "forget", url, START + 2 * DAY, 100)
     assert sum(map(int, gone)) == 900
-    assert store.usage.report()[0].requests == 900
+    assert store.ledger.report()[0].requests == 900

@@ -8,13 +8,13 @@ import pytest
 from tests.integration.store.conftest import Clock
 from tests.integration.store.work import fill, reading
 
-from argosy.store import Accounts, Part, Price, Store, Terms
-from argosy.store.records import Record
+from argosy.store import Accounts, LimitsAndPrices, PageRequest, Price, Store
+from argosy.store.records import AccountRecord
 
 ME = "test"
 MANY = 3000
 PAGE = 50
-List = Callable[[Accounts, Terms, Part], Sequence[Record]]
+List = Callable[[Accounts, LimitsAndPrices, PageRequest], Sequence[AccountRecord]]
 LISTS: dict[str, List] = {
     "organisations": lambda accounts, _, part: accounts.list_organisations(part),
     "projects": lambda accounts, _, part: accounts.list_projects(None, part),
@@ -35,13 +35,16 @@ def test_a_part_of_a_long_list_reads_little_more_than_itself(
     store: Store, url: str, within: str | None
 ) -> None:
     fill(url, MANY)
-    accounts, terms = store.accounts.within(within), store.terms.within(within)
+    accounts, terms = (
+        store.accounts.for_organisation(within),
+        store.limits_and_prices.for_organisation(within),
+    )
     for name, listed in LISTS.items():
-        whole = listed(accounts, terms, Part())
+        whole = listed(accounts, terms, PageRequest())
         for start in (0, len(whole) // 2, max(0, len(whole) - PAGE)):
             after = whole[start - 1].id if start else None
             with reading() as read:
-                part = listed(accounts, terms, Part(after, PAGE))
+                part = listed(accounts, terms, PageRequest(after, PAGE))
             assert part == whole[start : start + PAGE], name
             assert sum(read) < 6 * PAGE, (name, start, read)
 
@@ -53,12 +56,14 @@ def test_parts_are_the_whole_whatever_the_clock_says(store: Store, clock: Clock)
     for number in range(20):
         clock.now += number % 5 == 4
         key, _ = store.accounts.create_key(project.id, f"k{number}", actor=ME)
-        store.terms.set_limit("key", key.id, "tokens", 1, window="day", actor=ME)
-        store.terms.set_price(price(clock.now, f"m{number}"), actor=ME)
-    accounts, terms = store.accounts, store.terms
+        store.limits_and_prices.set_limit("key", key.id, "tokens", 1, window="day", actor=ME)
+        store.limits_and_prices.set_price(price(clock.now, f"m{number}"), actor=ME)
+    accounts, terms = store.accounts, store.limits_and_prices
     for name in ("keys", "limits", "prices"):
         for size in (1, 3, 20):
-            assert [*parts(LISTS[name], store, size)] == LISTS[name](accounts, terms, Part()), name
+            assert [*parts(LISTS[name], store, size)] == LISTS[name](
+                accounts, terms, PageRequest()
+            ), name
 
 
 def test_what_comes_and_goes_between_parts_moves_nothing_else(store: Store, clock: Clock) -> None:
@@ -68,18 +73,20 @@ def test_what_comes_and_goes_between_parts_moves_nothing_else(store: Store, cloc
         store.accounts.create_key(project.id, f"k{number}", actor=ME)
     keys = store.accounts.list_keys()
     limits = sorted(
-        store.terms.set_limit("key", key.id, "tokens", 1, window="day", actor=ME).id for key in keys
+        store.limits_and_prices.set_limit("key", key.id, "tokens", 1, window="day", actor=ME).id
+        for key in keys
     )
     store.accounts.revoke_key(keys[2].id, actor=ME)
-    store.terms.delete_limit(limits[0], actor=ME)
-    store.terms.delete_limit(limits[2], actor=ME)  # the last of a part, too
+    store.limits_and_prices.delete_limit(limits[0], actor=ME)
+    store.limits_and_prices.delete_limit(limits[2], actor=ME)  # the last of a part, too
     clock.now += 1
     new, _ = store.accounts.rotate_key(keys[0].id, 60, actor=ME)
-    after = store.accounts.list_keys(project.id, Part(keys[2].id, 10))
+    after = store.accounts.list_keys(project.id, PageRequest(keys[2].id, 10))
     assert [key.id for key in after] == [key.id for key in (*keys[3:], new)]
-    assert [one.id for one in store.terms.list_limits(None, None, Part(limits[2], 10))] == limits[
-        3:
-    ]
+    assert [
+        one.id
+        for one in store.limits_and_prices.list_limits(None, None, PageRequest(limits[2], 10))
+    ] == limits[3:]
 
 
 def test_a_part_goes_on_in_its_own_list_only(store: Store) -> None:
@@ -88,24 +95,24 @@ def test_a_part_goes_on_in_its_own_list_only(store: Store) -> None:
         store.accounts.create_project(owner.id, "p", actor=ME) for owner in (one, other)
     )
     keys = [store.accounts.create_key(p.id, "k", actor=ME)[0] for p in (home, foreign)]
-    own = store.accounts.within(one.id)
+    own = store.accounts.for_organisation(one.id)
     for after in (keys[1].id, home.id, "nobody", "", "\0", "\ud800"):
         with pytest.raises(ValueError, match="in this list: take 'last_id' of a part") as refused:
-            own.list_keys(None, Part(after, 1))
+            own.list_keys(None, PageRequest(after, 1))
         assert type(refused.value) is ValueError
         with pytest.raises(ValueError, match="in this list"):
-            store.accounts.list_keys(home.id, Part(after, 1))
+            store.accounts.list_keys(home.id, PageRequest(after, 1))
         with pytest.raises(ValueError, match="in this list"):
-            store.terms.list_limits(None, None, Part(after, 1))
-    assert own.list_keys(None, Part(keys[0].id, 1)) == []
+            store.limits_and_prices.list_limits(None, None, PageRequest(after, 1))
+    assert own.list_keys(None, PageRequest(keys[0].id, 1)) == []
 
 
-def parts(listed: List, store: Store, size: int) -> Sequence[Record]:
+def parts(listed: List, store: Store, size: int) -> Sequence[AccountRecord]:
     """The list, put together again."""
-    found: list[Record] = []
+    found: list[AccountRecord] = []
     while True:
         after = found[-1].id if found else None
-        part = listed(store.accounts, store.terms, Part(after, size))
+        part = listed(store.accounts, store.limits_and_prices, PageRequest(after, size))
         found += part
         if len(part) < size:
             return found

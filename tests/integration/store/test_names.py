@@ -7,8 +7,8 @@ import sqlalchemy as sa
 from tests.integration.store.conftest import START, Clock
 from tests.integration.store.test_database import upgrade
 
-from argosy.gateway.auth.credential_index import Book
-from argosy.gateway.auth.token_verifier import Claims
+from argosy.gateway.auth.credential_index import CredentialIndex
+from argosy.gateway.auth.token_verifier import TokenClaims
 from argosy.store import Project, Store, User, open_store
 from argosy.store.database import Database
 
@@ -32,12 +32,13 @@ def rename(store: Store, project: Project, user: User) -> None:
 
 def found(store: Store) -> set[str]:
     """Projects of tokens that say the name, and the email."""
-    book = Book(store.directory())
+    book = CredentialIndex(store.load_snapshot())
     said = {"project": "web", "email": ""}, {"project": "", "email": EMAIL}
     claims = (
-        Claims(subject="s", organisation="", role="caller", expires_at=0, **one) for one in said
+        TokenClaims(subject="s", organisation="", role="caller", expires_at=0, **one)
+        for one in said
     )
-    return {book.by_claims(one).caller.project for one in claims}
+    return {book.find_by_claims(one).principal.project for one in claims}
 
 
 def test_nobodys_tokens_are_taken_by_renaming_what_is_older(store: Store, clock: Clock) -> None:
@@ -57,14 +58,14 @@ def test_nobodys_tokens_are_taken_by_renaming_what_is_older(store: Store, clock:
 def test_only_another_name_is_a_new_one(store: Store, clock: Clock) -> None:
     project, user = make(store, "ours")
     rename(store, project, user)
-    named = store.directory().named
+    named = store.load_snapshot().renamed_at
     assert named == {project.id: START, user.id: START}
     clock.now += 1
     rename(store, project, user)
     store.accounts.change_project(project.id, name="web", tier="free", actor=ME)
     store.accounts.change_user(user.id, email=EMAIL, role="viewer", actor=ME)
     store.accounts.disable_user(user.id, actor=ME)
-    assert store.directory().named == named
+    assert store.load_snapshot().renamed_at == named
 
 
 OLDER_NAMES = (
@@ -80,12 +81,12 @@ def test_what_an_older_gateway_renames_comes_last_too(store: Store, url: str, cl
     ours, ann = make(store, "ours")
     rename(store, ours, ann)
     database = Database(url)
-    with database.write() as connection:
+    with database.write_transaction() as connection:
         for statement in OLDER_NAMES:
             connection.execute(sa.text(statement), {"project": theirs.id, "user": other.id})
     database.close()
     fresh = open_store(url, clock=clock)
-    assert set(fresh.directory().named) == {theirs.id, other.id, ours.id, ann.id}
+    assert set(fresh.load_snapshot().renamed_at) == {theirs.id, other.id, ours.id, ann.id}
     assert found(fresh) == {ours.id}
     fresh.close()
 
@@ -126,7 +127,7 @@ def test_what_was_renamed_before_this_was_kept_is_known_from_the_log(
     empty_url: str, changes: list[tuple[str, str, str]], named: dict[str, float], project: str
 ) -> None:
     database = Database(empty_url)
-    with database.write() as connection:
+    with database.write_transaction() as connection:
         upgrade(connection, "0006")
         for statement in OLDER_ACCOUNTS:
             connection.execute(sa.text(statement))
@@ -136,6 +137,6 @@ def test_what_was_renamed_before_this_was_kept_is_known_from_the_log(
     database.close()
     store = open_store(empty_url)
     store.migrate()
-    assert store.directory().named == named
+    assert store.load_snapshot().renamed_at == named
     assert found(store) == {project}
     store.close()

@@ -9,7 +9,7 @@ import pytest
 from tests.integration.store.rows import usage_row
 from tests.services import PostgresServer, running_pgbouncer
 
-from argosy.store import StoreAwayError, StoreError, open_store
+from argosy.store import StoreError, StoreUnavailableError, open_store
 
 OFTEN = 8
 """As often as a driver might take for a reason to prepare what it is asked."""
@@ -38,10 +38,13 @@ def test_many_share_a_connection_and_each_gets_what_it_asked_for(
         for turn in range(OFTEN):
             for place, store in enumerate(stores):
                 store.accounts.create_organisation(f"org-{turn}-{place}", actor="test")
-                assert store.usage.add([usage_row(f"{turn}-{place}-{n}") for n in range(5)]) == 5
+                assert (
+                    store.ledger.add_records([usage_row(f"{turn}-{place}-{n}") for n in range(5)])
+                    == 5
+                )
         for store in stores:
-            assert len(store.directory().organisations) == 2 * OFTEN
-            (row,) = store.usage.report()
+            assert len(store.load_snapshot().organisations) == 2 * OFTEN
+            (row,) = store.ledger.report()
             assert row.requests == 2 * OFTEN * 5
             store.close()
 
@@ -51,7 +54,9 @@ def test_one_that_pools_statements_is_refused(postgres: PostgresServer) -> None:
         store = open_store(bouncer.url("postgres"))
         with pytest.raises(StoreError, match="pool_mode = transaction") as refused:
             store.migrate()
-        assert not isinstance(refused.value, StoreAwayError)  # who starts would wait for that
+        assert not isinstance(
+            refused.value, StoreUnavailableError
+        )  # who starts would wait for that
         store.close()
 
 
@@ -59,7 +64,7 @@ def test_one_that_does_not_take_what_the_url_says_is_refused(pooled: PostgresSer
     store = open_store(f"{pooled.url('postgres')}&options=-cwork_mem%3D8MB")
     with pytest.raises(StoreError, match="Leave it out of the URL") as refused:
         store.migrate()
-    assert not isinstance(refused.value, StoreAwayError)
+    assert not isinstance(refused.value, StoreUnavailableError)
     store.close()
 
 
@@ -70,7 +75,7 @@ def test_one_without_a_free_connection_may_have_one_later(
         store = open_store(through(pooled, url))
         with psycopg.connect(through(pooled, url)) as busy:
             busy.execute("SELECT 1")
-            with pytest.raises(StoreAwayError, match="default_pool_size"):
+            with pytest.raises(StoreUnavailableError, match="default_pool_size"):
                 store.migrate()
         store.migrate()
         store.close()

@@ -13,7 +13,7 @@ from tests.integration.store.conftest import Clock
 from tests.integration.store.rows import usage_row
 from tests.services import find_program
 
-from argosy.store import Directory, Store, StoreAwayError, open_store
+from argosy.store import AccountSnapshot, Store, StoreUnavailableError, open_store
 
 ME = "test"
 
@@ -29,7 +29,7 @@ def run(program: str, *arguments: str | Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def told(directory: Directory) -> tuple[object, ...]:
+def told(directory: AccountSnapshot) -> tuple[object, ...]:
     return directory.organisations, directory.projects, directory.users, directory.keys
 
 
@@ -47,16 +47,16 @@ def test_accounts_are_read_once_they_are_all_there(
     """Rows come back table by table, and then the primary keys; until then nothing is read or added."""
     home = store.accounts.create_organisation("acme", actor=ME).id
     if known == "less":
-        reader.directory()
+        reader.load_snapshot()
     user = store.accounts.create_user(home, "ann@acme.org", actor=ME)
     project = store.accounts.create_project(home, "web", actor=ME)
     store.accounts.create_key(project.id, "k", user=user.id, actor=ME)
-    store.usage.add([usage_row("before")])
-    expected = store.directory()
+    store.ledger.add_records([usage_row("before")])
+    expected = store.load_snapshot()
     run("pg_dump", "--format=custom", "--file", tmp_path / "dump", url)
     if known == "more":
         store.accounts.create_organisation("zeta", actor=ME)
-        reader.directory()
+        reader.load_snapshot()
     with psycopg.connect(url) as connection:
         connection.execute("DROP SCHEMA public CASCADE; CREATE SCHEMA public")
 
@@ -64,11 +64,11 @@ def test_accounts_are_read_once_they_are_all_there(
         run("pg_restore", "--section", section, "--dbname", url, tmp_path / "dump")
 
     restore("pre-data")
-    with pytest.raises(StoreAwayError, match="being restored"):
-        reader.usage.add([usage_row("meanwhile")])
+    with pytest.raises(StoreUnavailableError, match="being restored"):
+        reader.ledger.add_records([usage_row("meanwhile")])
     restore("data")
-    with pytest.raises(StoreAwayError, match=r"being restored.*users"):
-        reader.directory()
+    with pytest.raises(StoreUnavailableError, match=r"being restored.*users"):
+        reader.load_snapshot()
     restore("post-data")
-    assert told(reader.directory()) == told(expected)
-    assert reader.usage.add([usage_row("meanwhile"), usage_row("before")]) == 1
+    assert told(reader.load_snapshot()) == told(expected)
+    assert reader.ledger.add_records([usage_row("meanwhile"), usage_row("before")]) == 1

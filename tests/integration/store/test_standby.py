@@ -10,7 +10,7 @@ import pytest
 from tests.integration.store.rows import usage_row
 from tests.services import PostgresServer, running_standby
 
-from argosy.store import Store, StoreError, find_store, open_store
+from argosy.store import Store, StoreError, open_existing_store, open_store
 
 
 def test_a_name_that_moves_from_a_standby_to_the_primary_is_followed(
@@ -38,7 +38,7 @@ def until_copied(store: Store) -> None:
     """Wait until the standby has the tables."""
     while True:
         with contextlib.suppress(StoreError):
-            store.directory()
+            store.load_snapshot()
             return
 
 
@@ -46,15 +46,15 @@ def test_who_only_looks_may_ask_a_standby(postgres: PostgresServer, tmp_path: Pa
     with postgres.database() as url:
         primary = open_store(url)
         primary.migrate()
-        primary.usage.add([usage_row("1")])
+        primary.ledger.add_records([usage_row("1")])
         with running_standby(postgres) as standby:
-            store = find_store(standby.url(url.partition("@/")[2].partition("?")[0]))
+            store = open_existing_store(standby.url(url.partition("@/")[2].partition("?")[0]))
             store.migrate()
-            assert store.usage.report() == primary.usage.report()
+            assert store.ledger.report() == primary.ledger.report()
             backup = open_store(f"sqlite:///{tmp_path}/backup.db")
             backup.migrate()
             store.copy_to(backup)
-            assert backup.usage.report() == primary.usage.report()
+            assert backup.ledger.report() == primary.ledger.report()
             backup.close()
             store.close()
         primary.close()
@@ -66,13 +66,13 @@ def test_who_is_not_to_write_for_a_while_does_not(
 ) -> None:
     """Some make a database read-only before its disk is full, for all that do not insist."""
     polite = open_store(f"{url}&options=-c%20default_transaction_read_only%3Don")
-    assert polite.directory().version == 1
+    assert polite.load_snapshot().version == 1
     for _ in range(2):
         with pytest.raises(StoreError, match="see default_transaction_read_only"):
             polite.accounts.create_organisation("acme", actor="test")
         with pytest.raises(StoreError, match="see default_transaction_read_only"):
-            polite.usage.add([usage_row(str(number)) for number in range(50)])
-        assert polite.usage.report()[0].requests == 0
+            polite.ledger.add_records([usage_row(str(number)) for number in range(50)])
+        assert polite.ledger.report()[0].requests == 0
     polite.close()
     assert store.accounts.list_organisations() == []
     assert not caplog.messages  # each try would say so, for hours
@@ -84,6 +84,6 @@ def test_who_has_too_little_time_is_told(store: Store, url: str) -> None:
     with psycopg.connect(url) as locking:
         locking.execute("LOCK TABLE usage IN ACCESS EXCLUSIVE MODE")
         with pytest.raises(StoreError, match="raise its statement_timeout"):
-            hurried.usage.report()
-    assert hurried.usage.report() == store.usage.report()
+            hurried.ledger.report()
+    assert hurried.ledger.report() == store.ledger.report()
     hurried.close()

@@ -19,15 +19,23 @@ from sqlalchemy import Connection, Engine, event
 from tests.integration.store.conftest import START, Clock, at_once
 from tests.integration.store.rows import usage_row
 
-from argosy.store import Group, ReportRow, Store, UsageFilter, UsageRow, open_store, read_groups
+from argosy.store import (
+    ReportGroup,
+    Store,
+    UsageFilter,
+    UsageRecord,
+    UsageReportRow,
+    open_store,
+    parse_report_groups,
+)
 from argosy.store import ledger as usage_module
-from argosy.store.ledger import PAGE
+from argosy.store.ledger import PAGE_ROWS
 
 DAY = 86_400.0
 MIDNIGHT = START // DAY * DAY
 WAYS = ("model", "asked", "route", "replica")
 OWNERS = ("organisation", "project", "key", "user")
-GROUPS: tuple[Group, ...] = ("day", *OWNERS, *WAYS)  # type: ignore[assignment]
+GROUPS: tuple[ReportGroup, ...] = ("day", *OWNERS, *WAYS)  # type: ignore[assignment]
 COUNTED = ("input_tokens", "cached_tokens", "output_tokens", "nano_dollars")
 
 names = st.sampled_from(["", "a", "b"])
@@ -55,7 +63,7 @@ on_one_store = settings(
 )
 
 
-def rows_of(organisation: str, drawn: Sequence[dict[str, object]]) -> list[UsageRow]:
+def rows_of(organisation: str, drawn: Sequence[dict[str, object]]) -> list[UsageRecord]:
     return [
         usage_row(f"{organisation}-{number}", organisation=organisation, **fields)
         for number, fields in enumerate(drawn)
@@ -63,8 +71,10 @@ def rows_of(organisation: str, drawn: Sequence[dict[str, object]]) -> list[Usage
 
 
 def fold(
-    rows: Sequence[UsageRow], groups: Sequence[Group], counts: Callable[[UsageRow], bool]
-) -> list[ReportRow]:
+    rows: Sequence[UsageRecord],
+    groups: Sequence[ReportGroup],
+    counts: Callable[[UsageRecord], bool],
+) -> list[UsageReportRow]:
     """The report, as its definition says."""
     sums: dict[tuple[str, ...], dict[str, int]] = {} if groups else {(): _none()}
     for row in filter(counts, rows):
@@ -74,7 +84,7 @@ def fold(
         for name in COUNTED:
             total[name] += fields[name]
     return [
-        ReportRow(**dict(zip(groups, group, strict=True)), **sums[group])  # type: ignore[arg-type]
+        UsageReportRow(**dict(zip(groups, group, strict=True)), **sums[group])  # type: ignore[arg-type]
         for group in sorted(sums)
     ]
 
@@ -83,11 +93,11 @@ def _none() -> dict[str, int]:
     return dict.fromkeys(("requests", *COUNTED), 0)
 
 
-def day_of(row: UsageRow) -> str:
+def day_of(row: UsageRecord) -> str:
     return datetime.fromtimestamp(row.ended_at, UTC).date().isoformat()
 
 
-def passes(row: UsageRow, where: UsageFilter) -> bool:
+def passes(row: UsageRecord, where: UsageFilter) -> bool:
     owned = all(getattr(where, name) in {None, getattr(row, name)} for name in (*OWNERS, *WAYS))
     return (
         owned
@@ -98,11 +108,11 @@ def passes(row: UsageRow, where: UsageFilter) -> bool:
 
 def test_a_row_counts_once(store: Store) -> None:
     rows = [usage_row(f"r{number}") for number in range(1203)]
-    assert store.usage.add(rows[:700]) == 700
-    assert store.usage.add([*rows, *rows[:3]]) == 503
-    assert store.usage.add([]) == 0
-    assert store.usage.report() == [
-        ReportRow(
+    assert store.ledger.add_records(rows[:700]) == 700
+    assert store.ledger.add_records([*rows, *rows[:3]]) == 503
+    assert store.ledger.add_records([]) == 0
+    assert store.ledger.report() == [
+        UsageReportRow(
             requests=1203,
             input_tokens=12_030,
             cached_tokens=4812,
@@ -116,22 +126,22 @@ def test_rows_offered_by_several_processes_count_once(store: Store, url: str) ->
     """Each offers 200, of which the next one has 100 as well."""
     new = at_once(3, "add", url, 100, 200)
     assert sum(map(int, new)) == 400
-    assert store.usage.report()[0].requests == 400
+    assert store.ledger.report()[0].requests == 400
 
 
 @on_one_store
 @given(drawn=st.lists(facts, max_size=30), groups=groupings, where=filters)
 def test_a_report_is_a_fold_over_the_rows(
-    store: Store, drawn: list[dict[str, object]], groups: list[Group], where: UsageFilter
+    store: Store, drawn: list[dict[str, object]], groups: list[ReportGroup], where: UsageFilter
 ) -> None:
     organisation = f"org{next(fresh)}"
     rows = rows_of(organisation, drawn)
-    assert store.usage.add(rows) == len(rows)
+    assert store.ledger.add_records(rows) == len(rows)
     where = msgspec.structs.replace(where, organisation=organisation)
     expected = fold(rows, groups, lambda row: passes(row, where))
-    assert store.usage.report(groups, where) == expected
+    assert store.ledger.report(groups, where) == expected
     kept = sorted(rows, key=lambda row: (row.ended_at, row.request))
-    assert list(itertools.chain(*store.usage.rows(where))) == [
+    assert list(itertools.chain(*store.ledger.iter_records(where))) == [
         row for row in kept if passes(row, where)
     ]
 
@@ -139,56 +149,58 @@ def test_a_report_is_a_fold_over_the_rows(
 @on_one_store
 @given(drawn=st.lists(facts, max_size=30), groups=groupings, days=st.integers(0, 3))
 def test_totals_stay_when_rows_are_forgotten(
-    store: Store, drawn: list[dict[str, object]], groups: list[Group], days: int
+    store: Store, drawn: list[dict[str, object]], groups: list[ReportGroup], days: int
 ) -> None:
     organisation = f"org{next(fresh)}"
     rows = rows_of(organisation, drawn)
-    store.usage.add(rows[::2])
-    store.usage.forget(MIDNIGHT + days * DAY)
-    store.usage.add(rows[1::2])  # late ones, of days that have been forgotten
+    store.ledger.add_records(rows[::2])
+    store.ledger.roll_up(MIDNIGHT + days * DAY)
+    store.ledger.add_records(rows[1::2])  # late ones, of days that have been forgotten
     before = MIDNIGHT + days * DAY + 0.5
-    store.usage.forget(before)
+    store.ledger.roll_up(before)
     where = UsageFilter(organisation=organisation)
-    assert store.usage.report(groups, where) == fold(rows, groups, lambda _: True)
-    kept = list(itertools.chain(*store.usage.rows(where)))
+    assert store.ledger.report(groups, where) == fold(rows, groups, lambda _: True)
+    kept = list(itertools.chain(*store.ledger.iter_records(where)))
     assert {row.request for row in kept} == {
         row.request for row in rows if row.ended_at >= before // DAY * DAY
     }
     whole_days = UsageFilter(organisation=organisation, since=MIDNIGHT, until=MIDNIGHT + DAY)
-    assert store.usage.report(groups, whole_days) == fold(
+    assert store.ledger.report(groups, whole_days) == fold(
         rows, groups, lambda row: passes(row, whole_days)
     )
 
 
 def test_forgetting_tells_how_many_rows_went(store: Store) -> None:
-    store.usage.add([usage_row(f"r{n}", ended_at=MIDNIGHT + n * DAY / 2) for n in range(6)])
-    assert store.usage.forget(MIDNIGHT) == 0
-    assert store.usage.forget(MIDNIGHT + 2 * DAY) == 4
-    assert store.usage.forget(MIDNIGHT + 2 * DAY) == 0
+    store.ledger.add_records(
+        [usage_row(f"r{n}", ended_at=MIDNIGHT + n * DAY / 2) for n in range(6)]
+    )
+    assert store.ledger.roll_up(MIDNIGHT) == 0
+    assert store.ledger.roll_up(MIDNIGHT + 2 * DAY) == 4
+    assert store.ledger.roll_up(MIDNIGHT + 2 * DAY) == 0
 
 
 def test_others_write_while_much_is_forgotten_and_totals_stay(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[list[ReportRow]] = []
+    seen: list[list[UsageReportRow]] = []
 
     def others(_: float) -> None:
         store.accounts.create_organisation(f"meanwhile {len(seen)}", actor="test")
-        seen.append(store.usage.report(["day", "model"]))
+        seen.append(store.ledger.report(["day", "model"]))
 
-    monkeypatch.setattr(usage_module, "FORGOTTEN_AT_ONCE", 3)
+    monkeypatch.setattr(usage_module, "ROLL_UP_BATCH_ROWS", 3)
     monkeypatch.setattr(time, "sleep", others)
     ended = [MIDNIGHT + n // 2 for n in range(10)] + [MIDNIGHT + DAY] * 8
-    store.usage.add([usage_row(f"r{n}", ended_at=at) for n, at in enumerate(ended)])
-    before = store.usage.report(["day", "model"])
-    assert store.usage.forget(MIDNIGHT + 2 * DAY) == len(ended)
+    store.ledger.add_records([usage_row(f"r{n}", ended_at=at) for n, at in enumerate(ended)])
+    before = store.ledger.report(["day", "model"])
+    assert store.ledger.roll_up(MIDNIGHT + 2 * DAY) == len(ended)
     assert len(seen) == 2
-    assert all(told == before for told in [*seen, store.usage.report(["day", "model"])])
-    assert list(store.usage.rows()) == []
+    assert all(told == before for told in [*seen, store.ledger.report(["day", "model"])])
+    assert list(store.ledger.iter_records()) == []
 
 
 def test_what_an_owner_spent(store: Store) -> None:
-    store.usage.add(
+    store.ledger.add_records(
         [
             usage_row("1", key="k", ended_at=START - 1, nano_dollars=1),
             usage_row("2", key="k", ended_at=START, nano_dollars=2),
@@ -196,9 +208,9 @@ def test_what_an_owner_spent(store: Store) -> None:
             usage_row("4", key="other", ended_at=START + 9, nano_dollars=8),
         ]
     )
-    first, second = store.usage.spent("key", ["k"], START)["k"]
+    first, second = store.ledger.sum_by_owner("key", ["k"], START)["k"]
     assert first.nano_dollars == 2
-    assert second == ReportRow(
+    assert second == UsageReportRow(
         key="k",
         model="n",
         requests=1,
@@ -207,23 +219,23 @@ def test_what_an_owner_spent(store: Store) -> None:
         output_tokens=3,
         nano_dollars=4,
     )
-    spent = store.usage.spent("key", ["k", "other", "nobody"], START - 5)
+    spent = store.ledger.sum_by_owner("key", ["k", "other", "nobody"], START - 5)
     assert {key: money(rows) for key, rows in spent.items()} == {"k": 7, "other": 8}
-    (whole,) = store.usage.spent("organisation", ["org_a"], START - 5).values()
+    (whole,) = store.ledger.sum_by_owner("organisation", ["org_a"], START - 5).values()
     assert sum(row.requests for row in whole) == 4
-    assert not store.usage.spent("user", ["nobody"], 0)
+    assert not store.ledger.sum_by_owner("user", ["nobody"], 0)
 
 
 def test_what_more_owners_spent_than_are_asked_for_at_a_time(store: Store) -> None:
     keys = [f"k{number}" for number in range(12_000)]
-    store.usage.add([usage_row(key, key=key, nano_dollars=1) for key in keys])
-    spent = store.usage.spent("key", keys, 0)
+    store.ledger.add_records([usage_row(key, key=key, nano_dollars=1) for key in keys])
+    spent = store.ledger.sum_by_owner("key", keys, 0)
     assert {key: money(rows) for key, rows in spent.items()} == dict.fromkeys(keys, 1)
 
 
 def test_what_got_nothing_because_of_us_is_not_spent(store: Store) -> None:
     nothing: dict[str, Any] = {"key": "k", "input_tokens": 0, "output_tokens": 0}
-    store.usage.add(
+    store.ledger.add_records(
         [
             usage_row("refused", status="refused", **nothing),
             usage_row("left the queue", status="cancelled", replica="", **nothing),
@@ -233,11 +245,11 @@ def test_what_got_nothing_because_of_us_is_not_spent(store: Store) -> None:
         ]
     )
     for _ in range(2):
-        ((counted,),) = store.usage.spent("key", ["k"], 0).values()
+        ((counted,),) = store.ledger.sum_by_owner("key", ["k"], 0).values()
         assert counted.requests == 3
-        (whole,) = store.usage.report()
+        (whole,) = store.ledger.report()
         assert whole.requests == 5
-        store.usage.forget(START + DAY)
+        store.ledger.roll_up(START + DAY)
 
 
 def test_what_a_key_spent_is_also_what_it_was_rotated_from_did(store: Store, clock: Clock) -> None:
@@ -248,22 +260,22 @@ def test_what_a_key_spent_is_also_what_it_was_rotated_from_did(store: Store, clo
     for _ in range(2):
         clock.now += 100
         line.append(accounts.rotate_key(line[-1], 0, actor="me")[0].id)
-    store.usage.add(
+    store.ledger.add_records(
         [
             usage_row(key, key=key, ended_at=clock.now, nano_dollars=10**n)
             for n, key in enumerate(line)
         ]
     )
     accounts.revoke_key(line[1], actor="me")
-    spent = store.usage.spent("key", line, START)
+    spent = store.ledger.sum_by_owner("key", line, START)
     assert [money(spent[key]) for key in line] == [1, 11, 111]
-    spent = store.usage.spent("key", [line[2]], START + 101)
+    spent = store.ledger.sum_by_owner("key", [line[2]], START + 101)
     assert {key: money(rows) for key, rows in spent.items()} == {line[2]: 110}, (
         "the first had ended"
     )
 
 
-def money(rows: Sequence[ReportRow]) -> int:
+def money(rows: Sequence[UsageReportRow]) -> int:
     return sum(row.nano_dollars for row in rows)
 
 
@@ -275,45 +287,45 @@ def money(rows: Sequence[ReportRow]) -> int:
     ],
 )
 def test_no_cell_of_a_csv_is_a_formula_or_ends_the_line(store: Store, user: str, told: str) -> None:
-    store.usage.add([usage_row("1", user=user, nano_dollars=-1)])
-    (line,) = csv.DictReader(io.StringIO("".join(store.usage.csv()), newline=""))
+    store.ledger.add_records([usage_row("1", user=user, nano_dollars=-1)])
+    (line,) = csv.DictReader(io.StringIO("".join(store.ledger.export_csv()), newline=""))
     assert (line["user"], line["nano_dollars"]) == (told, "-1")
 
 
 def test_reports_say_what_they_can_be_by() -> None:
-    assert read_groups(" model,day, model,") == ["model", "day"]
+    assert parse_report_groups(" model,day, model,") == ["model", "day"]
     with pytest.raises(ValueError, match=r"A report is by day, .*not by 'week'"):
-        read_groups("day,week")
+        parse_report_groups("day,week")
 
 
 def test_csv_has_every_row_and_field(store: Store) -> None:
     """Many end at the same moment, on both sides of a page's end."""
     rows = [
         usage_row(f"r{number:05}", ended_at=START + number // 700, model='m,"x"\n')
-        for number in range(2 * PAGE + 100)
+        for number in range(2 * PAGE_ROWS + 100)
     ]
-    store.usage.add(rows[::-1])
-    store.usage.add([usage_row("later", ended_at=START + 1000)])
-    pieces = list(store.usage.csv(UsageFilter(until=START + 1000)))
+    store.ledger.add_records(rows[::-1])
+    store.ledger.add_records([usage_row("later", ended_at=START + 1000)])
+    pieces = list(store.ledger.export_csv(UsageFilter(until=START + 1000)))
     assert len(pieces) > 3
     header, *lines = csv.reader(io.StringIO("".join(pieces), newline=""))
-    assert tuple(header) == UsageRow.__struct_fields__
+    assert tuple(header) == UsageRecord.__struct_fields__
     cells = [dict(zip(header, line, strict=True)) for line in lines]
     for cell in cells:
         for moment in ("started_at", "ended_at"):
             cell[moment] = str(datetime.fromisoformat(cell[moment]).timestamp())
-    assert [msgspec.convert(cell, UsageRow, strict=False) for cell in cells] == rows
+    assert [msgspec.convert(cell, UsageRecord, strict=False) for cell in cells] == rows
 
 
 def test_a_late_page_of_a_csv_takes_no_more_than_an_early_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Months of rows have thousands of pages; SQLite tells the steps that one took."""
-    monkeypatch.setattr(usage_module, "PAGE", 50)
+    monkeypatch.setattr(usage_module, "PAGE_ROWS", 50)
     store = open_store(f"sqlite:///{tmp_path}/store.db")
     store.migrate()
     rows = [usage_row(f"r{number:05}", ended_at=START + number) for number in range(5000)]
-    store.usage.add(rows)
+    store.ledger.add_records(rows)
     steps = list[int]()
 
     def count() -> None:
@@ -327,7 +339,7 @@ def test_a_late_page_of_a_csv_takes_no_more_than_an_early_one(
     event.listen(Engine, "before_cursor_execute", begin)
     taken = []
     try:
-        for page in store.usage.rows(UsageFilter(since=START, until=START + len(rows))):
+        for page in store.ledger.iter_records(UsageFilter(since=START, until=START + len(rows))):
             assert len(page) == 50
             taken.append(max(steps))
             steps.clear()
@@ -340,8 +352,8 @@ def test_a_late_page_of_a_csv_takes_no_more_than_an_early_one(
 
 def test_csv_tells_moments_as_people_and_programs_read_them(store: Store) -> None:
     row = usage_row("1", started_at=0.0, ended_at=START + 0.25)
-    store.usage.add([row])
-    (line,) = csv.DictReader(io.StringIO("".join(store.usage.csv())))
+    store.ledger.add_records([row])
+    (line,) = csv.DictReader(io.StringIO("".join(store.ledger.export_csv())))
     assert line["started_at"] == "1970-01-01T00:00:00.000000Z"
     assert line["ended_at"].endswith(".250000Z")
     assert datetime.fromisoformat(line["ended_at"]) == datetime.fromtimestamp(row.ended_at, UTC)
@@ -350,40 +362,40 @@ def test_csv_tells_moments_as_people_and_programs_read_them(store: Store) -> Non
 @pytest.mark.parametrize("text", ["a\0b", "\ud800", "é" * 3000, "x" * 9000, "' --", "\u202e"])
 def test_no_text_keeps_its_batch_out(store: Store, text: str) -> None:
     names = dict.fromkeys((*OWNERS, *WAYS), text)
-    assert store.usage.add([usage_row("bad", **names), usage_row("good")]) == 2
-    assert store.usage.forget(START + 2 * DAY) == 2
-    assert store.usage.report()[0].requests == 2
+    assert store.ledger.add_records([usage_row("bad", **names), usage_row("good")]) == 2
+    assert store.ledger.roll_up(START + 2 * DAY) == 2
+    assert store.ledger.report()[0].requests == 2
 
 
 def test_sums_may_be_large(store: Store) -> None:
-    store.usage.add([usage_row(str(number), nano_dollars=2**60) for number in range(7)])
-    assert store.usage.report()[0].nano_dollars == 7 * 2**60
+    store.ledger.add_records([usage_row(str(number), nano_dollars=2**60) for number in range(7)])
+    assert store.ledger.report()[0].nano_dollars == 7 * 2**60
 
 
 def test_within_an_organisation_there_is_only_its_own_use(store: Store) -> None:
     later = MIDNIGHT + DAY + 1
     rows = [usage_row(f"r{n}", organisation=name) for n, name in enumerate("aabc")]
     rows.append(usage_row("r4", organisation="a", ended_at=later))
-    store.usage.add(rows)
-    own = store.usage.within("a")
+    store.ledger.add_records(rows)
+    own = store.ledger.for_organisation("a")
     for _ in range(2):
         (total,) = own.report()
         assert total.requests == 3
-        assert own.report(["organisation"]) == store.usage.report(
+        assert own.report(["organisation"]) == store.ledger.report(
             ["organisation"], UsageFilter(organisation="a")
         )
         assert own.report(["key"], UsageFilter(organisation="b")) == []
-        store.usage.forget(MIDNIGHT + DAY)  # and in the sums that are left
-    assert [row.request for page in own.rows() for row in page] == ["r4"]
-    assert len("".join(own.csv(UsageFilter(organisation="b"))).splitlines()) == 1
+        store.ledger.roll_up(MIDNIGHT + DAY)  # and in the sums that are left
+    assert [row.request for page in own.iter_records() for row in page] == ["r4"]
+    assert len("".join(own.export_csv(UsageFilter(organisation="b"))).splitlines()) == 1
 
 
 def test_a_report_has_no_more_rows_than_anybody_reads(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("argosy.store.ledger.MOST_GROUPS", 3)
-    store.usage.add([usage_row(f"r{number}", key=f"k{number}") for number in range(4)])
-    assert len(store.usage.report(["project"])) == 1
+    monkeypatch.setattr("argosy.store.ledger.MAX_REPORT_ROWS", 3)
+    store.ledger.add_records([usage_row(f"r{number}", key=f"k{number}") for number in range(4)])
+    assert len(store.ledger.report(["project"])) == 1
     with pytest.raises(ValueError, match="more than 3 rows"):
-        store.usage.report(["key"])
-    assert sum(len(page) for page in store.usage.rows()) == 4
+        store.ledger.report(["key"])
+    assert sum(len(page) for page in store.ledger.iter_records()) == 4

@@ -51,7 +51,7 @@ def fill(url: str, accounts: int) -> None:
         ],
     }
     database = Database(url)
-    with database.write() as connection:
+    with database.write_transaction() as connection:
         for table, values in rows.items():
             connection.execute(sa.insert(table), values)
         connection.execute(sa.text("ANALYZE"))

@@ -18,7 +18,7 @@ def main(what: str, url: str, number: str, *arguments: str) -> None:
         case "migrate":
             store.migrate()
         case "first_run":
-            made = store.accounts.first_run(actor=f"worker {number}")
+            made = store.accounts.bootstrap(actor=f"worker {number}")
             say("" if made is None else made[1])
         case "change":
             for i in range(int(arguments[0])):
@@ -26,10 +26,10 @@ def main(what: str, url: str, number: str, *arguments: str) -> None:
         case "add":
             first, count = int(number) * int(arguments[0]), int(arguments[1])
             rows = [usage_row(f"request-{i}") for i in range(first, first + count)]
-            say(str(sum(store.usage.add(rows[i : i + 7]) for i in range(0, count, 7))))
+            say(str(sum(store.ledger.add_records(rows[i : i + 7]) for i in range(0, count, 7))))
         case "forget":
-            usage_module.FORGOTTEN_AT_ONCE, usage_module.PAUSE_S = int(arguments[1]), 0
-            say(str(store.usage.forget(float(arguments[0]))))
+            usage_module.ROLL_UP_BATCH_ROWS, usage_module.ROLL_UP_PAUSE_S = int(arguments[1]), 0
+            say(str(store.ledger.roll_up(float(arguments[0]))))
     store.close()
 
 

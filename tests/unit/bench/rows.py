@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import msgspec
 
-from argosy.bench import Load, Objectives, Point, Result, Row, Settings, Wishes, Workload, summarize
-from argosy.bench.lengths import Lengths
-from argosy.bench.target import Target
+from argosy.bench import (
+    BenchResult,
+    BenchSettings,
+    LoadSpec,
+    Objectives,
+    RequestRow,
+    RunResult,
+    TargetOptions,
+    Workload,
+    summarize,
+)
+from argosy.bench.lengths import LengthDistribution
+from argosy.bench.target import BenchTarget
 
 
-def row(index: int = 0, **changes: object) -> Row:
+def row(index: int = 0, **changes: object) -> RequestRow:
     """Scheduled at 1 s, sent 10 ms late, first token at 1.1 s, then one each 20 ms, 5 in all."""
-    base = Row(
+    base = RequestRow(
         index=index,
         session=index,
         turn=0,
@@ -33,7 +43,7 @@ def row(index: int = 0, **changes: object) -> Row:
     return msgspec.structs.replace(base, **changes)
 
 
-def stretched(index: int, factor: float) -> Row:
+def stretched(index: int, factor: float) -> RequestRow:
     """`row`, `factor` times as slow."""
     return row(
         index,
@@ -42,21 +52,25 @@ def stretched(index: int, factor: float) -> Row:
     )
 
 
-def result(rows: list[Row], label: str = "rate 1", objectives: Objectives | None = None) -> Result:
+def result(
+    rows: list[RequestRow], label: str = "rate 1", objectives: Objectives | None = None
+) -> BenchResult:
     """A result of one run."""
-    load = Load(concurrency=1, requests=len(rows))
-    workload = Workload(input=Lengths("fixed", 10), output=Lengths("fixed", 5))
-    return Result(
+    load = LoadSpec(concurrency=1, requests=len(rows))
+    workload = Workload(
+        input=LengthDistribution("fixed", 10), output=LengthDistribution("fixed", 5)
+    )
+    return BenchResult(
         version="0",
-        created="2026-01-01T00:00:00.000+00:00",
+        created_at="2026-01-01T00:00:00.000+00:00",
         machine={"processor": "abacus", "cores": 2},
-        settings=Settings(
-            wishes=Wishes(url="http://localhost"),
+        settings=BenchSettings(
+            target_options=TargetOptions(url="http://localhost"),
             workload=workload,
             loads=(load,),
             objectives=objectives,
         ),
-        target=Target(
+        target=BenchTarget(
             model="m",
             api="completions",
             ignore_eos=True,
@@ -64,12 +78,12 @@ def result(rows: list[Row], label: str = "rate 1", objectives: Objectives | None
             temperature=0.0,
             extra_body={},
         ),
-        points=[
-            Point(
+        runs=[
+            RunResult(
                 label=label,
                 load=load,
-                plan="p",
-                started="2026-01-01T00:00:00.000+00:00",
+                plan_digest="p",
+                started_at="2026-01-01T00:00:00.000+00:00",
                 summary=summarize(rows, objectives),
                 rows=rows,
             )

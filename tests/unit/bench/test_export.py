@@ -11,17 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from argosy.bench import Objectives, Result, prometheus_text, rows_csv
+from argosy.bench import BenchResult, Objectives, format_csv, format_prometheus
 from tests.unit.bench.rows import result, row
 
 
-def read_csv(one: Result) -> list[dict[str, str]]:
-    return list(csv.DictReader(io.StringIO(rows_csv(one), newline="")))
+def read_csv(one: BenchResult) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(format_csv(one), newline="")))
 
 
-def read_prometheus(one: Result) -> dict[tuple[str, ...], float]:
+def read_prometheus(one: BenchResult) -> dict[tuple[str, ...], float]:
     """Values by name, load and further label; each family has help and a type."""
-    text = prometheus_text(one).decode()
+    text = format_prometheus(one).decode()
     found: dict[tuple[str, ...], float] = {}
     for family in text_string_to_metric_families(text):
         assert f"# HELP {family.name} " in text
@@ -77,14 +77,14 @@ def test_metrics_are_those_of_the_summary() -> None:
 
 
 def test_a_latency_of_nothing_has_no_quantiles() -> None:
-    text = prometheus_text(result([row(0, outcome="error", error="cut")])).decode()
+    text = format_prometheus(result([row(0, outcome="error", error="cut")])).decode()
     assert 'argosy_bench_ttft_seconds_count{load="rate 1",model="m"} 0.0' in text
     assert "quantile" not in text
 
 
 def test_runs_are_told_apart_by_their_load() -> None:
     one, two = result([row()], "rate 1"), result([row(), row(1)], "rate 2")
-    found = read_prometheus(msgspec.structs.replace(one, points=[*one.points, *two.points]))
+    found = read_prometheus(msgspec.structs.replace(one, runs=[*one.runs, *two.runs]))
     assert found["argosy_bench_requests", "rate 1", "ok"] == 1
     assert found["argosy_bench_requests", "rate 2", "ok"] == 2
 

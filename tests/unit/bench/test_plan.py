@@ -13,31 +13,33 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from argosy.bench import (
-    Arrivals,
+    ArrivalProcess,
     BenchError,
-    Lengths,
-    Load,
-    Plan,
+    LengthDistribution,
+    LoadPlan,
+    LoadSpec,
     PlannedRequest,
     Workload,
-    arrival_times,
-    make_plan,
-    parse_lengths,
+    build_plan,
+    draw_arrival_times,
+    parse_length_distribution,
 )
-from argosy.bench.plan import Spans, Text
+from argosy.bench.plan import SyntheticPrompt, TextPrompt
 
 rates = st.floats(0.01, 1e4)
 shapes = st.none() | st.floats(0.05, 20)
 seeds = st.integers(0, 2**32)
-WORKLOAD = Workload(input=Lengths("uniform", 32, 512), output=Lengths("uniform", 16, 128))
+WORKLOAD = Workload(
+    input=LengthDistribution("uniform", 32, 512), output=LengthDistribution("uniform", 16, 128)
+)
 
 
-def requests(plan: Plan) -> list[PlannedRequest]:
+def requests(plan: LoadPlan) -> list[PlannedRequest]:
     return [request for session in plan.sessions for request in session]
 
 
-def spans(request: PlannedRequest) -> Spans:
-    assert isinstance(request.prompt, Spans)
+def spans(request: PlannedRequest) -> SyntheticPrompt:
+    assert isinstance(request.prompt, SyntheticPrompt)
     return request.prompt
 
 
@@ -45,21 +47,21 @@ def spans(request: PlannedRequest) -> Spans:
 def test_arrivals_ascend_and_are_as_many_as_asked(
     rate: float, shape: float | None, seed: int, count: int, ramp_s: float
 ) -> None:
-    arrivals = Arrivals(rate=rate, burstiness=shape, ramp_s=ramp_s)
-    times = arrival_times(arrivals, seed=seed, count=count, duration_s=None)
+    arrivals = ArrivalProcess(rate=rate, burstiness=shape, ramp_s=ramp_s)
+    times = draw_arrival_times(arrivals, seed=seed, count=count, duration_s=None)
     assert len(times) == count
     assert all(0 <= a <= b for a, b in itertools.pairwise(times))
-    assert times == arrival_times(arrivals, seed=seed, count=count, duration_s=None)
+    assert times == draw_arrival_times(arrivals, seed=seed, count=count, duration_s=None)
 
 
 @given(st.floats(0.1, 100), shapes, seeds, st.floats(0.1, 20))
 def test_arrivals_end_before_the_duration(
     rate: float, shape: float | None, seed: int, duration_s: float
 ) -> None:
-    arrivals = Arrivals(rate=rate, burstiness=shape)
-    times = arrival_times(arrivals, seed=seed, count=None, duration_s=duration_s)
+    arrivals = ArrivalProcess(rate=rate, burstiness=shape)
+    times = draw_arrival_times(arrivals, seed=seed, count=None, duration_s=duration_s)
     assert all(at < duration_s for at in times)
-    more = arrival_times(arrivals, seed=seed, count=len(times) + 1, duration_s=None)
+    more = draw_arrival_times(arrivals, seed=seed, count=len(times) + 1, duration_s=None)
     assert more[: len(times)] == times
     assert more[-1] >= duration_s
 
@@ -67,7 +69,7 @@ def test_arrivals_end_before_the_duration(
 @given(seeds, st.floats(0.5, 50))
 def test_a_seed_draws_the_same_gaps_at_every_rate(seed: int, rate: float) -> None:
     slow, fast = (
-        arrival_times(Arrivals(rate=each), seed=seed, count=50, duration_s=None)
+        draw_arrival_times(ArrivalProcess(rate=each), seed=seed, count=50, duration_s=None)
         for each in (rate, 2 * rate)
     )
     assert fast == pytest.approx([at / 2 for at in slow])
@@ -76,7 +78,9 @@ def test_a_seed_draws_the_same_gaps_at_every_rate(seed: int, rate: float) -> Non
 @pytest.mark.parametrize("shape", [None, 0.3, 1.0, 4.0])
 def test_arrivals_have_the_rate_and_the_burstiness(shape: float | None) -> None:
     count = 20_000
-    times = arrival_times(Arrivals(rate=10, burstiness=shape), seed=1, count=count, duration_s=None)
+    times = draw_arrival_times(
+        ArrivalProcess(rate=10, burstiness=shape), seed=1, count=count, duration_s=None
+    )
     gaps = [b - a for a, b in itertools.pairwise(times)]
     mean = sum(gaps) / len(gaps)
     variance = sum((gap - mean) ** 2 for gap in gaps) / len(gaps)
@@ -86,38 +90,40 @@ def test_arrivals_have_the_rate_and_the_burstiness(shape: float | None) -> None:
 
 
 def test_a_ramp_grows_linearly() -> None:
-    arrivals = Arrivals(rate=100, burstiness=None, ramp_s=10)
-    times = arrival_times(arrivals, seed=0, count=None, duration_s=20)
+    arrivals = ArrivalProcess(rate=100, burstiness=None, ramp_s=10)
+    times = draw_arrival_times(arrivals, seed=0, count=None, duration_s=20)
     by = [sum(at < second for at in times) for second in (5, 10, 20)]
     assert by == pytest.approx([125, 500, 1500], abs=1)
 
 
 def test_all_at_once() -> None:
-    assert arrival_times(Arrivals(rate=None), seed=0, count=3, duration_s=None) == [0.0] * 3
+    assert (
+        draw_arrival_times(ArrivalProcess(rate=None), seed=0, count=3, duration_s=None) == [0.0] * 3
+    )
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
 def test_impossible_rates_are_refused(bad: float) -> None:
     with pytest.raises(BenchError, match="more than 0"):
-        Arrivals(rate=bad)
+        ArrivalProcess(rate=bad)
     with pytest.raises(BenchError, match="more than 0"):
-        Arrivals(rate=1.0, burstiness=bad)
+        ArrivalProcess(rate=1.0, burstiness=bad)
 
 
 loads = st.one_of(
     st.builds(
-        Load,
-        arrivals=st.builds(Arrivals, rate=st.none() | rates, burstiness=shapes),
+        LoadSpec,
+        arrivals=st.builds(ArrivalProcess, rate=st.none() | rates, burstiness=shapes),
         concurrency=st.none() | st.integers(1, 8),
         requests=st.integers(1, 60),
         warmup=st.integers(0, 5),
     ),
-    st.builds(Load, concurrency=st.integers(1, 8), requests=st.integers(1, 60)),
+    st.builds(LoadSpec, concurrency=st.integers(1, 8), requests=st.integers(1, 60)),
 )
 workloads = st.builds(
     Workload,
-    input=st.just(Lengths("lognormal", 50, 1.0)),
-    output=st.just(Lengths("normal", 20, 10)),
+    input=st.just(LengthDistribution("lognormal", 50, 1.0)),
+    output=st.just(LengthDistribution("normal", 20, 10)),
     prefix_tokens=st.integers(0, 40),
     prefix_groups=st.integers(1, 4),
     turns=st.integers(1, 5),
@@ -126,16 +132,18 @@ workloads = st.builds(
 
 
 @given(workloads, loads, seeds)
-def test_a_plan_is_a_function_of_its_arguments(workload: Workload, load: Load, seed: int) -> None:
-    plan = make_plan(workload, load, seed)
-    assert plan == make_plan(workload, load, seed)
-    assert plan.digest() == make_plan(workload, load, seed).digest()
-    assert plan.digest() != make_plan(workload, load, seed + 1).digest()
+def test_a_plan_is_a_function_of_its_arguments(
+    workload: Workload, load: LoadSpec, seed: int
+) -> None:
+    plan = build_plan(workload, load, seed)
+    assert plan == build_plan(workload, load, seed)
+    assert plan.digest() == build_plan(workload, load, seed).digest()
+    assert plan.digest() != build_plan(workload, load, seed + 1).digest()
 
 
 @given(workloads, loads, seeds)
-def test_a_plan_has_what_was_asked(workload: Workload, load: Load, seed: int) -> None:
-    plan = make_plan(workload, load, seed)
+def test_a_plan_has_what_was_asked(workload: Workload, load: LoadSpec, seed: int) -> None:
+    plan = build_plan(workload, load, seed)
     assert load.requests is not None
     assert [request.index for request in requests(plan)] == list(range(load.requests))
     assert len(plan.warmup) == load.warmup
@@ -153,7 +161,7 @@ def test_a_plan_has_what_was_asked(workload: Workload, load: Load, seed: int) ->
 @given(seeds, st.integers(1, 4))
 def test_prefixes_are_shared_within_groups_and_nothing_else_is(seed: int, groups: int) -> None:
     workload = msgspec.structs.replace(WORKLOAD, prefix_tokens=64, prefix_groups=groups)
-    plan = make_plan(workload, Load(concurrency=1, requests=80, warmup=2), seed)
+    plan = build_plan(workload, LoadSpec(concurrency=1, requests=80, warmup=2), seed)
     first = [spans(request).spans[0] for request in requests(plan)]
     own = [spans(request).spans[1].seed for request in requests(plan)]
     assert len(set(first)) <= groups
@@ -164,8 +172,8 @@ def test_prefixes_are_shared_within_groups_and_nothing_else_is(seed: int, groups
 
 
 @given(workloads, loads, seeds)
-def test_runs_of_a_seed_differ_in_text_alone(workload: Workload, load: Load, seed: int) -> None:
-    first, second = (make_plan(workload, load, seed, run) for run in (0, 1))
+def test_runs_of_a_seed_differ_in_text_alone(workload: Workload, load: LoadSpec, seed: int) -> None:
+    first, second = (build_plan(workload, load, seed, run) for run in (0, 1))
     for a, b in zip(requests(first), requests(second), strict=True):
         assert (a.at_s, a.output_tokens, a.turn) == (b.at_s, b.output_tokens, b.turn)
         assert spans(a).tokens == spans(b).tokens
@@ -173,13 +181,13 @@ def test_runs_of_a_seed_differ_in_text_alone(workload: Workload, load: Load, see
 
 
 def test_a_plan_is_data() -> None:
-    plan = make_plan(WORKLOAD, Load(arrivals=Arrivals(rate=3), requests=20, warmup=1), 7)
-    assert msgspec.json.decode(msgspec.json.encode(plan), type=Plan) == plan
+    plan = build_plan(WORKLOAD, LoadSpec(arrivals=ArrivalProcess(rate=3), requests=20, warmup=1), 7)
+    assert msgspec.json.decode(msgspec.json.encode(plan), type=LoadPlan) == plan
 
 
 def test_what_begins_in_the_ramp_is_not_measured() -> None:
-    load = Load(arrivals=Arrivals(rate=10, ramp_s=5), duration_s=10, ramp_s=5)
-    for request in requests(make_plan(WORKLOAD, load, 0)):
+    load = LoadSpec(arrivals=ArrivalProcess(rate=10, ramp_s=5), duration_s=10, ramp_s=5)
+    for request in requests(build_plan(WORKLOAD, load, 0)):
         assert request.at_s is not None
         assert (request.phase == "ramp") == (request.at_s < 5)
 
@@ -187,36 +195,40 @@ def test_what_begins_in_the_ramp_is_not_measured() -> None:
 @pytest.mark.parametrize(
     ("workload", "load", "message"),
     [
-        (WORKLOAD, Load(requests=5), "Say how to send"),
-        (WORKLOAD, Load(concurrency=2), "needs an end"),
-        (WORKLOAD, Load(arrivals=Arrivals(rate=2)), "needs an end"),
-        (WORKLOAD, Load(arrivals=Arrivals(rate=None), duration_s=5), "number of requests"),
-        (WORKLOAD, Load(concurrency=1, duration_s=5, ramp_s=5), "before its ramp"),
-        (WORKLOAD, Load(arrivals=Arrivals(rate=5), duration_s=math.inf), "no end"),
-        (WORKLOAD, Load(concurrency=1, requests=5, ramp_s=math.inf), "no end"),
+        (WORKLOAD, LoadSpec(requests=5), "Say how to send"),
+        (WORKLOAD, LoadSpec(concurrency=2), "needs an end"),
+        (WORKLOAD, LoadSpec(arrivals=ArrivalProcess(rate=2)), "needs an end"),
+        (
+            WORKLOAD,
+            LoadSpec(arrivals=ArrivalProcess(rate=None), duration_s=5),
+            "number of requests",
+        ),
+        (WORKLOAD, LoadSpec(concurrency=1, duration_s=5, ramp_s=5), "before its ramp"),
+        (WORKLOAD, LoadSpec(arrivals=ArrivalProcess(rate=5), duration_s=math.inf), "no end"),
+        (WORKLOAD, LoadSpec(concurrency=1, requests=5, ramp_s=math.inf), "no end"),
         (
             msgspec.structs.replace(WORKLOAD, think_s=math.inf),
-            Load(concurrency=1, requests=5),
+            LoadSpec(concurrency=1, requests=5),
             "no end",
         ),
         (
             WORKLOAD,
-            Load(arrivals=Arrivals(rate=1e-6), duration_s=0.001),
+            LoadSpec(arrivals=ArrivalProcess(rate=1e-6), duration_s=0.001),
             "Nothing would be sent",
         ),
     ],
 )
-def test_plans_without_sense_are_refused(workload: Workload, load: Load, message: str) -> None:
+def test_plans_without_sense_are_refused(workload: Workload, load: LoadSpec, message: str) -> None:
     with pytest.raises(BenchError, match=message):
-        make_plan(workload, load, 0)
+        build_plan(workload, load, 0)
 
 
 @given(st.integers(1, 1000), st.integers(0, 1000), seeds)
 def test_uniform_lengths_stay_within(low: int, more: int, seed: int) -> None:
     import numpy as np
 
-    lengths = parse_lengths(f"uniform:{low}-{low + more}")
-    assert lengths == parse_lengths(f"{low}-{low + more}")
+    lengths = parse_length_distribution(f"uniform:{low}-{low + more}")
+    assert lengths == parse_length_distribution(f"{low}-{low + more}")
     rng = np.random.default_rng(seed)
     assert all(low <= lengths.draw(rng) <= low + more for _ in range(20))
 
@@ -224,15 +236,15 @@ def test_uniform_lengths_stay_within(low: int, more: int, seed: int) -> None:
 @pytest.mark.parametrize(
     ("text", "lengths"),
     [
-        ("128", Lengths("fixed", 128)),
-        ("fixed:1", Lengths("fixed", 1)),
-        ("uniform:32-512", Lengths("uniform", 32, 512)),
-        ("normal:256,64", Lengths("normal", 256, 64)),
-        ("lognormal:200,0.8", Lengths("lognormal", 200, 0.8)),
+        ("128", LengthDistribution("fixed", 128)),
+        ("fixed:1", LengthDistribution("fixed", 1)),
+        ("uniform:32-512", LengthDistribution("uniform", 32, 512)),
+        ("normal:256,64", LengthDistribution("normal", 256, 64)),
+        ("lognormal:200,0.8", LengthDistribution("lognormal", 200, 0.8)),
     ],
 )
-def test_lengths_as_written(text: str, lengths: Lengths) -> None:
-    assert parse_lengths(text) == lengths
+def test_lengths_as_written(text: str, lengths: LengthDistribution) -> None:
+    assert parse_length_distribution(text) == lengths
 
 
 @pytest.mark.parametrize(
@@ -240,7 +252,7 @@ def test_lengths_as_written(text: str, lengths: Lengths) -> None:
 )
 def test_other_lengths_are_refused(text: str) -> None:
     with pytest.raises(BenchError, match="is no length"):
-        parse_lengths(text)
+        parse_length_distribution(text)
 
 
 def test_prompts_of_a_file_come_in_order_and_again(tmp_path: Path) -> None:
@@ -250,7 +262,7 @@ def test_prompts_of_a_file_come_in_order_and_again(tmp_path: Path) -> None:
         '{"messages": [{"role": "user", "content": "two"}]}\n'
     )
     workload = msgspec.structs.replace(WORKLOAD, prompts=str(file))
-    planned = requests(make_plan(workload, Load(concurrency=1, requests=3), 0))
+    planned = requests(build_plan(workload, LoadSpec(concurrency=1, requests=3), 0))
     assert planned[0].prompt == planned[2].prompt != planned[1].prompt
     assert planned[0].output_tokens == 3
     assert 16 <= planned[1].output_tokens <= 128
@@ -263,8 +275,8 @@ def test_only_line_feeds_end_a_line_of_prompts(tmp_path: Path, name: str) -> Non
     line = json.dumps({"prompt": said}, ensure_ascii=False) if name.endswith("jsonl") else said
     file.write_bytes(b"\xef\xbb\xbf" + f"{line}\r\n{line}\r\n".encode())
     workload = msgspec.structs.replace(WORKLOAD, prompts=str(file))
-    planned = requests(make_plan(workload, Load(concurrency=1, requests=3), 0))
-    assert [each.prompt for each in planned] == [Text(said)] * 3
+    planned = requests(build_plan(workload, LoadSpec(concurrency=1, requests=3), 0))
+    assert [each.prompt for each in planned] == [TextPrompt(said)] * 3
 
 
 @pytest.mark.parametrize(
@@ -281,4 +293,4 @@ def test_prompt_files_that_are_wrong(tmp_path: Path, content: str, message: str)
     file.write_text(content)
     workload = msgspec.structs.replace(WORKLOAD, prompts=str(file))
     with pytest.raises(BenchError, match=message):
-        make_plan(workload, Load(concurrency=1, requests=3), 0)
+        build_plan(workload, LoadSpec(concurrency=1, requests=3), 0)

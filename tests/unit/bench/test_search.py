@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy.bench.rate_search import LEAST, MOST_TRIALS, rate_search
+from argosy.bench.rate_search import MAX_TRIALS, MIN_RATE_FRACTION, search_rate
 
 
 def search(first: float, precision: float, capacity: float) -> tuple[float | None, list[float]]:
-    trials = rate_search(first, precision)
+    trials = search_rate(first, precision)
     rate = next(trials)
     tried = []
     while True:
@@ -24,14 +24,14 @@ def search(first: float, precision: float, capacity: float) -> tuple[float | Non
 def test_finds_the_capacity(first: float, precision: float, capacity: float) -> None:
     best, tried = search(first, precision, capacity)
     if best is None:
-        assert capacity < first * LEAST
+        assert capacity < first * MIN_RATE_FRACTION
         return
     assert best <= capacity <= best * (1 + precision) * (1 + 1e-9)
-    assert len(set(tried)) == len(tried) <= MOST_TRIALS
+    assert len(set(tried)) == len(tried) <= MAX_TRIALS
 
 
 def test_gives_up() -> None:
     best, tried = search(1.0, 0.05, 0.0)
     assert best is None
-    assert tried[-1] == LEAST
-    assert search(1.0, 0.05, float("inf"))[0] == 2.0 ** (MOST_TRIALS - 1)
+    assert tried[-1] == MIN_RATE_FRACTION
+    assert search(1.0, 0.05, float("inf"))[0] == 2.0 ** (MAX_TRIALS - 1)

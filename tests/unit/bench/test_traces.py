@@ -9,16 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from argosy.bench import (
-    Arrivals,
+    ArrivalProcess,
     BenchError,
-    Lengths,
-    Load,
-    Traced,
+    LengthDistribution,
+    LoadSpec,
+    TraceRequest,
     Workload,
-    make_plan,
+    build_plan,
     read_trace,
 )
-from argosy.bench.plan import Spans
+from argosy.bench.plan import SyntheticPrompt
 
 MOONCAKE = """\
 {"timestamp": 27482, "input_length": 1100, "output_length": 52, "hash_ids": [46, 47, 48]}
@@ -53,8 +53,8 @@ def trace(tmp_path: Path, text: str) -> Path:
 def test_mooncake(tmp_path: Path) -> None:
     rows = read_trace(trace(tmp_path, MOONCAKE))
     assert rows == [
-        Traced(at_s=0.0, input_tokens=1100, output_tokens=52, blocks=(46, 47, 48)),
-        Traced(at_s=30.535 - 27.482, input_tokens=600, output_tokens=26, blocks=(46, 57)),
+        TraceRequest(at_s=0.0, input_tokens=1100, output_tokens=52, block_ids=(46, 47, 48)),
+        TraceRequest(at_s=30.535 - 27.482, input_tokens=600, output_tokens=26, block_ids=(46, 57)),
     ]
 
 
@@ -120,15 +120,15 @@ def test_no_text_breaks_the_reader(tmp_path_factory: pytest.TempPathFactory, tex
 
 
 def workload(path: Path, speed: float = 1.0) -> Workload:
-    fixed = Lengths("fixed", 1)
+    fixed = LengthDistribution("fixed", 1)
     return Workload(input=fixed, output=fixed, trace=str(path), trace_speed=speed)
 
 
 def test_equal_blocks_are_equal_text_and_the_rest_is_not(tmp_path: Path) -> None:
-    plan = make_plan(workload(trace(tmp_path, MOONCAKE)), Load(), 3)
+    plan = build_plan(workload(trace(tmp_path, MOONCAKE)), LoadSpec(), 3)
     first, second = (session[0].prompt for session in plan.sessions)
-    assert isinstance(first, Spans)
-    assert isinstance(second, Spans)
+    assert isinstance(first, SyntheticPrompt)
+    assert isinstance(second, SyntheticPrompt)
     assert [span.tokens for span in first.spans] == [512, 512, 76]
     assert [span.tokens for span in second.spans] == [512, 88]
     assert first.spans[0] == second.spans[0]
@@ -137,10 +137,10 @@ def test_equal_blocks_are_equal_text_and_the_rest_is_not(tmp_path: Path) -> None
 
 def test_a_trace_gives_times_unless_a_rate_does(tmp_path: Path) -> None:
     path = trace(tmp_path, BURSTGPT)
-    own = make_plan(workload(path, speed=2.0), Load(), 0)
+    own = build_plan(workload(path, speed=2.0), LoadSpec(), 0)
     assert [session[0].at_s for session in own.sessions] == [0.0, 20.0, 57.75]
     assert [session[0].output_tokens for session in own.sessions] == [18, 230, 7]
-    short = make_plan(workload(path), Load(duration_s=41), 0)
-    assert short.size == 2
-    rated = make_plan(workload(path), Load(arrivals=Arrivals(rate=None)), 0)
+    short = build_plan(workload(path), LoadSpec(duration_s=41), 0)
+    assert short.request_count == 2
+    rated = build_plan(workload(path), LoadSpec(arrivals=ArrivalProcess(rate=None)), 0)
     assert [session[0].at_s for session in rated.sessions] == [0.0, 0.0, 0.0]

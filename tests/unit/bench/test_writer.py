@@ -6,16 +6,16 @@ import tracemalloc
 
 import pytest
 
-from argosy.bench import Lengths, Load, Workload, make_plan
-from argosy.bench.request_body_builder import Writer
-from argosy.bench.target import Target
+from argosy.bench import LengthDistribution, LoadSpec, Workload, build_plan
+from argosy.bench.request_body_builder import RequestBodyBuilder
+from argosy.bench.target import BenchTarget
 
 LONG = 20_000
 
 
 @pytest.mark.parametrize("vocabulary", [(), tuple(range(1000, 2000))])
 def test_long_prompts_that_do_not_come_again_are_not_kept(vocabulary: tuple[int, ...]) -> None:
-    target = Target(
+    target = BenchTarget(
         model="m",
         api="completions",
         ignore_eos=True,
@@ -24,12 +24,16 @@ def test_long_prompts_that_do_not_come_again_are_not_kept(vocabulary: tuple[int,
         extra_body={},
         vocabulary=vocabulary,
     )
-    workload = Workload(input=Lengths("fixed", LONG), output=Lengths("fixed", 1), prefix_tokens=10)
-    plan = make_plan(workload, Load(concurrency=1, requests=20), 0)
-    writer = Writer(target)
+    workload = Workload(
+        input=LengthDistribution("fixed", LONG),
+        output=LengthDistribution("fixed", 1),
+        prefix_tokens=10,
+    )
+    plan = build_plan(workload, LoadSpec(concurrency=1, requests=20), 0)
+    writer = RequestBodyBuilder(target)
     tracemalloc.start()
     try:
-        sizes = [len(writer.body(session[0], [])) for session in plan.sessions]
+        sizes = [len(writer.build_body(session[0], [])) for session in plan.sessions]
         kept, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy.fleet import Place, places, usable_gpus
-from argosy.fleet.device_assignment import installed_gpus, visible_gpus
+from argosy.fleet import DeviceAssignment, assign_devices, usable_gpus
+from argosy.fleet.device_assignment import count_installed_gpus, visible_gpus
 
 
 @pytest.mark.parametrize(
@@ -53,11 +53,11 @@ def test_the_driver_says_how_many_there_are(
     source.write_text(NVML)
     defined = [f"-DINIT={init}", f"-DCOUNT={count}"]
     subprocess.run([compiler, "-shared", "-fPIC", *defined, "-o", library, source], check=True)
-    assert installed_gpus(str(library)) == gpus
+    assert count_installed_gpus(str(library)) == gpus
 
 
 def test_without_a_driver_there_are_none() -> None:
-    assert installed_gpus("libno-such-driver.so.1") == 0
+    assert count_installed_gpus("libno-such-driver.so.1") == 0
 
 
 def test_replicas_that_compute_on_the_cpu_take_none() -> None:
@@ -66,16 +66,19 @@ def test_replicas_that_compute_on_the_cpu_take_none() -> None:
 
 
 def test_each_replica_has_a_gpu_of_its_own() -> None:
-    assert places(2, ["4", "5", "6"], "own") == [Place("4", 0), Place("5", 0)]
+    assert assign_devices(2, ["4", "5", "6"], "own") == [
+        DeviceAssignment("4", 0),
+        DeviceAssignment("5", 0),
+    ]
     with pytest.raises(ValueError, match="start at most 2, or let them share with --gpus shared"):
-        places(3, ["0", "1"], "own")
+        assign_devices(3, ["0", "1"], "own")
 
 
 @given(replicas=st.integers(1, 20), count=st.integers(0, 8))
 def test_those_that_share_divide_evenly_and_know_it(replicas: int, count: int) -> None:
-    found = places(replicas, [str(number) for number in range(count)], "shared")
+    found = assign_devices(replicas, [str(number) for number in range(count)], "shared")
     assert len(found) == replicas
     for place in found:
         together = [other for other in found if other.gpu == place.gpu]
-        assert place.neighbours == len(together) - 1
+        assert place.colocated_replicas == len(together) - 1
         assert len(together) <= -(-replicas // max(1, count))

@@ -10,15 +10,15 @@ from collections.abc import AsyncIterator, Mapping
 import pytest
 import pytest_asyncio
 
-from argosy.engine import EngineConfig, ServerConfig
+from argosy.engine import EngineConfig, ReplicaServerConfig
 from argosy.fleet import ReplicaSpec, Supervisor, supervisor
-from argosy.policy import CustodyLimits, Life
+from argosy.policy import ProcessRun, RestartLimits
 
-LIMITS = CustodyLimits(stall_s=0.1)
+LIMITS = RestartLimits(hang_timeout_s=0.1)
 
 
 def spec(name: str) -> ReplicaSpec:
-    return ReplicaSpec(name=name, server=ServerConfig(), engine=EngineConfig(model="m"))
+    return ReplicaSpec(name=name, server=ReplicaServerConfig(), engine=EngineConfig(model="m"))
 
 
 class Stuck:
@@ -26,17 +26,17 @@ class Stuck:
 
     def __init__(self) -> None:
         self.changed = asyncio.Event()
-        self.lives: dict[str, Life] = {}
+        self.runs: dict[str, ProcessRun] = {}
         self.started: list[str] = []
         self.stopping: list[str] = []
 
-    def list(self) -> Mapping[str, Life]:
-        return self.lives
+    def list_runs(self) -> Mapping[str, ProcessRun]:
+        return self.runs
 
     async def start(self, spec: ReplicaSpec) -> None:
         now = time.monotonic()
         self.started.append(spec.name)
-        self.lives[spec.name] = Life(now, heard_at=now, ready_at=now)
+        self.runs[spec.name] = ProcessRun(now, last_response_at=now, ready_at=now)
         self.changed.set()
 
     async def drain(self, name: str) -> None:
@@ -49,8 +49,10 @@ class Stuck:
         await self.drain(name)
 
     def end(self, name: str) -> None:
-        life = self.lives[name]
-        self.lives[name] = Life(life.began, ready_at=life.ready_at, ended_at=time.monotonic())
+        life = self.runs[name]
+        self.runs[name] = ProcessRun(
+            life.started_at, ready_at=life.ready_at, exited_at=time.monotonic()
+        )
         self.changed.set()
 
 
@@ -64,7 +66,7 @@ async def supervised(launcher: Stuck) -> AsyncIterator[Supervisor]:
     """Two replicas that serve."""
     supervising = Supervisor(launcher, [spec("stuck"), spec("other")], LIMITS)
     keeping = asyncio.create_task(supervising.run())
-    await supervising.serving.wait()
+    await supervising.any_ready.wait()
     try:
         yield supervising
     finally:
@@ -76,7 +78,7 @@ async def until_stopping(launcher: Stuck, name: str) -> None:
     async with asyncio.timeout(30):
         while name not in launcher.stopping:
             now = time.monotonic()
-            launcher.lives["other"] = Life(now, heard_at=now, ready_at=now)
+            launcher.runs["other"] = ProcessRun(now, last_response_at=now, ready_at=now)
             launcher.changed.set()
             await asyncio.sleep(0.01)
 
@@ -96,13 +98,13 @@ async def test_one_that_cannot_be_ended_keeps_nobody_from_the_others(launcher: S
 async def test_what_cannot_be_ended_is_left_behind(
     launcher: Stuck, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor, "END_S", 0.1)
+    monkeypatch.setattr(supervisor, "KILL_TIMEOUT_S", 0.1)
     async with supervised(launcher) as supervising:
         await until_stopping(launcher, "stuck")
     async with asyncio.timeout(30):
         await supervising.stop()
-    assert launcher.lives["stuck"].ended_at is None
-    assert launcher.lives["other"].ended_at is not None
+    assert launcher.runs["stuck"].exited_at is None
+    assert launcher.runs["other"].exited_at is not None
 
 
 async def test_what_a_launcher_raises_is_not_lost(launcher: Stuck) -> None:

@@ -8,19 +8,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy.gateway.auth.client_address import origin, parse_address, parse_networks, within
+from argosy.gateway.auth.client_address import (
+    client_address,
+    is_in_networks,
+    parse_address,
+    parse_networks,
+)
 
 TRUSTED = parse_networks(["10.0.0.0/8", "fd00::/8"])
 PROXIES = st.sampled_from(["10.0.0.1", "10.9.8.7", "fd00::1"])
 ADDRESSES = st.ip_addresses().filter(
-    lambda address: not within(parse_address(str(address)), TRUSTED)
+    lambda address: not is_in_networks(parse_address(str(address)), TRUSTED)
 )
 WRITTEN = st.binary(max_size=40).filter(lambda text: b"," not in text)
 
 
 @given(peer=ADDRESSES, written=st.binary())
 def test_a_stranger_is_where_its_connection_comes_from(peer: object, written: bytes) -> None:
-    assert origin(str(peer), {b"x-forwarded-for": written}, TRUSTED) == parse_address(str(peer))
+    assert client_address(str(peer), {b"x-forwarded-for": written}, TRUSTED) == parse_address(
+        str(peer)
+    )
 
 
 @given(
@@ -34,13 +41,13 @@ def test_behind_trusted_proxies_the_client_is_whom_the_first_of_them_saw(
 ) -> None:
     hops = [*written, str(client).encode(), *(proxy.encode() for proxy in proxies)]
     headers = {b"x-forwarded-for": b", ".join(hops)}
-    assert origin(peer, headers, TRUSTED) == parse_address(str(client))
+    assert client_address(peer, headers, TRUSTED) == parse_address(str(client))
 
 
 @given(peer=PROXIES, proxies=st.lists(PROXIES))
 def test_a_proxy_that_names_nobody_else_asks_for_itself(peer: str, proxies: list[str]) -> None:
     headers = {b"x-forwarded-for": ",".join(proxies).encode()}
-    assert origin(peer, headers, TRUSTED) == ip_address([*proxies[:1], peer][0])
+    assert client_address(peer, headers, TRUSTED) == ip_address([*proxies[:1], peer][0])
 
 
 @pytest.mark.parametrize(
@@ -77,5 +84,5 @@ def test_a_network_is_the_same_however_it_is_written(
     network: str, inside: str, outside: str
 ) -> None:
     networks = parse_networks([network])
-    assert within(parse_address(inside), networks)
-    assert not within(parse_address(outside), networks)
+    assert is_in_networks(parse_address(inside), networks)
+    assert not is_in_networks(parse_address(outside), networks)

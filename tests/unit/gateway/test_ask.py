@@ -10,13 +10,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy.gateway.request_fields import LONGEST_TOKEN_BYTES, MEDIA_TOKENS, MOST_CHOICES, Ask, read
+from argosy.gateway.request_fields import (
+    ESTIMATED_MEDIA_TOKENS,
+    MAX_CHOICES,
+    MAX_TOKEN_BYTES,
+    RequestFields,
+    parse_request_fields,
+)
 from argosy.protocol import ApiError
 
 
-def chat(*parts: dict[str, object]) -> Ask:
+def chat(*parts: dict[str, object]) -> RequestFields:
     messages = [{"role": "user", "content": list(parts)}]
-    return read(json.dumps({"model": "m", "messages": messages}).encode(), "messages")
+    return parse_request_fields(
+        json.dumps({"model": "m", "messages": messages}).encode(), "messages"
+    )
 
 
 def picture(content: bytes) -> dict[str, object]:
@@ -40,43 +48,49 @@ def test_a_megabyte_of_picture_or_sound_is_not_taken_for_text(
     medium: Callable[[bytes], dict[str, object]],
 ) -> None:
     asked = chat(text("What is this?"), medium(b"\xff\xfe\x3f" * 350_000))
-    assert not asked.exceeds(10)
-    assert MEDIA_TOKENS < asked.prompt_tokens < MEDIA_TOKENS + 100
-    assert len(asked.prompt) > 1_000_000
+    assert not asked.exceeds_token_limit(10)
+    assert ESTIMATED_MEDIA_TOKENS < asked.estimated_prompt_tokens < ESTIMATED_MEDIA_TOKENS + 100
+    assert len(asked.raw_prompt) > 1_000_000
 
 
 def test_each_picture_counts_and_so_does_the_text_between() -> None:
     words = "word " * 4000
     asked = chat(*[picture(bytes(range(256)) * 40), text(words)] * 3)
-    assert 3 * MEDIA_TOKENS + 15_000 < asked.prompt_tokens < 3 * MEDIA_TOKENS + 15_300
-    most = 3 * len(words) // LONGEST_TOKEN_BYTES
-    assert (asked.exceeds(most - 1), asked.exceeds(most)) == (True, False)
+    assert (
+        3 * ESTIMATED_MEDIA_TOKENS + 15_000
+        < asked.estimated_prompt_tokens
+        < 3 * ESTIMATED_MEDIA_TOKENS + 15_300
+    )
+    most = 3 * len(words) // MAX_TOKEN_BYTES
+    assert (asked.exceeds_token_limit(most - 1), asked.exceeds_token_limit(most)) == (True, False)
 
 
 @given(st.text(max_size=3000))
 def test_text_is_counted_as_text(content: str) -> None:
     """Whatever it says of itself."""
     asked = chat(text(content))
-    assert asked.prompt_tokens == max(1, len(asked.prompt) // 4)
+    assert asked.estimated_prompt_tokens == max(1, len(asked.raw_prompt) // 4)
 
 
 @given(st.lists(st.binary(max_size=4000), max_size=4))
 def test_an_estimate_is_never_less_than_one(contents: list[bytes]) -> None:
     asked = chat(*map(picture, contents))
-    assert asked.prompt_tokens >= 1
+    assert asked.estimated_prompt_tokens >= 1
 
 
 LONG = "word " * 40_000
 
 
-def completion(prompt: object, **more: object) -> Ask:
-    return read(json.dumps({"model": "m", "prompt": prompt} | more).encode(), "prompt")
+def completion(prompt: object, **more: object) -> RequestFields:
+    return parse_request_fields(
+        json.dumps({"model": "m", "prompt": prompt} | more).encode(), "prompt"
+    )
 
 
 @pytest.mark.parametrize("prompt", [LONG, [LONG], ["short", LONG], [7] * 1001, [[7], [7] * 1001]])
 def test_a_prompt_that_fits_nowhere_is_known(prompt: object) -> None:
-    assert completion(prompt).exceeds(1000)
-    assert not completion(prompt).exceeds(2000)
+    assert completion(prompt).exceeds_token_limit(1000)
+    assert not completion(prompt).exceeds_token_limit(2000)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +104,7 @@ def test_a_prompt_that_fits_nowhere_is_known(prompt: object) -> None:
         completion([[]]),
         completion({"a": LONG}),
         completion(["a", {"a": LONG}, None]),
-        read(
+        parse_request_fields(
             json.dumps(
                 {"model": "m", "messages": [{"role": "user", "content": "a", "reasoning": LONG}]}
             ).encode(),
@@ -99,26 +113,31 @@ def test_a_prompt_that_fits_nowhere_is_known(prompt: object) -> None:
     ],
     ids=["texts", "ids", "cut", "lines", "wide", "none", "object", "mixed", "reasoning"],
 )
-def test_a_prompt_that_may_fit_is_for_a_replica_to_judge(asked: Ask) -> None:
-    assert not asked.exceeds(1000)
+def test_a_prompt_that_may_fit_is_for_a_replica_to_judge(asked: RequestFields) -> None:
+    assert not asked.exceeds_token_limit(1000)
 
 
 def test_a_body_is_its_prompt_and_not_much_beside() -> None:
     """A dictionary of millions of fields took a gigabyte, and the event loop for seconds."""
     many = b"".join(b',"%x":1' % number for number in range(600_000))
     with pytest.raises(ApiError) as caught:
-        read(b'{"model":"m","prompt":"x"' + many + b"}", "prompt")
+        parse_request_fields(b'{"model":"m","prompt":"x"' + many + b"}", "prompt")
     assert caught.value.status == 413
-    assert read(b'{"model":"m","prompt":"' + many.hex().encode() + b'"}', "prompt").choices == 1
+    assert (
+        parse_request_fields(
+            b'{"model":"m","prompt":"' + many.hex().encode() + b'"}', "prompt"
+        ).choice_count
+        == 1
+    )
 
 
 @pytest.mark.parametrize(
     ("prompt", "n", "param"),
     [
-        ("a", MOST_CHOICES + 1, "n"),
+        ("a", MAX_CHOICES + 1, "n"),
         ("a", 10**30, "n"),
         (["a"] * 129, 128, "n"),
-        (["a"] * (MOST_CHOICES + 1), None, "prompt"),
+        (["a"] * (MAX_CHOICES + 1), None, "prompt"),
     ],
     ids=["choices", "absurdly many", "of each prompt", "prompts"],
 )
@@ -129,7 +148,7 @@ def test_nobody_asks_for_millions_of_answers_at_once(
     with pytest.raises(ApiError) as caught:
         completion(prompt, n=n)
     assert (caught.value.status, caught.value.param) == (400, param)
-    assert completion("a", n=MOST_CHOICES).choices == MOST_CHOICES
+    assert completion("a", n=MAX_CHOICES).choice_count == MAX_CHOICES
 
 
 @pytest.mark.parametrize(
@@ -138,13 +157,13 @@ def test_nobody_asks_for_millions_of_answers_at_once(
 )
 def test_a_body_is_utf_8_wherever_it_is_read_first(field: bytes) -> None:
     with pytest.raises(ApiError) as caught:
-        read(b'{"model":"m","prompt":"x",' + field + b"}", "prompt")
+        parse_request_fields(b'{"model":"m","prompt":"x",' + field + b"}", "prompt")
     assert (caught.value.status, caught.value.code) == (400, "invalid_json")
 
 
 def test_a_limit_below_zero_is_none() -> None:
-    assert completion("a", max_tokens=-1).max_output is None
-    assert completion("a", max_tokens=0).max_output == 0
+    assert completion("a", max_tokens=-1).max_output_tokens is None
+    assert completion("a", max_tokens=0).max_output_tokens == 0
 
 
 @pytest.mark.parametrize(
@@ -155,19 +174,21 @@ def test_a_prompt_of_millions_of_values_is_refused_before_they_are_made(item: st
     many = ",".join([item] * 3_000_000)
     for field in ("prompt", "messages"):
         with pytest.raises(ApiError) as caught:
-            read(f'{{"model":"m","{field}":[{many}]}}'.encode(), field)
+            parse_request_fields(f'{{"model":"m","{field}":[{many}]}}'.encode(), field)
         assert (caught.value.status, caught.value.code) == (413, "request_too_large")
 
 
 def test_a_text_may_be_as_long_as_any_context_whatever_it_is_of() -> None:
     rows = [{"id": number, "tags": ["a", "b"]} for number in range(50_000)]
-    assert completion(json.dumps(rows)).choices == 1
+    assert completion(json.dumps(rows)).choice_count == 1
 
 
 @given(st.integers(0, 200), st.sampled_from(" \t\r\n"))
 def test_what_a_list_holds_is_seen_behind_any_white_space(count: int, white: str) -> None:
     def choices(prompt: str) -> int:
-        return read(f'{{"model": "m", "prompt": {prompt}}}'.encode(), "prompt").choices
+        return parse_request_fields(
+            f'{{"model": "m", "prompt": {prompt}}}'.encode(), "prompt"
+        ).choice_count
 
     space = white * count
     assert choices(f'[{space}"one", "two"]') == 2

@@ -5,15 +5,15 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from argosy.gateway.auth.credential_index import Book
-from argosy.gateway.auth.token_verifier import Claims
-from argosy.store import Directory, Project, User
+from argosy.gateway.auth.credential_index import CredentialIndex
+from argosy.gateway.auth.token_verifier import TokenClaims
+from argosy.store import AccountSnapshot, Project, User
 
 EMAIL = "ann@x.test"
-SAID = Claims(subject="s", email="", organisation="", project="", role="caller", expires_at=0)
+SAID = TokenClaims(subject="s", email="", organisation="", project="", role="caller", expires_at=0)
 
 
-def directory(named: dict[str, float], **made: float) -> Directory:
+def directory(named: dict[str, float], **made: float) -> AccountSnapshot:
     """Each of these organisations has a project `web` and a user, both made then, and `named` so later."""
     projects, users = [], []
     for home in sorted(made, key=made.__getitem__):
@@ -29,14 +29,14 @@ def directory(named: dict[str, float], **made: float) -> Directory:
             )
         )
     times = {f"{kind}_{home}": at for home, at in named.items() for kind in "pu"}
-    return Directory(projects=tuple(projects), users=tuple(users), named=times)
+    return AccountSnapshot(projects=tuple(projects), users=tuple(users), renamed_at=times)
 
 
-def whose(known: Directory) -> str:
+def whose(known: AccountSnapshot) -> str:
     """The organisation that both tokens are taken for: one that says the project, and one that says the email."""
-    book = Book(known)
+    book = CredentialIndex(known)
     by_name, by_email = (
-        book.by_claims(msgspec.structs.replace(SAID, **said)).caller.organisation
+        book.find_by_claims(msgspec.structs.replace(SAID, **said)).principal.organisation
         for said in ({"project": "web"}, {"email": EMAIL})
     )
     assert by_name == by_email

@@ -21,12 +21,19 @@ from tests.integration.gateway.doubles.families import (
 )
 from tests.integration.gateway.doubles.server import ANSWER, WHOLE, Asked, Double
 
-from argosy.gateway.backends import Carrier, Carry, Dialect, Kind, Leg, dialect_of
-from argosy.gateway.backends.native_stream_parser import Delivered
-from argosy.gateway.request_fields import Ask, read
+from argosy.gateway.backends import (
+    BackendAdapter,
+    BackendKind,
+    ResumeMode,
+    StreamContinuation,
+    UpstreamPlan,
+    get_adapter,
+)
+from argosy.gateway.backends.native_stream_parser import DeliveredOutput
+from argosy.gateway.request_fields import RequestFields, parse_request_fields
 from argosy.protocol import ApiError, EventParser
 
-KINDS: dict[Kind, type[Double]] = {
+KINDS: dict[BackendKind, type[Double]] = {
     "vllm": Vllm,
     "sglang": Sglang,
     "tgi": Tgi,
@@ -38,21 +45,23 @@ CARRIED = [
     (kind, path)
     for kind in KINDS
     for path in (CHAT, COMPLETION)
-    if path.encode() in dialect_of(kind).ids | dialect_of(kind).prefill
+    if path.encode() in get_adapter(kind).token_id_paths | get_adapter(kind).prefill_paths
 ]
 
 
-def ask_for(path: str, **changes: object) -> Ask:
+def ask_for(path: str, **changes: object) -> RequestFields:
     body = BODIES[path] | {"stream": True} | changes
-    return read(json.dumps(body).encode(), "messages" if path == CHAT else "prompt")
+    return parse_request_fields(json.dumps(body).encode(), "messages" if path == CHAT else "prompt")
 
 
 def test_servers_that_can_keep_the_cached_prompts_of_tenants_apart() -> None:
-    def salt(kind: Kind, domain: str, **own: object) -> str | None:
-        ask = msgspec.structs.replace(ask_for(CHAT, **own), domain=domain)
-        leg = Carrier(ask, CHAT.encode(), Delivered()).leg(dialect_of(kind), "m")
+    def salt(kind: BackendKind, domain: str, **own: object) -> str | None:
+        ask = msgspec.structs.replace(ask_for(CHAT, **own), cache_domain=domain)
+        leg = StreamContinuation(ask, CHAT.encode(), DeliveredOutput()).plan_upstream(
+            get_adapter(kind), "m"
+        )
         assert leg is not None
-        told: str | None = json.loads(leg.outgoing.body).get("cache_salt")
+        told: str | None = json.loads(leg.request.body).get("cache_salt")
         return told
 
     for kind in ("vllm", "sglang"):
@@ -75,15 +84,17 @@ def test_servers_that_can_keep_the_cached_prompts_of_tenants_apart() -> None:
 def test_what_can_be_no_value_here_is_refused_by_name(name: str, value: bytes) -> None:
     """Also where an engine would take it."""
     body = json.dumps(BODIES[CHAT] | {"stream": True}).encode()
-    ask = read(body[:-1] + b',"%b":%b}' % (name.encode(), value), "messages")
+    ask = parse_request_fields(body[:-1] + b',"%b":%b}' % (name.encode(), value), "messages")
     with pytest.raises(ApiError) as caught:
-        Carrier(ask, CHAT.encode(), Delivered()).leg(dialect_of("vllm"), "m")
+        StreamContinuation(ask, CHAT.encode(), DeliveredOutput()).plan_upstream(
+            get_adapter("vllm"), "m"
+        )
     assert (caught.value.status, caught.value.param) == (400, name)
 
 
-def stream_of(kind: Kind, leg: Leg) -> bytes:
+def stream_of(kind: BackendKind, leg: UpstreamPlan) -> bytes:
     """What a server of this kind answers."""
-    outgoing, double = leg.outgoing, KINDS[kind]()
+    outgoing, double = leg.request, KINDS[kind]()
     asked = Asked(outgoing.path.decode(), {}, json.loads(outgoing.body))
     assert double.refusal(asked) is None
     return b"".join(double.events(asked, double.part(asked)))
@@ -103,27 +114,31 @@ def seen_in(passed: bytes) -> Seen:
 
 
 def carry(
-    kind: Kind | Dialect, path: str, deaths: list[int], cuts: list[int], **changes: object
-) -> tuple[bytes, Delivered]:
+    kind: BackendKind | BackendAdapter,
+    path: str,
+    deaths: list[int],
+    cuts: list[int],
+    **changes: object,
+) -> tuple[bytes, DeliveredOutput]:
     """All that the client gets over servers that die after so many bytes each, but for the last."""
-    dialect = kind if isinstance(kind, Dialect) else dialect_of(kind)
-    ask, delivered, passed = ask_for(path, **changes), Delivered(), b""
-    carrier = Carrier(ask, path.encode(), delivered)
+    adapter = kind if isinstance(kind, BackendAdapter) else get_adapter(kind)
+    ask, delivered, passed = ask_for(path, **changes), DeliveredOutput(), b""
+    carrier = StreamContinuation(ask, path.encode(), delivered)
     for death in (*deaths, None):
-        leg = carrier.leg(dialect, "cat", 64)
+        leg = carrier.plan_upstream(adapter, "cat", 64)
         assert leg is not None
-        stream = stream_of(dialect.kind, leg)
+        stream = stream_of(adapter.kind, leg)
         alive = stream if death is None else stream[: death % len(stream)]
         for piece in pieces(alive, cuts):
-            passed += leg.reader.feed(piece)
-        assert not leg.reader.failure
+            passed += leg.parser.feed(piece)
+        assert not leg.parser.failure
         if death is None:
-            assert leg.reader.done
-            return passed + leg.reader.take_held(), delivered
-        ending = carrier.ending()
+            assert leg.parser.is_done
+            return passed + leg.parser.flush(), delivered
+        ending = carrier.build_missing_tail()
         if ending is not None:
             return passed + ending, delivered
-        assert carrier.can_go_on
+        assert carrier.can_resume
     raise AssertionError
 
 
@@ -139,7 +154,7 @@ parts = st.builds(
 @settings(max_examples=30)
 @given(deaths=places, cuts=places)
 def test_whatever_dies_wherever_the_answer_is_whole(
-    kind: Kind, path: str, deaths: list[int], cuts: list[int]
+    kind: BackendKind, path: str, deaths: list[int], cuts: list[int]
 ) -> None:
     passed, delivered = carry(kind, path, deaths, cuts, stream_options={"include_usage": True})
     seen = seen_in(passed)
@@ -154,7 +169,7 @@ def test_whatever_dies_wherever_the_answer_is_whole(
 @settings(max_examples=30)
 @given(deaths=places, limit=st.integers(1, len(ANSWER)))
 def test_a_limit_holds_over_all_servers_together(
-    kind: Kind, path: str, deaths: list[int], limit: int
+    kind: BackendKind, path: str, deaths: list[int], limit: int
 ) -> None:
     passed, delivered = carry(kind, path, deaths, [], max_tokens=limit)
     seen = seen_in(passed)
@@ -179,9 +194,9 @@ def test_a_limit_below_zero_is_none_wherever_the_answer_goes_on(
 @pytest.mark.parametrize("how", ["exact", "prefill"])
 @given(deaths=places, cuts=places, stop=parts)
 def test_a_stop_string_ends_the_answer_whichever_servers_its_parts_come_from(
-    path: str, limit: int, how: Carry, deaths: list[int], cuts: list[int], stop: str
+    path: str, limit: int, how: ResumeMode, deaths: list[int], cuts: list[int], stop: str
 ) -> None:
-    vllm = dialect_of("vllm", how)
+    vllm = get_adapter("vllm", how)
     alone = seen_in(carry(vllm, path, [], cuts, stop=[stop, "never"], max_tokens=limit)[0])
     passed, delivered = carry(vllm, path, deaths, cuts, stop=[stop, "never"], max_tokens=limit)
     seen = seen_in(passed)
@@ -197,7 +212,7 @@ def test_a_stop_string_ends_the_answer_whichever_servers_its_parts_come_from(
 @settings(max_examples=30)
 @given(cuts=places)
 def test_how_a_stream_is_cut_into_pieces_does_not_matter(
-    kind: Kind, path: str, cuts: list[int]
+    kind: BackendKind, path: str, cuts: list[int]
 ) -> None:
     for changes in ({}, {"n": 2}):  # both readers: the one that carries on, and the one that passes
         one, two = (seen_in(carry(kind, path, [], at, **changes)[0]) for at in (cuts, []))
@@ -239,12 +254,12 @@ json_values: st.SearchStrategy[Any] = st.recursive(
     n=st.sampled_from([1, 2]),
 )
 def test_no_stream_whatsoever_breaks_its_reader(events: list[bytes], n: int) -> None:
-    carrier = Carrier(ask_for(CHAT, n=n), CHAT.encode(), Delivered())
-    leg = carrier.leg(dialect_of("vllm"), "cat")
+    carrier = StreamContinuation(ask_for(CHAT, n=n), CHAT.encode(), DeliveredOutput())
+    leg = carrier.plan_upstream(get_adapter("vllm"), "cat")
     assert leg is not None
-    leg.reader.feed(b"".join(event + b"\n\n" for event in events))
-    carrier.ending()
-    carrier.leg(dialect_of("vllm"), "cat")
+    leg.parser.feed(b"".join(event + b"\n\n" for event in events))
+    carrier.build_missing_tail()
+    carrier.plan_upstream(get_adapter("vllm"), "cat")
 
 
 @pytest.mark.parametrize(
@@ -262,28 +277,28 @@ def test_no_stream_whatsoever_breaks_its_reader(events: list[bytes], n: int) -> 
 def test_only_plain_text_is_asked_for_in_a_way_that_can_be_carried_on(
     changes: dict[str, object], plain: bool
 ) -> None:
-    leg = Carrier(ask_for(CHAT, **changes), CHAT.encode(), Delivered()).leg(
-        dialect_of("vllm"), "cat"
-    )
+    leg = StreamContinuation(
+        ask_for(CHAT, **changes), CHAT.encode(), DeliveredOutput()
+    ).plan_upstream(get_adapter("vllm"), "cat")
     assert leg is not None
-    assert ("return_token_ids" in json.loads(leg.outgoing.body)) == plain
+    assert ("return_token_ids" in json.loads(leg.request.body)) == plain
 
 
 def test_a_conversation_that_ends_with_the_assistant_goes_on_in_its_message() -> None:
     messages = [{"role": "user", "content": "Go on"}, {"role": "assistant", "content": "Well,"}]
     ask = ask_for(CHAT, messages=messages, continue_final_message=True)
-    carrier = Carrier(ask, CHAT.encode(), Delivered())
-    dialect: Dialect = dialect_of("sglang")
-    first = carrier.leg(dialect, "cat")
+    carrier = StreamContinuation(ask, CHAT.encode(), DeliveredOutput())
+    adapter: BackendAdapter = get_adapter("sglang")
+    first = carrier.plan_upstream(adapter, "cat")
     assert first is not None
     chunk = {
         "id": "1",
         "choices": [{"index": 0, "delta": {"content": " then"}, "finish_reason": None}],
     }
-    first.reader.feed(b"data: " + msgspec.json.encode(chunk) + b"\n\n")
-    second = carrier.leg(dialect, "cat")
+    first.parser.feed(b"data: " + msgspec.json.encode(chunk) + b"\n\n")
+    second = carrier.plan_upstream(adapter, "cat")
     assert second is not None
-    assert json.loads(second.outgoing.body)["messages"][-1]["content"] == "Well, then"
+    assert json.loads(second.request.body)["messages"][-1]["content"] == "Well, then"
 
 
 @pytest.mark.parametrize(
@@ -299,16 +314,16 @@ def test_a_chat_with_more_than_text_keeps_that_where_it_goes_on(part: dict[str, 
     """The token ids of its prompt only say where a picture stands."""
     content = [{"type": "text", "text": "What is this?"}, part]
     ask = ask_for(CHAT, messages=[{"role": "user", "content": content}])
-    carrier = Carrier(ask, CHAT.encode(), Delivered())
-    first = carrier.leg(dialect_of("vllm"), "cat", 64)
+    carrier = StreamContinuation(ask, CHAT.encode(), DeliveredOutput())
+    first = carrier.plan_upstream(get_adapter("vllm"), "cat", 64)
     assert first is not None
     chunk = {"id": "1", "prompt_token_ids": [1, 2, 2, 2], "choices": []}
     delta = {"index": 0, "delta": {"content": "A cat"}, "token_ids": [7, 8]}
-    first.reader.feed(b"data: " + msgspec.json.encode(chunk | {"choices": [delta]}) + b"\n\n")
-    second = carrier.leg(dialect_of("vllm"), "cat", 64)
+    first.parser.feed(b"data: " + msgspec.json.encode(chunk | {"choices": [delta]}) + b"\n\n")
+    second = carrier.plan_upstream(get_adapter("vllm"), "cat", 64)
     assert second is not None
-    assert second.outgoing.path == CHAT.encode()
-    messages = json.loads(second.outgoing.body)["messages"]
+    assert second.request.path == CHAT.encode()
+    messages = json.loads(second.request.body)["messages"]
     assert messages == [
         {"role": "user", "content": content},
         {"role": "assistant", "content": "A cat"},
@@ -322,67 +337,72 @@ def told(chunk: dict[str, Any], **more: object) -> bytes:
 
 
 @pytest.mark.parametrize("kind", ["vllm", "tensorrt-llm"])
-def test_an_event_that_brings_several_tokens_counts_as_many(kind: Kind) -> None:
-    delivered = Delivered()
-    carrier = Carrier(ask_for(COMPLETION), COMPLETION.encode(), delivered)
-    first = carrier.leg(dialect_of(kind, "prefill"), "cat")
+def test_an_event_that_brings_several_tokens_counts_as_many(kind: BackendKind) -> None:
+    delivered = DeliveredOutput()
+    carrier = StreamContinuation(ask_for(COMPLETION), COMPLETION.encode(), delivered)
+    first = carrier.plan_upstream(get_adapter(kind, "prefill"), "cat")
     assert first is not None
-    assert json.loads(first.outgoing.body)["stream_options"]["continuous_usage_stats"]
+    assert json.loads(first.request.body)["stream_options"]["continuous_usage_stats"]
     usage = {"prompt_tokens": 4, "completion_tokens": 3, "total_tokens": 7}
-    assert b'"usage":null' in first.reader.feed(told({"text": "Once upon a"}, usage=usage))
-    second = carrier.leg(dialect_of(kind, "prefill"), "cat")
+    assert b'"usage":null' in first.parser.feed(told({"text": "Once upon a"}, usage=usage))
+    second = carrier.plan_upstream(get_adapter(kind, "prefill"), "cat")
     assert second is not None
-    assert json.loads(second.outgoing.body)["max_tokens"] == BODIES[COMPLETION]["max_tokens"] - 3
+    assert json.loads(second.request.body)["max_tokens"] == BODIES[COMPLETION]["max_tokens"] - 3
     assert delivered.output_tokens == 3
 
 
 def test_white_space_alone_is_no_text_to_go_on_from() -> None:
-    carrier, dialect = Carrier(ask_for(COMPLETION), COMPLETION.encode(), Delivered()), "tgi"
-    first = carrier.leg(dialect_of(dialect), "cat")
+    carrier, adapter = (
+        StreamContinuation(ask_for(COMPLETION), COMPLETION.encode(), DeliveredOutput()),
+        "tgi",
+    )
+    first = carrier.plan_upstream(get_adapter(adapter), "cat")
     assert first is not None
-    assert b'" "' in first.reader.feed(told({"text": " "}))
-    second = carrier.leg(dialect_of(dialect), "cat")
+    assert b'" "' in first.parser.feed(told({"text": " "}))
+    second = carrier.plan_upstream(get_adapter(adapter), "cat")
     assert second is not None
-    assert json.loads(second.outgoing.body)["prompt"] == "Tell me"
-    assert seen_in(second.reader.feed(told({"text": " Once"}))).text == "Once"
+    assert json.loads(second.request.body)["prompt"] == "Tell me"
+    assert seen_in(second.parser.feed(told({"text": " Once"}))).text == "Once"
 
 
 @pytest.mark.parametrize("reason", ["abort", "error", "cancelled", "timeout"])
 @pytest.mark.parametrize("n", [1, 2])
 def test_an_answer_that_its_server_broke_off_is_no_answer(reason: str, n: int) -> None:
-    carrier = Carrier(ask_for(COMPLETION, n=n), COMPLETION.encode(), Delivered())
-    leg = carrier.leg(dialect_of("tensorrt-llm"), "cat")
+    carrier = StreamContinuation(ask_for(COMPLETION, n=n), COMPLETION.encode(), DeliveredOutput())
+    leg = carrier.plan_upstream(get_adapter("tensorrt-llm"), "cat")
     assert leg is not None
-    assert not leg.reader.feed(told({"text": "", "finish_reason": reason}) + b"data: [DONE]\n\n")
-    assert leg.reader.failure
-    assert not leg.reader.done
+    assert not leg.parser.feed(told({"text": "", "finish_reason": reason}) + b"data: [DONE]\n\n")
+    assert leg.parser.failure
+    assert not leg.parser.is_done
 
 
 def test_cached_tokens_are_told_as_they_are_counted() -> None:
     ask = ask_for(COMPLETION, stream_options={"include_usage": True})
-    delivered = Delivered()
-    carrier = Carrier(ask, COMPLETION.encode(), delivered)
-    first = carrier.leg(dialect_of("vllm"), "cat")
+    delivered = DeliveredOutput()
+    carrier = StreamContinuation(ask, COMPLETION.encode(), delivered)
+    first = carrier.plan_upstream(get_adapter("vllm"), "cat")
     assert first is not None
-    first.reader.feed(told({"text": "Once", "token_ids": [100], "prompt_token_ids": [1, 2, 3]}))
-    second = carrier.leg(dialect_of("vllm"), "cat")
+    first.parser.feed(told({"text": "Once", "token_ids": [100], "prompt_token_ids": [1, 2, 3]}))
+    second = carrier.plan_upstream(get_adapter("vllm"), "cat")
     assert second is not None
-    second.reader.feed(told({"text": ".", "token_ids": [101], "finish_reason": "stop"}))
+    second.parser.feed(told({"text": ".", "token_ids": [101], "finish_reason": "stop"}))
     usage = {"prompt_tokens": 4, "completion_tokens": 1, "total_tokens": 5}
     details = {"prompt_tokens_details": {"cached_tokens": 4}}
-    (seen,) = seen_in(second.reader.feed(told({}, usage=usage | details))).usage
+    (seen,) = seen_in(second.parser.feed(told({}, usage=usage | details))).usage
     assert seen["prompt_tokens_details"]["cached_tokens"] == delivered.cached_tokens == 0
     assert (seen["prompt_tokens"], seen["completion_tokens"], seen["total_tokens"]) == (3, 2, 5)
 
 
 def test_an_end_that_a_server_could_not_tell_repeats_no_token_ids() -> None:
-    carrier = Carrier(
-        ask_for(COMPLETION, return_token_ids=True, max_tokens=1), COMPLETION.encode(), Delivered()
+    carrier = StreamContinuation(
+        ask_for(COMPLETION, return_token_ids=True, max_tokens=1),
+        COMPLETION.encode(),
+        DeliveredOutput(),
     )
-    leg = carrier.leg(dialect_of("vllm"), "cat")
+    leg = carrier.plan_upstream(get_adapter("vllm"), "cat")
     assert leg is not None
-    leg.reader.feed(told({"text": "Once", "token_ids": [100], "prompt_token_ids": [1, 2, 3]}))
-    ending = carrier.ending()
+    leg.parser.feed(told({"text": "Once", "token_ids": [100], "prompt_token_ids": [1, 2, 3]}))
+    ending = carrier.build_missing_tail()
     assert ending is not None
     (choice,) = json.loads(EventParser().feed(ending)[0])["choices"]
     assert (choice["token_ids"], choice["prompt_token_ids"]) == (None, None)
@@ -390,20 +410,24 @@ def test_an_end_that_a_server_could_not_tell_repeats_no_token_ids() -> None:
 
 
 def test_what_is_held_back_for_a_stop_string_can_be_told_at_last() -> None:
-    carrier = Carrier(ask_for(COMPLETION, stop=["never"]), COMPLETION.encode(), Delivered())
-    leg = carrier.leg(dialect_of("vllm"), "cat")
+    carrier = StreamContinuation(
+        ask_for(COMPLETION, stop=["never"]), COMPLETION.encode(), DeliveredOutput()
+    )
+    leg = carrier.plan_upstream(get_adapter("vllm"), "cat")
     assert leg is not None
-    passed = leg.reader.feed(told({"text": "Once up", "token_ids": [100, 101]}))
+    passed = leg.parser.feed(told({"text": "Once up", "token_ids": [100, 101]}))
     assert seen_in(passed).text == "Onc"
-    passed += carrier.held_back()
+    passed += carrier.flush_held_text()
     assert seen_in(passed).text == "Once up"
-    assert not carrier.held_back()
+    assert not carrier.flush_held_text()
 
 
 @pytest.mark.parametrize("more", [{"stop_token_ids": [7]}, {"skip_special_tokens": False}])
 def test_stop_strings_are_the_servers_where_stop_tokens_have_text(more: dict[str, object]) -> None:
     """With `include_stop_str_in_output` vLLM leaves their text in, too."""
-    carrier = Carrier(ask_for(COMPLETION, stop=["\n"], **more), COMPLETION.encode(), Delivered())
-    leg = carrier.leg(dialect_of("vllm"), "cat")
+    carrier = StreamContinuation(
+        ask_for(COMPLETION, stop=["\n"], **more), COMPLETION.encode(), DeliveredOutput()
+    )
+    leg = carrier.plan_upstream(get_adapter("vllm"), "cat")
     assert leg is not None
-    assert "include_stop_str_in_output" not in json.loads(leg.outgoing.body)
+    assert "include_stop_str_in_output" not in json.loads(leg.request.body)

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from tests.integration.gateway.limit_world import request
 
 from argosy.gateway import GatewayConfig, ModelConfig, QueueConfig, ReplicaConfig
-from argosy.gateway.model_registry.model_entries import build_models, read_models
-from argosy.gateway.pool.pool import Picked, Pool
-from argosy.gateway.principal import Caller
+from argosy.gateway.model_registry.model_entries import build_model_entries, build_model_router
+from argosy.gateway.pool.pool import Pool, RoutingDecision
+from argosy.gateway.principal import Principal
 from argosy.gateway.proxy.dispatcher import Dispatcher
-from argosy.gateway.request_context import Journey
-from argosy.gateway.request_fields import read
-from argosy.policy import Outcome
+from argosy.gateway.request_context import RequestContext
+from argosy.gateway.request_fields import parse_request_fields
+from argosy.policy import AttemptOutcome
 from argosy.protocol import ApiError
 
 STEPS = st.lists(
@@ -36,43 +36,45 @@ class World:
             for port in (7, 8, 9)
         ]
         config = GatewayConfig(models=[ModelConfig(name="big", replicas=behind)])
-        (self.pool,) = build_models(read_models(config)).pools
+        (self.pool,) = build_model_router(build_model_entries(config)).pools
         self.queue = Dispatcher(self.pool, QueueConfig(), lambda: 0.0)
-        self.running: list[Journey] = []
-        self.waiting: list[tuple[Journey, asyncio.Task[object]]] = []
+        self.running: list[RequestContext] = []
+        self.waiting: list[tuple[RequestContext, asyncio.Task[object]]] = []
 
     async def step(self, what: str, number: int) -> None:
         """Something happens; who gets a seat by it runs."""
         queue = self.queue
         if what == "ask":
-            journey = request(Caller(project=f"p{number % 4}", tier=number % 3))
-            self.waiting.append((journey, asyncio.create_task(queue.place(journey))))
+            context = request(Principal(project=f"p{number % 4}", tier=number % 3))
+            self.waiting.append((context, asyncio.create_task(queue.acquire_replica(context))))
         elif what == "leave" and self.waiting:
-            journey, task = self.waiting.pop(number % len(self.waiting))
+            context, task = self.waiting.pop(number % len(self.waiting))
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-            queue.ended(journey)
+            queue.release(context)
         elif what == "end" and self.running:
-            journey = self.running.pop(number % len(self.running))
-            self.pool.replicas[journey.replica].ended(Outcome.SUCCESS, 0.0)
-            queue.ended(journey)
+            context = self.running.pop(number % len(self.running))
+            self.pool.replicas[context.replica_name].on_request_ended(AttemptOutcome.SUCCESS, 0.0)
+            queue.release(context)
         elif what == "fail" and self.running:
-            journey = self.running.pop(number % len(self.running))
-            journey.tried = {journey.replica}
-            self.pool.replicas[journey.replica].ended(None, 0.0)
-            self.waiting.append((journey, asyncio.create_task(queue.move(journey, 1000.0))))
+            context = self.running.pop(number % len(self.running))
+            context.failed_replicas = {context.replica_name}
+            self.pool.replicas[context.replica_name].on_request_ended(None, 0.0)
+            self.waiting.append(
+                (context, asyncio.create_task(queue.reacquire_replica(context, 1000.0)))
+            )
         for _ in range(4):
             await asyncio.sleep(0)
-        self.running += [journey for journey, task in self.waiting if task.done()]
-        self.waiting = [(journey, task) for journey, task in self.waiting if not task.done()]
+        self.running += [context for context, task in self.waiting if task.done()]
+        self.waiting = [(context, task) for context, task in self.waiting if not task.done()]
 
     def check(self) -> None:
         """What always holds."""
         replicas = self.pool.replicas.values()
         assert all(0 <= replica.load.in_flight <= 2 for replica in replicas)
         assert sum(replica.load.in_flight for replica in replicas) == len(self.running)
-        free = {replica.name for replica in replicas if replica.has_room(0, 0.0)}
-        assert all(free <= journey.tried for journey, _ in self.waiting)
+        free = {replica.name for replica in replicas if replica.has_free_slot(0, 0.0)}
+        assert all(free <= context.failed_replicas for context, _ in self.waiting)
 
 
 @settings(max_examples=150, deadline=None)
@@ -103,40 +105,42 @@ def test_a_replica_gets_what_it_says_that_it_runs_and_no_more_than_was_set(
 ) -> None:
     behind = ReplicaConfig(url="http://127.0.0.1:7", kind="sglang", max_requests=most)
     config = GatewayConfig(models=[ModelConfig(name="big", replicas=[behind])])
-    (replica,) = build_models(read_models(config)).pools[0].replicas.values()
-    replica.load.capacity = told
-    assert replica.seats == seats
+    (replica,) = build_model_router(build_model_entries(config)).pools[0].replicas.values()
+    replica.load.max_seqs = told
+    assert replica.slots == seats
 
 
 def test_what_was_set_is_no_less_for_what_other_gateways_have() -> None:
     behind = ReplicaConfig(url="http://127.0.0.1:7", kind="argosy", max_requests=4)
     config = GatewayConfig(models=[ModelConfig(name="big", replicas=[behind])])
-    (replica,) = build_models(read_models(config)).pools[0].replicas.values()
-    replica.load.capacity = 8
-    replica.shared_with([{1: 4}])
-    assert [replica.part(tier, 0.0) for tier in range(3)] == [4, 4, 4]
-    replica.shared_with([{1: 6}])
-    assert [replica.part(tier, 0.0) for tier in range(3)] == [4, 4, 2]
-    replica.shared_with([])
-    assert replica.part(1, 0.0) == 4
+    (replica,) = build_model_router(build_model_entries(config)).pools[0].replicas.values()
+    replica.load.max_seqs = 8
+    replica.update_slot_shares([{1: 4}])
+    assert [replica.slot_share(tier, 0.0) for tier in range(3)] == [4, 4, 4]
+    replica.update_slot_shares([{1: 6}])
+    assert [replica.slot_share(tier, 0.0) for tier in range(3)] == [4, 4, 2]
+    replica.update_slot_shares([])
+    assert replica.slot_share(1, 0.0) == 4
 
 
 @pytest.mark.parametrize("moves", [False, True])
 async def test_who_leaves_as_a_seat_comes_leaves_nothing_there(moves: bool) -> None:
     world = World()
-    running = [request(Caller()) for _ in range(6)]
-    for journey in running:
-        replica = await world.queue.place(journey)
-        replica.computed(10, 0.0)
-    late = request(Caller())
-    waits = world.queue.move(late, 1000.0) if moves else world.queue.place(late)
+    running = [request(Principal()) for _ in range(6)]
+    for context in running:
+        replica = await world.queue.acquire_replica(context)
+        replica.on_prefill_done(10, 0.0)
+    late = request(Principal())
+    waits = (
+        world.queue.reacquire_replica(late, 1000.0) if moves else world.queue.acquire_replica(late)
+    )
     task = asyncio.create_task(waits)
     await asyncio.sleep(0)
     task.cancel()
-    replica.ended(Outcome.SUCCESS, 0.0)
+    replica.on_request_ended(AttemptOutcome.SUCCESS, 0.0)
     await asyncio.gather(task, return_exceptions=True)
     assert (replica.load.in_flight, replica.load.sent_tokens) == (1, 0)
-    assert [tried.outcome for tried in late.trace.tries] == ["ended"]
+    assert [tried.outcome for tried in late.trace.attempts] == ["ended"]
 
 
 async def test_old_requests_wait_on_while_only_higher_tiers_have_seats_beside_other_gateways() -> (
@@ -144,30 +148,32 @@ async def test_old_requests_wait_on_while_only_higher_tiers_have_seats_beside_ot
 ):
     behind = ReplicaConfig(url="http://127.0.0.1:7", kind="argosy")
     config = GatewayConfig(models=[ModelConfig(name="big", replicas=[behind])])
-    (pool,) = build_models(read_models(config)).pools
+    (pool,) = build_model_router(build_model_entries(config)).pools
     (replica,) = pool.replicas.values()
-    replica.load.capacity, now = 4, 0.0
-    replica.shared_with([{1: 3}])
-    assert [replica.part(tier, now) for tier in range(3)] == [2, 2, 1]
+    replica.load.max_seqs, now = 4, 0.0
+    replica.update_slot_shares([{1: 3}])
+    assert [replica.slot_share(tier, now) for tier in range(3)] == [2, 2, 1]
     queue = Dispatcher(pool, QueueConfig(), lambda: now)
     for _ in range(2):
-        await queue.place(request(Caller(tier=0)))
-    old = asyncio.create_task(queue.place(request(Caller(tier=2))))
+        await queue.acquire_replica(request(Principal(tier=0)))
+    old = asyncio.create_task(queue.acquire_replica(request(Principal(tier=2))))
     await asyncio.sleep(0)
     now = 40.0
-    others = [asyncio.create_task(queue.place(request(Caller(tier=0)))) for _ in range(8)]
+    others = [
+        asyncio.create_task(queue.acquire_replica(request(Principal(tier=0)))) for _ in range(8)
+    ]
     for _ in others:
         await asyncio.sleep(0)
-        replica.ended(Outcome.SUCCESS, now)
+        replica.on_request_ended(AttemptOutcome.SUCCESS, now)
         assert replica.load.in_flight == 2
-    replica.shared_with([])
-    queue.pump()
+    replica.update_slot_shares([])
+    queue.dispatch_waiting()
     await asyncio.gather(old, *others)
 
 
-async def refused(queue: Dispatcher, journey: Journey) -> str:
+async def refused(queue: Dispatcher, context: RequestContext) -> str:
     """What a request is told that may not wait; empty where it does."""
-    task = asyncio.create_task(queue.place(journey))
+    task = asyncio.create_task(queue.acquire_replica(context))
     for _ in range(4):
         await asyncio.sleep(0)
     if not task.done():
@@ -182,17 +188,20 @@ async def test_all_who_wait_are_told_as_soon_as_that_makes_no_sense_any_more() -
     world, now = World(), 0.0
     queue = Dispatcher(world.pool, QueueConfig(), lambda: now)
     for _ in range(6):
-        await queue.place(request(Caller()))
-    waiting = [asyncio.create_task(queue.place(request(Caller(tier=tier)))) for tier in range(3)]
+        await queue.acquire_replica(request(Principal()))
+    waiting = [
+        asyncio.create_task(queue.acquire_replica(request(Principal(tier=tier))))
+        for tier in range(3)
+    ]
     for replica in world.pool.replicas.values():
-        replica.absence.there()
-        replica.absence.lost(now)
+        replica.outage.mark_up()
+        replica.outage.mark_down(now)
     await asyncio.sleep(0)
     now = 29.0
-    queue.pump()
+    queue.dispatch_waiting()
     assert len(queue) == 3
     now = 31.0
-    queue.pump()
+    queue.dispatch_waiting()
     for told in await asyncio.gather(*waiting, return_exceptions=True):
         assert isinstance(told, ApiError)
         assert (told.status, told.code, told.retry_after_s) == (503, "no_replica", 10.0)
@@ -200,54 +209,54 @@ async def test_all_who_wait_are_told_as_soon_as_that_makes_no_sense_any_more() -
 
 async def test_no_more_bytes_wait_than_may() -> None:
     world = World()
-    world.queue = queue = Dispatcher(world.pool, QueueConfig(bytes=5000), lambda: 0.0)
+    world.queue = queue = Dispatcher(world.pool, QueueConfig(max_bytes=5000), lambda: 0.0)
     for _ in range(6):
-        await queue.place(request(Caller()))
-    assert "the queue is full" in await refused(queue, request(Caller(tier=0), prompt=2000))
-    assert not await refused(queue, request(Caller(tier=0, project="a"), prompt=500))
-    assert not await refused(queue, request(Caller(tier=0, project="b"), prompt=500))
-    assert "the queue is full" in await refused(queue, request(Caller(tier=0), prompt=500))
+        await queue.acquire_replica(request(Principal()))
+    assert "the queue is full" in await refused(queue, request(Principal(tier=0), prompt=2000))
+    assert not await refused(queue, request(Principal(tier=0, project="a"), prompt=500))
+    assert not await refused(queue, request(Principal(tier=0, project="b"), prompt=500))
+    assert "the queue is full" in await refused(queue, request(Principal(tier=0), prompt=500))
 
 
 async def test_what_can_be_served_soon_is_for_higher_tiers() -> None:
     """By how long a tenant's own requests have waited, and by what waits in the replicas."""
     world, now = World(), 0.0
-    queue = Dispatcher(world.pool, QueueConfig(wait_s=60.0), lambda: now)
+    queue = Dispatcher(world.pool, QueueConfig(timeout_s=60.0), lambda: now)
     for _ in range(6):
-        await queue.place(request(Caller(tier=0)))
-    free, paid = Caller(tier=2, project="free"), Caller(tier=1, project="paid")
+        await queue.acquire_replica(request(Principal(tier=0)))
+    free, paid = Principal(tier=2, project="free"), Principal(tier=1, project="paid")
     assert not await refused(queue, request(free))
     assert not await refused(queue, request(paid))
     now = 29.0
     assert not await refused(queue, request(free))
     now = 31.0
     assert "is for higher tiers" in await refused(queue, request(free))
-    assert not await refused(queue, request(Caller(tier=2, project="another")))
+    assert not await refused(queue, request(Principal(tier=2, project="another")))
     assert not await refused(queue, request(paid))
     now = 46.0
     assert "is for higher tiers" in await refused(queue, request(paid))
     for replica in world.pool.replicas.values():
-        replica.load.capacity, replica.load.waiting = 10, 9
-    assert "is for higher tiers" in await refused(queue, request(Caller(tier=1, project="new")))
-    assert not await refused(queue, request(Caller(tier=0, project="new")))
+        replica.load.max_seqs, replica.load.waiting = 10, 9
+    assert "is for higher tiers" in await refused(queue, request(Principal(tier=1, project="new")))
+    assert not await refused(queue, request(Principal(tier=0, project="new")))
 
 
 async def test_what_a_body_has_beside_its_prompt_counts_against_the_bound_on_bytes() -> None:
     behind = ReplicaConfig(url="http://127.0.0.1:7", kind="openai", max_requests=1)
     config = GatewayConfig(models=[ModelConfig(name="big", replicas=[behind])])
-    (pool,) = build_models(read_models(config)).pools
-    queue = Dispatcher(pool, QueueConfig(bytes=50_000), lambda: 0.0)
-    await queue.place(request(Caller()))
+    (pool,) = build_model_router(build_model_entries(config)).pools
+    queue = Dispatcher(pool, QueueConfig(max_bytes=50_000), lambda: 0.0)
+    await queue.acquire_replica(request(Principal()))
     body = {"model": "big", "messages": [], "metadata": {"of": "x" * 20_000}}
-    journeys = [request(Caller()) for _ in range(3)]
-    for journey in journeys:
-        journey.ask = read(msgspec.json.encode(body), "messages")
-    waiting = [asyncio.create_task(queue.place(journey)) for journey in journeys[:2]]
+    journeys = [request(Principal()) for _ in range(3)]
+    for context in journeys:
+        context.fields = parse_request_fields(msgspec.json.encode(body), "messages")
+    waiting = [asyncio.create_task(queue.acquire_replica(context)) for context in journeys[:2]]
     await asyncio.sleep(0)
     assert len(queue) == 2
     with pytest.raises(ApiError) as refusal:
         async with asyncio.timeout(1.0):
-            await queue.place(journeys[2])
+            await queue.acquire_replica(journeys[2])
     assert (refusal.value.status, refusal.value.code) == (429, "overloaded")
     for task in waiting:
         task.cancel()
@@ -260,9 +269,9 @@ async def test_thousands_that_lost_their_replica_are_not_all_looked_at_for_each(
     replicas: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has seats again, but not for them, and they look for another one at the same moment."""
-    count, picks, pick = 300, 0, Pool.pick
+    count, picks, pick = 300, 0, Pool.select_replica
 
-    def counted(self: Pool, *args: Any) -> Picked | None:  # noqa: ANN401 - as they come
+    def counted(self: Pool, *args: Any) -> RoutingDecision | None:  # noqa: ANN401 - as they come
         nonlocal picks
         picks += 1
         return pick(self, *args)
@@ -272,24 +281,24 @@ async def test_thousands_that_lost_their_replica_are_not_all_looked_at_for_each(
         for port in range(7, 7 + replicas)
     ]
     config = GatewayConfig(models=[ModelConfig(name="big", replicas=behind)])
-    (pool,) = build_models(read_models(config)).pools
-    queue, running = Dispatcher(pool, QueueConfig(), lambda: 0.0), list[Journey]()
+    (pool,) = build_model_router(build_model_entries(config)).pools
+    queue, running = Dispatcher(pool, QueueConfig(), lambda: 0.0), list[RequestContext]()
     for number in range(replicas * count):
-        journey = request(Caller(project=f"p{number % 4}"))
-        await queue.place(journey)
-        running.append(journey)
-    lost = [journey for journey in running if journey.replica == running[0].replica]
-    monkeypatch.setattr(Pool, "pick", counted)
+        context = request(Principal(project=f"p{number % 4}"))
+        await queue.acquire_replica(context)
+        running.append(context)
+    lost = [context for context in running if context.replica_name == running[0].replica_name]
+    monkeypatch.setattr(Pool, "select_replica", counted)
     moves = []
-    for journey in lost:
-        journey.tried = {journey.replica}
-        pool.replicas[journey.replica].ended(None, 0.0)
-        moves.append(asyncio.create_task(queue.move(journey, 1000.0)))
+    for context in lost:
+        context.failed_replicas = {context.replica_name}
+        pool.replicas[context.replica_name].on_request_ended(None, 0.0)
+        moves.append(asyncio.create_task(queue.reacquire_replica(context, 1000.0)))
         await asyncio.sleep(0)
     assert picks <= 3 * count
-    free = [journey for journey in running if journey not in lost]
-    for journey in free:  # each seat of the other goes to the one that has waited for longest
-        pool.replicas[journey.replica].ended(Outcome.SUCCESS, 0.0)
+    free = [context for context in running if context not in lost]
+    for context in free:  # each seat of the other goes to the one that has waited for longest
+        pool.replicas[context.replica_name].on_request_ended(AttemptOutcome.SUCCESS, 0.0)
     for _ in range(4):
         await asyncio.sleep(0)
     assert [move.done() for move in moves] == [bool(free)] * count
@@ -297,5 +306,5 @@ async def test_thousands_that_lost_their_replica_are_not_all_looked_at_for_each(
         move.cancel()
     await asyncio.gather(*moves, return_exceptions=True)
     picks = 0
-    queue.pump()
+    queue.dispatch_waiting()
     assert picks == 0

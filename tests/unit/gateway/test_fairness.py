@@ -12,12 +12,12 @@ import pytest
 from tests.integration.gateway.limit_world import request
 
 from argosy.gateway import GatewayConfig, ModelConfig, QueueConfig, ReplicaConfig
-from argosy.gateway.model_registry.model_entries import build_models, read_models
-from argosy.gateway.pool.replica_endpoint import Replica
-from argosy.gateway.principal import Caller
+from argosy.gateway.model_registry.model_entries import build_model_entries, build_model_router
+from argosy.gateway.pool.replica_endpoint import ReplicaEndpoint
+from argosy.gateway.principal import Principal
 from argosy.gateway.proxy.dispatcher import Dispatcher
-from argosy.gateway.request_context import Journey
-from argosy.policy import Outcome, service
+from argosy.gateway.request_context import RequestContext
+from argosy.policy import AttemptOutcome, weighted_tokens
 from argosy.protocol import ApiError
 
 SEATS = 32
@@ -29,8 +29,8 @@ TICKS_PER_S = 50
 class Running:
     """A request that has a seat."""
 
-    journey: Journey
-    replica: Replica
+    context: RequestContext
+    replica: ReplicaEndpoint
     left: int
     """Tokens to come."""
     computed: int
@@ -41,7 +41,7 @@ class Running:
 class World:
     """A queue before one replica, and time that goes on when a test says so."""
 
-    limits: QueueConfig = field(default_factory=lambda: QueueConfig(wait_s=1e6))
+    limits: QueueConfig = field(default_factory=lambda: QueueConfig(timeout_s=1e6))
     tick: int = 0
     running: list[Running] = field(default_factory=list)
     asking: set[asyncio.Task[None]] = field(default_factory=set)
@@ -57,7 +57,7 @@ class World:
     def __post_init__(self) -> None:
         behind = [ReplicaConfig(url="http://127.0.0.1:9", kind="openai", max_requests=SEATS)]
         config = GatewayConfig(models=[ModelConfig(name="big", replicas=behind)])
-        models = build_models(read_models(config))
+        models = build_model_router(build_model_entries(config))
         self.pool = models.pools[0]
         self.queue = Dispatcher(self.pool, self.limits, lambda: self.tick / TICKS_PER_S)
 
@@ -65,19 +65,21 @@ class World:
         self, project: str, tokens: int, tier: int = 1, *, prompt: int = PROMPT, cached: int = 0
     ) -> None:
         """A request whose answer has so many tokens, whatever it said it would have."""
-        self.take(Caller(project=project, tier=tier), tokens, prompt=prompt, cached=cached)
+        self.take(Principal(project=project, tier=tier), tokens, prompt=prompt, cached=cached)
 
-    def take(self, caller: Caller, tokens: int, *, prompt: int = PROMPT, cached: int = 0) -> None:
+    def take(
+        self, principal: Principal, tokens: int, *, prompt: int = PROMPT, cached: int = 0
+    ) -> None:
         """The same, of this caller."""
-        journey = request(caller, prompt=prompt, most=64)
-        self.waiting[caller.project or caller.organisation] += 1
-        self.asking.add(asyncio.create_task(self._ask(journey, tokens, prompt - cached)))
+        context = request(principal, prompt=prompt, most=64)
+        self.waiting[principal.project or principal.organisation] += 1
+        self.asking.add(asyncio.create_task(self._ask(context, tokens, prompt - cached)))
 
-    async def _ask(self, journey: Journey, tokens: int, computed: int) -> None:
-        caller, asked = journey.caller, self.tick
-        project = caller.project or caller.organisation
+    async def _ask(self, context: RequestContext, tokens: int, computed: int) -> None:
+        principal, asked = context.principal, self.tick
+        project = principal.project or principal.organisation
         try:
-            replica = await self.queue.place(journey)
+            replica = await self.queue.acquire_replica(context)
         except ApiError:
             self.refused[project] += 1
             return
@@ -85,7 +87,7 @@ class World:
             self.waiting[project] -= 1
             self.asking.discard(cast("asyncio.Task[None]", asyncio.current_task()))
         self.waits.setdefault(project, []).append(self.tick - asked)
-        self.running.append(Running(journey, replica, tokens, computed))
+        self.running.append(Running(context, replica, tokens, computed))
 
     async def step(self) -> None:
         """A token for each that runs; who has a seat from now on is known after it."""
@@ -93,15 +95,15 @@ class World:
         now = self.tick / TICKS_PER_S
         for one in list(self.running):
             one.left -= 1
-            project = one.journey.caller.project
-            got, one.computed = service(one.computed, 1), 0
+            project = one.context.principal.project
+            got, one.computed = weighted_tokens(one.computed, 1), 0
             self.served[project] += round(got)
-            self.queue.charge(one.journey, got)
+            self.queue.charge_tenant(one.context, got)
             if one.left == 0:
                 self.ended[project] += 1
                 self.running.remove(one)
-                one.replica.ended(Outcome.SUCCESS, now)
-                self.queue.ended(one.journey)
+                one.replica.on_request_ended(AttemptOutcome.SUCCESS, now)
+                self.queue.release(one.context)
         for _ in range(4):
             await asyncio.sleep(0)
 
@@ -159,15 +161,15 @@ async def test_premium_requests_find_a_seat_at_once_and_few_stay_empty_for_them(
 
 
 async def test_users_without_a_project_wait_for_their_own_organisation_only() -> None:
-    world = World(QueueConfig(requests=200, wait_s=1e6))
+    world = World(QueueConfig(max_requests=200, timeout_s=1e6))
     for _ in range(50):
         for _ in range(20):
-            world.take(Caller(organisation="flood", user="ann"), 32)
+            world.take(Principal(organisation="flood", user="ann"), 32)
         await world.step()
     assert world.refused["flood"] > 500
     before = world.tick
     for _ in range(8):
-        world.take(Caller(organisation="late", user="bob"), 32)
+        world.take(Principal(organisation="late", user="bob"), 32)
     while world.waiting["late"]:
         await world.step()
     assert world.refused["late"] == 0
@@ -203,7 +205,7 @@ async def test_nobody_starves_below_a_flood_of_higher_tiers() -> None:
 
 
 async def test_a_tenant_that_comes_after_a_flood_gets_in_and_is_served_soon() -> None:
-    world = World(QueueConfig(requests=200, wait_s=1e6))
+    world = World(QueueConfig(max_requests=200, timeout_s=1e6))
     for _ in range(50):
         for _ in range(20):
             world.ask("flood", 32)
@@ -256,23 +258,23 @@ async def test_a_prompt_of_which_nothing_came_stays_paid_and_what_of_the_answer_
     order: list[str] = []
 
     async def run(project: str, *, leaves: bool) -> None:
-        journey = request(Caller(project=project), prompt=300, most=64)
-        replica = await world.queue.place(journey)
+        context = request(Principal(project=project), prompt=300, most=64)
+        replica = await world.queue.acquire_replica(context)
         order.append(project)
         if not leaves:
-            world.queue.charge(journey, service(300, 64))
-        replica.ended(Outcome.SUCCESS, 0.0)
-        world.queue.ended(journey)
+            world.queue.charge_tenant(context, weighted_tokens(300, 64))
+        replica.on_request_ended(AttemptOutcome.SUCCESS, 0.0)
+        world.queue.release(context)
 
-    seats = [request(Caller(project="other")) for _ in range(SEATS)]
-    taken = [await world.queue.place(journey) for journey in seats]
+    seats = [request(Principal(project="other")) for _ in range(SEATS)]
+    taken = [await world.queue.acquire_replica(context) for context in seats]
     waiting = [
         asyncio.create_task(run(project, leaves=project == "leaves"))
         for _ in range(40)
         for project in ("leaves", "stays")
     ]
     await asyncio.sleep(0)
-    taken[0].ended(Outcome.SUCCESS, 0.0)
+    taken[0].on_request_ended(AttemptOutcome.SUCCESS, 0.0)
     await asyncio.gather(*waiting)
     first = Counter(order[:40])
     assert first["leaves"] / first["stays"] == pytest.approx((300 + 128) / 300, rel=0.2)

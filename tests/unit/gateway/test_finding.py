@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from argosy.gateway.backends import Found, find
+from argosy.gateway.backends import DetectedBackend, detect_backend
 
 INFO = {"model_id": "m", "max_total_tokens": 9, "max_concurrent_requests": 9}
 
@@ -44,7 +44,7 @@ async def test_each_kind_is_known_by_its_answers(
         status, content = answers.get(path.decode(), (404, {}))
         return status, json.dumps(content).encode()
 
-    found = await find(ask)
+    found = await detect_backend(ask)
     assert (None if found is None else found.kind) == kind
 
 
@@ -55,7 +55,7 @@ async def test_the_models_context_is_noted_where_it_is_told() -> None:
         listed.append({"id": "c", "max_model_len": 0})
         return 200, json.dumps({"data": listed}).encode()
 
-    assert await find(ask) == Found("vllm", {"a": 64, "b": None, "c": None})
+    assert await detect_backend(ask) == DetectedBackend("vllm", {"a": 64, "b": None, "c": None})
 
 
 @pytest.mark.parametrize("path", [b"/v1/models", b"/info"])
@@ -63,4 +63,4 @@ async def test_what_is_no_text_is_of_no_kind(path: bytes) -> None:
     async def ask(asked: bytes) -> tuple[int, bytes]:
         return 200, b'{"data": [{"id": "\xff"}], "\xff": 1}' if asked == path else b"{}"
 
-    assert await find(ask) == Found("openai", {})
+    assert await detect_backend(ask) == DetectedBackend("openai", {})

@@ -7,8 +7,8 @@ import statistics
 import tracemalloc
 from typing import Any, cast
 
-from argosy.gateway.proxy.response_writers import Gathered
-from argosy.gateway.request_context import Journey
+from argosy.gateway.proxy.response_writers import AggregatingWriter
+from argosy.gateway.request_context import RequestContext
 
 
 def piece(number: int) -> bytes:
@@ -21,14 +21,14 @@ def piece(number: int) -> bytes:
 
 def test_a_token_of_a_long_answer_takes_no_more_than_one_of_a_short_one() -> None:
     """Whoever asks for log-probabilities must not stop the others with each of a hundred thousand tokens."""
-    gathered, taken = Gathered(cast("Journey", None)), list[int]()
+    gathered, taken = AggregatingWriter(cast("RequestContext", None)), list[int]()
     pieces = [piece(number) for number in range(4000)]
     tracemalloc.start()
     try:
         for each in pieces:
             tracemalloc.reset_peak()
             before, _ = tracemalloc.get_traced_memory()
-            gathered.push(each)
+            gathered.write_events(each)
             taken.append(tracemalloc.get_traced_memory()[1] - before)
     finally:
         tracemalloc.stop()

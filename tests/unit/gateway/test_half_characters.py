@@ -27,8 +27,8 @@ from tests.integration.gateway.doubles.server import (
 )
 from tests.unit.gateway.test_continuation import ask_for, pieces, seen_in
 
-from argosy.gateway.backends import Carrier, Carry, Kind, dialect_of
-from argosy.gateway.backends.native_stream_parser import Delivered
+from argosy.gateway.backends import BackendKind, ResumeMode, StreamContinuation, get_adapter
+from argosy.gateway.backends.native_stream_parser import DeliveredOutput
 
 SAID = ("Once", " upon", "", "", " 🦊", " a time", ",", "", " ä", "", "", "", "🐈", " said", ".")
 TEXT = "".join(SAID)
@@ -113,27 +113,27 @@ def _together(chunks: list[Json]) -> Json:
 
 def carried(
     family: type[Double],
-    kind: Kind,
-    how: Carry,
+    kind: BackendKind,
+    how: ResumeMode,
     path: str,
     deaths: list[int],
     cuts: list[int],
     **changes: object,
-) -> tuple[bytes, Delivered]:
+) -> tuple[bytes, DeliveredOutput]:
     """What the client gets over servers that die after so many bytes each, but for the last."""
-    dialect, ask, delivered = dialect_of(kind, how), ask_for(path, **changes), Delivered()
-    carrier, passed = Carrier(ask, path.encode(), delivered), b""
+    adapter, ask, delivered = get_adapter(kind, how), ask_for(path, **changes), DeliveredOutput()
+    carrier, passed = StreamContinuation(ask, path.encode(), delivered), b""
     for death in (*deaths, None):
-        leg = carrier.leg(dialect, "cat", 64)
+        leg = carrier.plan_upstream(adapter, "cat", 64)
         assert leg is not None
-        double, out = family(), leg.outgoing
+        double, out = family(), leg.request
         asked = Asked(out.path.decode(), {}, json.loads(out.body))
         stream = b"".join(double.events(asked, double.part(asked)))
         alive = stream if death is None else stream[: death % len(stream)]
         for piece in pieces(alive, cuts):
-            passed += leg.reader.feed(piece)
-        assert not leg.reader.failure
-        ending = leg.reader.take_held() if death is None else carrier.ending()
+            passed += leg.parser.feed(piece)
+        assert not leg.parser.failure
+        ending = leg.parser.flush() if death is None else carrier.build_missing_tail()
         if ending is not None:
             return passed + ending, delivered
     raise AssertionError
@@ -159,7 +159,12 @@ ways = pytest.mark.parametrize(
 @settings(max_examples=60)
 @given(deaths=places, cuts=places)
 def test_an_answer_is_whole_wherever_in_a_character_its_servers_die(
-    family: type[Double], kind: Kind, how: Carry, path: str, deaths: list[int], cuts: list[int]
+    family: type[Double],
+    kind: BackendKind,
+    how: ResumeMode,
+    path: str,
+    deaths: list[int],
+    cuts: list[int],
 ) -> None:
     passed, delivered = carried(family, kind, how, path, deaths, cuts, **LIMIT)
     seen = seen_in(passed)
@@ -171,7 +176,12 @@ def test_an_answer_is_whole_wherever_in_a_character_its_servers_die(
 @settings(max_examples=30)
 @given(deaths=places, limit=st.integers(1, len(SAID)))
 def test_a_limit_counts_no_part_of_a_character_twice(
-    family: type[Double], kind: Kind, how: Carry, path: str, deaths: list[int], limit: int
+    family: type[Double],
+    kind: BackendKind,
+    how: ResumeMode,
+    path: str,
+    deaths: list[int],
+    limit: int,
 ) -> None:
     passed, delivered = carried(family, kind, how, path, deaths, [], max_tokens=limit)
     seen = seen_in(passed)

@@ -19,25 +19,32 @@ from tests.integration.gateway.doubles.publishing import (
     stored,
 )
 
-from argosy.gateway.kv_events.event_decoder import Batches, Cleared, Removed, Stored
+from argosy.gateway.kv_events.event_decoder import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KvEventDecoder,
+)
 
 SHAPES = pytest.mark.parametrize("shape", [dict, as_array], ids=["maps", "arrays"])
 Shape = Callable[[Event], Any]
 TWO = range(32)
 
 
-def read(*events: object, model: str = "cat") -> list[Stored | Removed | Cleared]:
-    return list(Batches(model).read(msgspec.msgpack.encode([1.5, events])))
+def read(
+    *events: object, model: str = "cat"
+) -> list[BlockStored | BlockRemoved | AllBlocksCleared]:
+    return list(KvEventDecoder(model).decode_batch(msgspec.msgpack.encode([1.5, events])))
 
 
 @SHAPES
 def test_both_shapes_are_read(shape: Shape) -> None:
     events = [stored([1, b"2"], TWO), stored([3], range(16), b"2"), removed(1, b"2"), CLEARED]
     assert read(*map(shape, events)) == [
-        Stored([1, b"2"], None, [*TWO], 16, ""),
-        Stored([3], b"2", [*range(16)], 16, ""),
-        Removed([1, b"2"]),
-        Cleared(),
+        BlockStored([1, b"2"], None, [*TWO], 16, ""),
+        BlockStored([3], b"2", [*range(16)], 16, ""),
+        BlockRemoved([1, b"2"]),
+        AllBlocksCleared(),
     ]
 
 
@@ -49,7 +56,7 @@ def test_both_shapes_are_read(shape: Shape) -> None:
 )
 def test_the_salt_is_of_the_prompt_that_is_begun(shape: Shape, salted: Event) -> None:
     (told,) = read(shape(stored([1, 2], TWO, **salted)))
-    assert told == Stored([1, 2], None, [*TWO], 16, "mine")
+    assert told == BlockStored([1, 2], None, [*TWO], 16, "mine")
 
 
 def test_a_batch_of_vllm_0_32_is_read() -> None:
@@ -61,15 +68,15 @@ def test_a_batch_of_vllm_0_32_is_read() -> None:
         "kv_cache_spec_kind": "full_attention",
         "session_id": "s",
     }
-    (told,) = Batches("cat").read(batch(event))
-    assert told == Stored([1, 2], None, [*TWO], 16, "abc")
+    (told,) = KvEventDecoder("cat").decode_batch(batch(event))
+    assert told == BlockStored([1, 2], None, [*TWO], 16, "abc")
 
 
 @SHAPES
 def test_blocks_with_an_image_are_left_out_and_all_after_them(shape: Shape) -> None:
     keys = [["mine"], [["image", 3]], None]
     (told,) = read(shape(stored([1, 2, 3], range(48), extra_keys=keys)))
-    assert told == Stored([1], None, [*range(16)], 16, "mine")
+    assert told == BlockStored([1], None, [*range(16)], 16, "mine")
     assert read(shape(stored([3], range(16), 2, extra_keys=[["image"]]))) == []
 
 
@@ -80,11 +87,11 @@ def test_of_a_model_and_its_adapters_only_what_is_asked_for_counts(shape: Shape)
         stored([2], range(16), lora_id=1, lora_name="purr", extra_keys=[["purr", "mine"]]),
         stored([3], range(16), lora_id=7),
     ]
-    assert read(*map(shape, events)) == [Stored([1], None, [*range(16)], 16, "")]
+    assert read(*map(shape, events)) == [BlockStored([1], None, [*range(16)], 16, "")]
     assert read(*map(shape, [*events, events[0]]), model="purr") == [
-        Stored([1], None, [*range(16)], 16, ""),
-        Cleared(),
-        Stored([2], None, [*range(16)], 16, "mine"),
+        BlockStored([1], None, [*range(16)], 16, ""),
+        AllBlocksCleared(),
+        BlockStored([2], None, [*range(16)], 16, "mine"),
     ]
 
 
@@ -101,7 +108,10 @@ def test_a_window_and_memory_far_away_do_not_count(shape: Shape) -> None:
         removed(1, group_idx=0, medium="DISK"),
         removed(1, group_idx=0),
     ]
-    assert read(*map(shape, events)) == [Stored([1], None, [*range(16)], 16, ""), Removed([1])]
+    assert read(*map(shape, events)) == [
+        BlockStored([1], None, [*range(16)], 16, ""),
+        BlockRemoved([1]),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -124,4 +134,4 @@ def test_what_is_none_is_refused(nonsense: object) -> None:
 @given(st.binary(max_size=64))
 def test_rubbish_is_refused(payload: bytes) -> None:
     with contextlib.suppress(msgspec.DecodeError):
-        list(Batches("cat").read(payload))
+        list(KvEventDecoder("cat").decode_batch(payload))

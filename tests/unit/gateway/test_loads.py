@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 
-from argosy.gateway.backends import Reading
+from argosy.gateway.backends import LoadReport
 from argosy.gateway.backends.load_parsers import (
-    SGLANG,
-    lmdeploy_metrics,
-    sglang_loads,
-    tensorrt_iterations,
-    values,
-    vllm_metrics,
+    SGLANG_METRICS,
+    parse_lmdeploy_metrics,
+    parse_metric_values,
+    parse_sglang_loads,
+    parse_tensorrt_iterations,
+    parse_vllm_metrics,
 )
 
 
@@ -25,13 +25,13 @@ a_b
 a_b{l="q"} zwei
 c 3
 """
-    assert values(text, {b"a_b", b"missing"}) == {b"a_b": [1.0, 2.0]}
+    assert parse_metric_values(text, {b"a_b", b"missing"}) == {b"a_b": [1.0, 2.0]}
 
 
 def test_what_waits_before_the_engine_waits_too() -> None:
     text = b"lmdeploy:num_requests_running{} 4.0\nlmdeploy:num_requests_waiting{} 2.0\n"
-    assert lmdeploy_metrics(text).waiting == 2
-    assert lmdeploy_metrics(text + b"lmdeploy:num_api_requests_waiting{} 3.0\n").waiting == 5
+    assert parse_lmdeploy_metrics(text).waiting == 2
+    assert parse_lmdeploy_metrics(text + b"lmdeploy:num_api_requests_waiting{} 3.0\n").waiting == 5
 
 
 def test_the_size_of_a_cache_is_read_where_it_is_told() -> None:
@@ -40,12 +40,15 @@ vllm:num_requests_running{engine="1"} 2.0
 vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="100"} 1.0
 vllm:cache_config_info{engine="1",num_gpu_blocks="50",block_size="32"} 1.0
 """
-    assert vllm_metrics(vllm) == Reading(running=3, waiting=0, kv_tokens=3200)
+    assert parse_vllm_metrics(vllm) == LoadReport(running=3, waiting=0, kv_capacity_tokens=3200)
     unknown = vllm.replace(b'"100"', b'"None"').replace(b'"50"', b'"None"')
-    assert vllm_metrics(unknown).kv_tokens is None
+    assert parse_vllm_metrics(unknown).kv_capacity_tokens is None
     sglang = b"sglang:num_running_reqs{} 1\nsglang:max_total_num_tokens{} 4096.0\n"
-    assert SGLANG(sglang).kv_tokens == 4096
+    assert SGLANG_METRICS(sglang).kv_capacity_tokens == 4096
     ranks = [{"num_running_reqs": 1, "max_total_num_tokens": size} for size in (4096, 2048)]
-    assert sglang_loads(json.dumps({"loads": ranks}).encode()).kv_tokens == 6144
+    assert parse_sglang_loads(json.dumps({"loads": ranks}).encode()).kv_capacity_tokens == 6144
     kv = {"usedNumBlocks": 1, "maxNumBlocks": 4, "tokensPerBlock": 32}
-    assert tensorrt_iterations(json.dumps([{"kvCacheStats": kv}]).encode()).kv_tokens == 128
+    assert (
+        parse_tensorrt_iterations(json.dumps([{"kvCacheStats": kv}]).encode()).kv_capacity_tokens
+        == 128
+    )

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from tests.unit.gateway.test_pass_reader import reading
 
-from argosy.gateway.backends import CHAT_PATH, Carrier, dialect_of
-from argosy.gateway.backends.native_stream_parser import Delivered, JournalReader
-from argosy.gateway.request_fields import read
+from argosy.gateway.backends import CHAT_PATH, StreamContinuation, get_adapter
+from argosy.gateway.backends.native_stream_parser import DeliveredOutput, NativeStreamParser
+from argosy.gateway.request_fields import parse_request_fields
 from argosy.protocol import EventParser
 
 SIZE = 1024
@@ -22,18 +22,20 @@ SIZE = 1024
 def carried() -> Callable[[bytes], object]:
     """Reads the stream of a server that can be carried on."""
     body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "stream": True}
-    ask = read(json.dumps(body).encode(), "messages")
-    leg = Carrier(ask, CHAT_PATH, Delivered()).leg(dialect_of("vllm"), "m")
+    ask = parse_request_fields(json.dumps(body).encode(), "messages")
+    leg = StreamContinuation(ask, CHAT_PATH, DeliveredOutput()).plan_upstream(
+        get_adapter("vllm"), "m"
+    )
     assert leg is not None
-    return leg.reader.feed
+    return leg.parser.feed
 
 
 @pytest.mark.parametrize(
     "make",
     [
         carried,
-        lambda: reading(Delivered()).feed,
-        lambda: JournalReader(Delivered()).feed,
+        lambda: reading(DeliveredOutput()).feed,
+        lambda: NativeStreamParser(DeliveredOutput()).feed,
         lambda: EventParser().feed,
     ],
     ids=["carried", "passed", "journaled", "events"],

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from argosy.gateway.config import load_config
-from argosy.telemetry import GatewayMetrics, GatewayReading, SharedLimitsReading
+from argosy.telemetry import GatewayGauges, GatewayMetrics, QuotaBackendGauges
 
 ROOT = Path(__file__).parents[3]
 ARGOSY = ROOT / "src/argosy"
@@ -66,8 +66,8 @@ def test_what_is_no_example_is_the_default(tmp_path: Path) -> None:
 
 
 def test_every_metric_is_told() -> None:
-    shared = SharedLimitsReading(up=True, allowed=0, refused=0)
-    reading = GatewayReading(store_up=True, shared_limits=shared)
+    shared = QuotaBackendGauges(is_connected=True, degraded_allowed=0, degraded_rejected=0)
+    reading = GatewayGauges(store_up=True, quota_backend=shared)
     shown = GatewayMetrics().exposition(reading).decode()
     there = set(re.findall(r"^# TYPE (\S+)", shown, re.MULTILINE))
     assert set(re.findall(r"\bargosy_[gs]\w+", MANUAL)) == there
@@ -77,7 +77,7 @@ def test_every_event_that_is_told_is_logged() -> None:
     (_, rows) = MANUAL.split("## When something is wrong\n")
     told = {name for name in NAME.findall(rows.partition("\n## ")[0]) if "_" in name}
     logged = set(re.findall(r'log\.\w+\(\s*"(\w+)"', source("gateway", "store")))
-    assert told - logged == {"first_token_s", "between_tokens_s"}
+    assert told - logged == {"first_token_timeout_s", "stream_idle_timeout_s"}
 
 
 def test_the_rules_of_prometheus_are_rules(tmp_path: Path) -> None:

@@ -5,29 +5,33 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from argosy.gateway.pool.pool import COMPARED, Picked, Pool
-from argosy.gateway.pool.replica_endpoint import Replica
-from argosy.gateway.request_fields import read
+from argosy.gateway.pool.pool import MAX_COMPARED_REPLICAS, Pool, RoutingDecision
+from argosy.gateway.pool.replica_endpoint import ReplicaEndpoint
+from argosy.gateway.request_fields import parse_request_fields
 from argosy.gateway.upstream.upstream import Upstream
-from argosy.policy import CHOOSERS, Outcome, Rule
+from argosy.policy import ROUTING_POLICIES, AttemptOutcome, RoutingPolicyName
 from argosy.protocol import parse_endpoint
 
-MANY = 4 * COMPARED
+MANY = 4 * MAX_COMPARED_REPLICAS
 
 
-def pool(count: int = MANY, rule: Rule = "least-cost") -> Pool:
+def pool(count: int = MANY, rule: RoutingPolicyName = "least-cost") -> Pool:
     upstream = Upstream(parse_endpoint("http://localhost:1"))
-    replicas = [Replica(f"r{number:03}", "openai", "m", upstream) for number in range(count)]
+    replicas = [
+        ReplicaEndpoint(f"r{number:03}", "openai", "m", upstream) for number in range(count)
+    ]
     return Pool("m", replicas, rule)
 
 
-def pick(replicas: Pool, prompt: str = "Hello", session: str = "") -> Picked | None:
+def pick(replicas: Pool, prompt: str = "Hello", session: str = "") -> RoutingDecision | None:
     body = {"model": "m", "prompt": prompt, "max_tokens": 5, "session_id": session or None}
-    return replicas.pick(read(msgspec.json.encode(body), "prompt"), "", 1, frozenset(), 0.0)
+    return replicas.select_replica(
+        parse_request_fields(msgspec.json.encode(body), "prompt"), "", 1, frozenset(), 0.0
+    )
 
 
-def full(replica: Replica) -> None:
-    replica.load.in_flight = replica.seats
+def full(replica: ReplicaEndpoint) -> None:
+    replica.load.in_flight = replica.slots
 
 
 def went(replicas: Pool, prompt: str = "Hello", session: str = "") -> str:
@@ -41,17 +45,21 @@ def test_it_is_compared_with_some_and_all_get_requests() -> None:
     for number in range(20 * MANY):
         picked = pick(replicas, f"Hello {number}")
         assert picked is not None
-        assert len(picked.costs) == len({cost.replica for cost in picked.costs}) <= COMPARED + 1
-        picked.replica.sent(100)
+        assert (
+            len(picked.costs)
+            == len({cost.replica for cost in picked.costs})
+            <= MAX_COMPARED_REPLICAS + 1
+        )
+        picked.replica.on_request_sent(100)
         got.add(picked.replica.name)
     assert len(got) == MANY
     assert max(each.load.in_flight for each in replicas.replicas.values()) <= 2 * 20
 
 
 def test_few_are_all_compared() -> None:
-    picked = pick(pool(COMPARED))
+    picked = pick(pool(MAX_COMPARED_REPLICAS))
     assert picked is not None
-    assert len(picked.costs) == COMPARED
+    assert len(picked.costs) == MAX_COMPARED_REPLICAS
 
 
 def test_a_conversation_goes_on_where_it_was() -> None:
@@ -64,8 +72,8 @@ def test_a_conversation_goes_on_where_it_was() -> None:
         assert [went(replicas, prompt) for prompt in prompts] == homes
 
 
-@pytest.mark.parametrize("rule", CHOOSERS)
-def test_the_only_one_with_room_is_found(rule: Rule) -> None:
+@pytest.mark.parametrize("rule", ROUTING_POLICIES)
+def test_the_only_one_with_room_is_found(rule: RoutingPolicyName) -> None:
     replicas = pool(rule=rule)
     *others, last = replicas.replicas.values()
     for other in others:
@@ -79,8 +87,8 @@ def test_the_only_one_that_does_not_fail_is_found() -> None:
     replicas = pool()
     *others, last = replicas.replicas.values()
     for other in others:
-        while other.breaker.closed:
-            other.breaker.record(Outcome.FAILURE, 0.0)
+        while other.breaker.is_closed:
+            other.breaker.record_outcome(AttemptOutcome.FAILURE, 0.0)
     assert {went(replicas, f"Hello {number}") for number in range(20)} == {last.name}
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy.gateway.backends import Opening
+from argosy.gateway.backends import FirstContentDetector
 
 NOTHING = b"".join(
     (
@@ -37,7 +37,7 @@ SOMETHING = [
 @pytest.mark.parametrize("said", SOMETHING)
 @given(cuts=st.sets(st.integers(1, len(NOTHING))))
 def test_only_what_says_something_begins_an_answer(said: bytes, cuts: set[int]) -> None:
-    opening = Opening()
+    opening = FirstContentDetector()
     ends = [0, *sorted(cuts), len(NOTHING)]
     assert not any(opening.feed(NOTHING[start:end]) for start, end in pairwise(ends))
     assert not opening.feed(b"data: ")

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from argosy.gateway.pool.pool import Pool
-from argosy.gateway.pool.replica_endpoint import Replica
-from argosy.gateway.request_fields import read
+from argosy.gateway.pool.replica_endpoint import ReplicaEndpoint
+from argosy.gateway.request_fields import parse_request_fields
 from argosy.gateway.upstream.upstream import Upstream
 from argosy.protocol import parse_endpoint
 
@@ -16,11 +16,13 @@ PROMPT = "Tell me of the king. " * 100
 
 def keys(domain: str = "", model: str = "m", **extra: object) -> list[bytes]:
     """What the prompt is known by."""
-    replica = Replica("r", "openai", model, Upstream(parse_endpoint("http://localhost:1")))
-    ask = read(msgspec.json.encode({"model": model, "prompt": PROMPT, **extra}), "prompt")
-    picked = Pool(model, [replica]).pick(ask, domain, 1, frozenset(), 0.0)
+    replica = ReplicaEndpoint("r", "openai", model, Upstream(parse_endpoint("http://localhost:1")))
+    ask = parse_request_fields(
+        msgspec.json.encode({"model": model, "prompt": PROMPT, **extra}), "prompt"
+    )
+    picked = Pool(model, [replica]).select_replica(ask, domain, 1, frozenset(), 0.0)
     assert picked is not None
-    return picked.keys
+    return picked.block_keys
 
 
 @pytest.mark.parametrize(

@@ -4,34 +4,38 @@ from __future__ import annotations
 
 from unittest.mock import Mock
 
-from argosy.gateway.proxy.fast_path import FastPath, Ride
-from argosy.gateway.proxy.fast_path_switch import Shortcut
-from argosy.gateway.proxy.response_writers import Streamed
-from argosy.gateway.upstream import Attempt
-from argosy.http_server import Exchange
+from argosy.gateway.proxy.fast_path import FastPath, SplicedStream
+from argosy.gateway.proxy.fast_path_switch import FastPathSwitch
+from argosy.gateway.proxy.response_writers import StreamingWriter
+from argosy.gateway.upstream import UpstreamResponse
+from argosy.http_server import HttpExchange
 
 
-def sockets(ride: Ride | None) -> tuple[Mock, Shortcut, Mock]:
+def sockets(ride: SplicedStream | None) -> tuple[Mock, FastPathSwitch, Mock]:
     """The fast path, a way by it, and an attempt; both sockets can be lent."""
-    path, attempt = Mock(spec=FastPath), Mock(spec=Attempt)
-    exchange = Mock(spec=Exchange)
-    path.take.return_value, attempt.lend.return_value, exchange.lend.return_value = ride, 3, 4
-    return path, Shortcut(path, Streamed(exchange), []), attempt
+    path, attempt = Mock(spec=FastPath), Mock(spec=UpstreamResponse)
+    exchange = Mock(spec=HttpExchange)
+    (
+        path.attach.return_value,
+        attempt.lend_socket.return_value,
+        exchange.lend_socket.return_value,
+    ) = ride, 3, 4
+    return path, FastPathSwitch(path, StreamingWriter(exchange), []), attempt
 
 
 def test_a_replica_whose_stream_is_not_taken_is_read_on() -> None:
     path, shortcut, attempt = sockets(None)
-    shortcut.take(attempt, 1, Mock())
-    path.take.assert_called_once()
-    attempt.take_back.assert_called_once_with(b"")
-    assert shortcut.leave() is None
+    shortcut.enter(attempt, 1, Mock())
+    path.attach.assert_called_once()
+    attempt.reclaim_socket.assert_called_once_with(b"")
+    assert shortcut.exit() is None
 
 
 def test_a_stream_that_goes_by_it_is_not_lent_again() -> None:
     """Two pieces that came together each ask for it."""
-    path, shortcut, attempt = sockets(Mock(spec=Ride))
+    path, shortcut, attempt = sockets(Mock(spec=SplicedStream))
     for _ in range(2):
-        shortcut.take(attempt, 1, Mock())
-    path.take.assert_called_once()
-    attempt.lend.assert_called_once()
-    attempt.take_back.assert_not_called()
+        shortcut.enter(attempt, 1, Mock())
+    path.attach.assert_called_once()
+    attempt.lend_socket.assert_called_once()
+    attempt.reclaim_socket.assert_not_called()

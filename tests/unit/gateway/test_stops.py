@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from argosy.gateway.backends.stop_string_filter import StopGate
+from argosy.gateway.backends.stop_string_filter import StopStringFilter
 
 
 class Counted(tuple[str, ...]):
@@ -20,7 +20,7 @@ class Counted(tuple[str, ...]):
 
 def test_not_all_stop_strings_are_looked_at_for_each_token() -> None:
     """A request may have hundreds of thousands."""
-    gate = StopGate(Counted(["one", "three"]))
-    told = "".join(gate.pass_on(text) for text in ["zero", " on", "e", " two"])
-    assert told + gate.end("", None) == "zero one two"
+    gate = StopStringFilter(Counted(["one", "three"]))
+    told = "".join(gate.feed(text) for text in ["zero", " on", "e", " two"])
+    assert told + gate.finish("", None) == "zero one two"
     assert Counted.looked <= 1

@@ -13,19 +13,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy.gateway.backends import Carrier
-from argosy.gateway.backends.native_stream_parser import Delivered, JournalReader
+from argosy.gateway.backends import StreamContinuation
+from argosy.gateway.backends.native_stream_parser import DeliveredOutput, NativeStreamParser
 from argosy.gateway.pool.pool import Pool
-from argosy.gateway.pool.replica_endpoint import Replica
-from argosy.gateway.principal import ANYONE
-from argosy.gateway.proxy.response_relay import ClientStream, StreamLimits
-from argosy.gateway.request_context import ANY, CHAT, Alone, Journey
-from argosy.gateway.request_fields import read
+from argosy.gateway.pool.replica_endpoint import ReplicaEndpoint
+from argosy.gateway.principal import ANONYMOUS
+from argosy.gateway.proxy.response_relay import ResponseRelay, StreamTimeouts
+from argosy.gateway.request_context import CHAT, UNLIMITED_TOKENS, FastPathBudget, RequestContext
+from argosy.gateway.request_fields import parse_request_fields
 from argosy.gateway.upstream.connection import UpstreamError
 from argosy.gateway.upstream.upstream import Upstream
-from argosy.gateway.upstream.upstream_response import Attempt
-from argosy.http_server import Exchange
-from argosy.policy import service
+from argosy.gateway.upstream.upstream_response import UpstreamResponse
+from argosy.http_server import HttpExchange
+from argosy.policy import weighted_tokens
 from argosy.protocol import EventParser, parse_endpoint
 
 
@@ -34,19 +34,19 @@ class Told:
     """An `Out` that keeps what the client gets."""
 
     data: bytes = b""
-    full: bool = False
+    is_full: bool = False
 
-    async def begin(self) -> None: ...
+    async def start(self) -> None: ...
 
-    def push(self, data: bytes) -> None:
-        self.data += data
+    def write_events(self, events: bytes) -> None:
+        self.data += events
 
-    def keep_alive(self) -> None: ...
+    def send_keepalive(self) -> None: ...
 
-    def retract(self) -> bool:
+    def discard(self) -> bool:
         return False
 
-    async def end(self) -> None: ...
+    async def finish(self) -> None: ...
 
 
 T = TypeVar("T", bound=Told)
@@ -74,17 +74,17 @@ class Limit:
         self.most = most
         self.counts = [0]
         self.charged = 0.0
-        self.delivered = Delivered()
+        self.delivered = DeliveredOutput()
 
-    def alone(self) -> Alone:
-        return Alone(self.most - 1)
+    def fast_path_budget(self) -> FastPathBudget:
+        return FastPathBudget(self.most - 1)
 
-    def counted(self, times: Sequence[float]) -> str | None:
-        del times
+    def on_tokens(self, chunk_times: Sequence[float]) -> str | None:
+        del chunk_times
         self.counts.append(self.delivered.output_tokens)
         return "limit" if self.counts[-1] >= self.most else None
 
-    def leave(self) -> None: ...
+    def on_complete(self) -> None: ...
 
     def charge(self, cost: float) -> None:
         """It is no visit's: the queue's."""
@@ -93,45 +93,47 @@ class Limit:
 
 def feeding(
     told: T, clock: Callable[[], float], choices: int = 1, limit: Limit | None = None
-) -> tuple[T, Journey, ClientStream, Attempt]:
+) -> tuple[T, RequestContext, ResponseRelay, UpstreamResponse]:
     """A stream that an attempt feeds."""
     body = {"model": "m", "messages": [], "stream": True, "n": choices}
-    ask = read(json.dumps(body).encode(), "messages")
-    replica = Replica("r", "argosy", "m", Upstream(parse_endpoint("http://r")))
+    ask = parse_request_fields(json.dumps(body).encode(), "messages")
+    replica = ReplicaEndpoint("r", "argosy", "m", Upstream(parse_endpoint("http://r")))
     pool = Pool("m", [replica])
-    exchange = cast("Exchange", None)  # nobody is cut off
-    journey = Journey(exchange, ask, CHAT, pool, "chatcmpl-1", ANYONE, ANYONE.tier)
+    exchange = cast("HttpExchange", None)  # nobody is cut off
+    context = RequestContext(exchange, ask, CHAT, pool, "chatcmpl-1", ANONYMOUS, ANONYMOUS.tier)
     if limit is not None:
-        limit.delivered = journey.delivered
-    stream = ClientStream(
-        journey,
+        limit.delivered = context.delivered
+    stream = ResponseRelay(
+        context,
         told,
-        Carrier(ask, CHAT.path, journey.delivered),
-        visits=[] if limit is None else [limit],
-        charge=(limit or Limit(ANY)).charge,
-        leave=lambda: None,
-        shortcut=None,
+        StreamContinuation(ask, CHAT.path, context.delivered),
+        filter_states=[] if limit is None else [limit],
+        charge=(limit or Limit(UNLIMITED_TOKENS)).charge,
+        cancel=lambda: None,
+        fast_path_switch=None,
     )
-    picked = pool.pick(ask, "", 1, (), 0.0)
+    picked = pool.select_replica(ask, "", 1, (), 0.0)
     assert picked is not None
-    journey.goes_to(picked, 0.0)
-    attempt = Attempt(clock)
-    stream.feed_from(attempt, replica, JournalReader(journey.delivered))
-    return told, journey, stream, attempt
+    context.record_dispatch(picked, 0.0)
+    attempt = UpstreamResponse(clock)
+    stream.attach_upstream(attempt, replica, NativeStreamParser(context.delivered))
+    return told, context, stream, attempt
 
 
-def streamed(lengths: list[int], most: int, pieces: list[bytes]) -> tuple[Journey, Told, Limit]:
+def streamed(
+    lengths: list[int], most: int, pieces: list[bytes]
+) -> tuple[RequestContext, Told, Limit]:
     """Feed the pieces to a stream that ends after `most` tokens; also what was counted."""
 
-    async def feed() -> tuple[Journey, Told, Limit]:
+    async def feed() -> tuple[RequestContext, Told, Limit]:
         limit = Limit(most)
-        told, journey, stream, attempt = feeding(Told(), lambda: 0.0, len(lengths), limit)
+        told, context, stream, attempt = feeding(Told(), lambda: 0.0, len(lengths), limit)
         for piece in pieces:
             attempt.on_body(piece)
-        if stream.stopped is None:
-            stream.finish()
-        stream.settle()
-        return journey, told, limit
+        if stream.early_finish_reason is None:
+            stream.finish_upstream()
+        stream.charge_delivered()
+        return context, told, limit
 
     return asyncio.run(feed())
 
@@ -147,7 +149,7 @@ def test_what_is_told_is_what_is_counted_wherever_a_limit_ends_it(
     stream = written(lengths)
     borders = sorted({0, len(stream), *(cut % len(stream) for cut in cuts)})
     pieces = [stream[begin:end] for begin, end in pairwise(borders)]
-    journey, told, limit = streamed(lengths, most, pieces)
+    context, told, limit = streamed(lengths, most, pieces)
     counts = limit.counts
     *chunks, done = EventParser().feed(told.data)
     assert done == b"[DONE]"
@@ -159,9 +161,9 @@ def test_what_is_told_is_what_is_counted_wherever_a_limit_ends_it(
             if choice["finish_reason"] is not None:
                 assert choice["index"] not in finishes
                 finishes[choice["index"]] = choice["finish_reason"]
-    delivered = journey.delivered
+    delivered = context.delivered
     assert sum(map(len, ids.values())) == delivered.output_tokens == counts[-1]
-    assert limit.charged == service(7 - 3, counts[-1])
+    assert limit.charged == weighted_tokens(7 - 3, counts[-1])
     assert counts == sorted(set(counts))
     assert finishes.keys() == ids.keys()
     for choice, length in enumerate(lengths):
@@ -172,8 +174,11 @@ def test_what_is_told_is_what_is_counted_wherever_a_limit_ends_it(
     assert all(count < most for count in counts[:-1])
 
 
-LIMITS = StreamLimits(
-    first_token_s=60.0, between_tokens_s=20.0, keep_alive_s=15.0, slow_reader_s=30.0
+LIMITS = StreamTimeouts(
+    first_token_timeout_s=60.0,
+    stream_idle_timeout_s=20.0,
+    sse_keepalive_interval_s=15.0,
+    slow_reader_timeout_s=30.0,
 )
 
 
@@ -183,79 +188,79 @@ class Shown(Told):
 
     shown: int = 0
 
-    def keep_alive(self) -> None:
+    def send_keepalive(self) -> None:
         self.shown += 1
 
 
 async def test_a_replica_that_only_says_that_it_is_there_stalls() -> None:
     """And the client, who is not given its comments, is shown that somebody is there."""
     now = 0.0
-    told, journey, stream, attempt = feeding(Shown(), lambda: now)
+    told, context, stream, attempt = feeding(Shown(), lambda: now)
     attempt.on_body(b": argosy prompt 7 3\n\n")
     shown = []
     for second in range(1, 61):
         now = float(second)
         if second % 10 == 0:
             attempt.on_body(b": keep-alive\n\n")
-        stream.tend(now, LIMITS)
+        stream.check_timeouts(now, LIMITS)
         shown.append(told.shown)
     assert [shown[second - 1] for second in (15, 16, 31, 32, 47, 48)] == [0, 1, 1, 2, 2, 3]
-    assert not attempt.end.done()
+    assert not attempt.end_of_body.done()
     now = 61.0
-    stream.tend(now, LIMITS)
+    stream.check_timeouts(now, LIMITS)
     with pytest.raises(UpstreamError, match="nothing came for 60 s"):
-        await attempt.end
-    assert journey.delivered.output_tokens == 0
+        await attempt.end_of_body
+    assert context.delivered.output_tokens == 0
 
 
 async def test_who_waits_for_another_replica_is_shown_that_somebody_is_there() -> None:
     now = 0.0
     told, _, stream, attempt = feeding(Shown(), lambda: now)
     attempt.on_body(b": argosy 0 1\n\n")
-    stream.let_go()
+    stream.detach()
     shown = []
     for second in range(1, 49):
         now = float(second)
-        stream.tend(now, LIMITS)
+        stream.check_timeouts(now, LIMITS)
         shown.append(told.shown)
     assert [shown[second - 1] for second in (15, 16, 31, 32, 47, 48)] == [0, 1, 1, 2, 2, 3]
 
 
 async def test_a_replica_whose_tokens_have_no_text_yet_gets_on() -> None:
     now = 0.0
-    _, journey, stream, attempt = feeding(Shown(), lambda: now)
+    _, context, stream, attempt = feeding(Shown(), lambda: now)
     for second in range(1, 90):
         now = float(second)
         if second % 10 == 0:
             attempt.on_body(b": argosy 0 %d\n\n" % second)
-        stream.tend(now, LIMITS)
-    assert not attempt.end.done()
-    assert journey.delivered.output_tokens == 8
+        stream.check_timeouts(now, LIMITS)
+    assert not attempt.end_of_body.done()
+    assert context.delivered.output_tokens == 8
 
 
 async def test_a_replica_that_crawls_after_a_quick_start_is_known_by_it_at_once() -> None:
     now = 0.0
-    _, journey, stream, attempt = feeding(Told(), lambda: now)
-    (load,) = journey.pool.loads()
+    _, context, stream, attempt = feeding(Told(), lambda: now)
+    (load,) = context.pool.reachable_loads()
     for token in range(50):
         attempt.on_body(b": argosy 0 %d\n\n" % token)
         now += 0.01
     now = 1.0
-    stream.tend(now, LIMITS)
-    quick_s = load.decode_s
+    stream.check_timeouts(now, LIMITS)
+    quick_s = load.inter_token_s
     for second in range(2, 22):
         now = float(second)
         if second % 5 == 0:
             attempt.on_body(b": argosy 0 %d\n\n" % second)
-        stream.tend(now, LIMITS)
+        stream.check_timeouts(now, LIMITS)
     assert quick_s < 0.1
-    assert load.decode_s > 0.3
+    assert load.inter_token_s > 0.3
 
 
 async def test_a_client_that_takes_its_time_does_not_make_its_replica_slow() -> None:
     now = 0.0
-    _, journey, stream, attempt = feeding(Told(), lambda: now)
-    (load,) = journey.pool.loads()
+    _, context, stream, attempt = feeding(Told(), lambda: now)
+    (load,) = context.pool.reachable_loads()
 
     def flows() -> None:
         nonlocal now
@@ -264,60 +269,60 @@ async def test_a_client_that_takes_its_time_does_not_make_its_replica_slow() -> 
             now += 0.01
 
     flows()
-    stream.tend(now, LIMITS)
-    quick_s = load.decode_s
+    stream.check_timeouts(now, LIMITS)
+    quick_s = load.inter_token_s
     for _ in range(3):
-        stream.on_full()
+        stream.on_backpressure()
         for _ in range(20):
             now += 1.0
-            stream.tend(now, LIMITS)
-        stream.on_room()
-        stream.tend(now, LIMITS)
+            stream.check_timeouts(now, LIMITS)
+        stream.on_writable()
+        stream.check_timeouts(now, LIMITS)
         flows()
-        stream.tend(now, LIMITS)
-    stream.let_go()
-    assert load.decode_s == pytest.approx(quick_s, rel=0.2)
+        stream.check_timeouts(now, LIMITS)
+    stream.detach()
+    assert load.inter_token_s == pytest.approx(quick_s, rel=0.2)
 
 
 async def test_once_it_has_caught_up_its_replica_is_measured_again() -> None:
     now = 0.0
-    _, journey, stream, attempt = feeding(Told(), lambda: now)
-    (load,) = journey.pool.loads()
+    _, context, stream, attempt = feeding(Told(), lambda: now)
+    (load,) = context.pool.reachable_loads()
     attempt.on_body(b": argosy 0 1\n\n")
-    stream.on_full()
-    stream.tend(now, LIMITS)
-    stream.on_room()
+    stream.on_backpressure()
+    stream.check_timeouts(now, LIMITS)
+    stream.on_writable()
     for token in range(2, 6):
         now += 5.0
-        stream.tend(now, LIMITS)
+        stream.check_timeouts(now, LIMITS)
         attempt.on_body(b": argosy 0 %d\n\n" % token)
-    stream.tend(now, LIMITS)
-    assert load.decode_s > 0.3
+    stream.check_timeouts(now, LIMITS)
+    assert load.inter_token_s > 0.3
 
 
-class Held(Attempt):
+class Held(UpstreamResponse):
     """It knows whether it is paused."""
 
     paused = False
 
-    def pause(self) -> None:
+    def pause_reading(self) -> None:
         self.paused = True
 
-    def resume(self) -> None:
+    def resume_reading(self) -> None:
         self.paused = False
 
 
 async def test_a_client_that_is_behind_holds_its_replica_back_and_the_next_one_too() -> None:
-    _, journey, stream, _ = feeding(Told(), lambda: 0.0)
-    stream.let_go()
-    picked = journey.picked
+    _, context, stream, _ = feeding(Told(), lambda: 0.0)
+    stream.detach()
+    picked = context.decision
     assert picked is not None
-    stream.on_full()
+    stream.on_backpressure()
     for _ in range(2):
         attempt = Held(lambda: 0.0)
-        stream.feed_from(attempt, picked.replica, JournalReader(journey.delivered))
+        stream.attach_upstream(attempt, picked.replica, NativeStreamParser(context.delivered))
         assert attempt.paused
-    stream.on_room()
+    stream.on_writable()
     assert not attempt.paused
-    stream.on_full()
+    stream.on_backpressure()
     assert attempt.paused

@@ -8,7 +8,7 @@ from functools import partial
 
 from tests.authority import Authority
 
-from argosy.policy import Lease, Shared
+from argosy.policy import LeasedQuota, WindowLease
 
 ALIVE_S = 5.0
 TICK_S = 0.05
@@ -19,7 +19,7 @@ class Gateway:
     """It asks when somebody needs more, or the lease is due, and forgets a lease that is idle."""
 
     name: str
-    lease: Shared
+    lease: LeasedQuota
     active: bool = False
     messages: int = 0
     running: int = 0
@@ -43,8 +43,10 @@ class World:
     def exchange(self, gateway: Gateway) -> None:
         """The gateway asks, and hears the answer."""
         lease, name = gateway.lease, gateway.lease.name
-        ask = lease.ask(self.now)
-        assert lease.room(self.now) <= max(0, ask.kept - gateway.running) or ask.kind != "slots"
+        ask = lease.build_request(self.now)
+        assert (
+            lease.remaining(self.now) <= max(0, ask.kept - gateway.running) or ask.kind != "slots"
+        )
         if self.now >= self.kept_until.get(name, 0.0):
             self.authority.limits.pop(name, None)
         self.kept_until[name] = self.now + ask.keep_s
@@ -52,16 +54,16 @@ class World:
         [grant] = self.authority.exchange(
             gateway.name, gateway.messages, ALIVE_S, [(name, ask)], self.now
         )
-        lease.answer(ask, grant, self.now, self.now)
-        gateway.active = not lease.idle
+        lease.apply_grant(ask, grant, self.now, self.now)
+        gateway.active = not lease.is_idle
 
     def use(self, gateway: Gateway, units: int) -> bool:
         """Whether there was so much, asked for if need be."""
         lease = gateway.lease
-        if lease.room(self.now) < units and not lease.dry(units, self.now):
-            lease.want(units)
+        if lease.remaining(self.now) < units and not lease.is_exhausted(units, self.now):
+            lease.request_units(units)
             self.exchange(gateway)
-        if lease.room(self.now) < units:
+        if lease.remaining(self.now) < units:
             return False
         gateway.active = True
         lease.add(units, self.now)
@@ -73,14 +75,14 @@ class World:
         for _ in range(round(seconds / TICK_S)):
             self.now += TICK_S
             for gateway in self.gateways:
-                if self.up and gateway.active and gateway.lease.due(self.now):
+                if self.up and gateway.active and gateway.lease.is_due(self.now):
                     self.exchange(gateway)
             self.check()
 
     def counted(self) -> int:
         """Units that the authority counts, grants that may yet be used included."""
         lease = self.gateways[0].lease
-        lease.room(self.now)  # it may be of another day
+        lease.remaining(self.now)  # it may be of another day
         limit = self.authority.limits.get(lease.name)
         return 0 if limit is None else sum(limit.slots.values())
 
@@ -89,10 +91,10 @@ class World:
         return sum(units for at, units in self.uses if at > since)
 
 
-def world(count: int, lease: Callable[[], Shared]) -> World:
+def world(count: int, lease: Callable[[], LeasedQuota]) -> World:
     """Gateways with such leases."""
     gateways = [Gateway(f"g{number}", lease()) for number in range(count)]
     for gateway in gateways:
-        if isinstance(gateway.lease, Lease):
-            gateway.lease.on_news = partial(setattr, gateway, "active", True)
+        if isinstance(gateway.lease, WindowLease):
+            gateway.lease.on_report_due = partial(setattr, gateway, "active", True)
     return World(gateways)

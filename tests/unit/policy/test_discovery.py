@@ -5,11 +5,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy.policy import Addresses
-from argosy.policy.resolved_addresses import ABSENT_S, EMPTY_S
+from argosy.policy import ResolvedAddresses
+from argosy.policy.resolved_addresses import EMPTY_ANSWER_GRACE_S, MISSING_GRACE_S
 
 ANSWERS = st.lists(
-    st.tuples(st.floats(0, EMPTY_S), st.frozensets(st.sampled_from("abc"))), max_size=20
+    st.tuples(st.floats(0, EMPTY_ANSWER_GRACE_S), st.frozensets(st.sampled_from("abc"))),
+    max_size=20,
 )
 
 
@@ -17,35 +18,35 @@ ANSWERS = st.lists(
 def test_what_an_answer_had_lately_is_there_and_nothing_that_none_had(
     answers: list[tuple[float, frozenset[str]]],
 ) -> None:
-    addresses, now = Addresses(), 0.0
+    addresses, now = ResolvedAddresses(), 0.0
     told: list[tuple[float, frozenset[str]]] = []
     for after, found in answers:
         now += after
         told.append((now, found))
-        there = addresses.answered(found, now)
-        lately = {one for at, had in told if now - at < ABSENT_S for one in had}
+        there = addresses.update(found, now)
+        lately = {one for at, had in told if now - at < MISSING_GRACE_S for one in had}
         assert lately <= there <= {one for _, had in told for one in had}
 
 
 def test_an_address_goes_once_it_has_been_lacked_for_long() -> None:
-    addresses = Addresses()
-    assert addresses.answered({"a", "b"}, 0) == {"a", "b"}
-    assert addresses.answered({"a"}, 100) == {"a", "b"}  # nobody has looked meanwhile
-    assert addresses.answered({"a"}, 100 + ABSENT_S - 1) == {"a", "b"}
-    assert addresses.answered({"a"}, 100 + ABSENT_S) == {"a"}
+    addresses = ResolvedAddresses()
+    assert addresses.update({"a", "b"}, 0) == {"a", "b"}
+    assert addresses.update({"a"}, 100) == {"a", "b"}  # nobody has looked meanwhile
+    assert addresses.update({"a"}, 100 + MISSING_GRACE_S - 1) == {"a", "b"}
+    assert addresses.update({"a"}, 100 + MISSING_GRACE_S) == {"a"}
 
 
 def test_one_that_comes_back_in_between_stays() -> None:
-    addresses = Addresses()
+    addresses = ResolvedAddresses()
     for now in range(0, 1000, 5):
-        there = addresses.answered({"a"} if now % 10 else {"a", "b"}, float(now))
+        there = addresses.update({"a"} if now % 10 else {"a", "b"}, float(now))
         assert there == {"a", "b"}
 
 
 def test_an_empty_answer_is_believed_later() -> None:
-    addresses = Addresses()
-    addresses.answered({"a", "b"}, 0)
-    assert addresses.answered((), 10) == {"a", "b"}
-    assert addresses.answered((), 10 + EMPTY_S - 1) == {"a", "b"}
-    assert addresses.answered((), 10 + EMPTY_S) == set()
-    assert addresses.answered({"c"}, 10 + EMPTY_S) == {"c"}
+    addresses = ResolvedAddresses()
+    addresses.update({"a", "b"}, 0)
+    assert addresses.update((), 10) == {"a", "b"}
+    assert addresses.update((), 10 + EMPTY_ANSWER_GRACE_S - 1) == {"a", "b"}
+    assert addresses.update((), 10 + EMPTY_ANSWER_GRACE_S) == set()
+    assert addresses.update({"c"}, 10 + EMPTY_ANSWER_GRACE_S) == {"c"}

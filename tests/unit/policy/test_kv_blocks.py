@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from argosy.policy import EngineBlocks, block_names
+from argosy.policy import EngineBlockNames, compute_block_names
 
 SIZE = 8
 SALTS = ("", "one", "two")
@@ -26,7 +26,7 @@ def ids_of(numbers: tuple[int, ...]) -> array[int]:
 
 
 def names_of(prompt: Prompt) -> array[int]:
-    return block_names(prompt[0], ids_of(prompt[1]), SIZE)
+    return compute_block_names(prompt[0], ids_of(prompt[1]), SIZE)
 
 
 def hash_of(prompt: Prompt) -> int:
@@ -38,14 +38,14 @@ def hash_of(prompt: Prompt) -> int:
 @given(st.data())
 def test_what_is_held_has_the_names_of_its_prompts(data: st.DataObject) -> None:
     engine, held = Counter[Prompt](), set[int]()
-    blocks = EngineBlocks(SIZE)
+    blocks = EngineBlockNames(SIZE)
     for _ in range(data.draw(st.integers(1, 12))):
         evicts = data.draw(st.booleans())
         if evicts and engine:
             gone = data.draw(st.sampled_from(sorted(engine)))
             engine[gone] -= 1
             engine += Counter()
-            held -= set(blocks.removed([hash_of(gone)]))
+            held -= set(blocks.remove_blocks([hash_of(gone)]))
         else:
             salt, numbers = data.draw(PROMPTS)
             chain = [(salt, numbers[:end]) for end in range(1, len(numbers) + 1)]
@@ -56,7 +56,9 @@ def test_what_is_held_has_the_names_of_its_prompts(data: st.DataObject) -> None:
             new = chain[hit:]
             engine.update(new)
             held |= set(
-                blocks.stored([hash_of(each) for each in new], parent, ids_of(numbers[hit:]), salt)
+                blocks.add_blocks(
+                    [hash_of(each) for each in new], parent, ids_of(numbers[hit:]), salt
+                )
             )
         assert held == {names_of(each)[-1] for each in engine}
         assert len(blocks) == len(engine)
@@ -74,18 +76,18 @@ def test_names_are_alike_as_far_as_salt_and_tokens_are(one: Prompt, other: Promp
 
 
 def test_half_a_block_has_no_name() -> None:
-    assert len(block_names("", array("I", range(3 * SIZE - 1)), SIZE)) == 2
+    assert len(compute_block_names("", array("I", range(3 * SIZE - 1)), SIZE)) == 2
 
 
 def test_what_comes_after_an_unknown_block_cannot_be_named() -> None:
-    blocks = EngineBlocks(SIZE)
-    assert not blocks.stored([5], 4, range(SIZE), "")
-    assert not blocks.removed([5, 6])
+    blocks = EngineBlockNames(SIZE)
+    assert not blocks.add_blocks([5], 4, range(SIZE), "")
+    assert not blocks.remove_blocks([5, 6])
     assert not len(blocks)
 
 
 def test_blocks_without_their_tokens_are_refused() -> None:
     with pytest.raises(ValueError, match="zip"):
-        EngineBlocks(SIZE).stored([1, 2], None, range(SIZE), "")
+        EngineBlockNames(SIZE).add_blocks([1, 2], None, range(SIZE), "")
     with pytest.raises(OverflowError):
-        EngineBlocks(SIZE).stored([1], None, [-1] * SIZE, "")
+        EngineBlockNames(SIZE).add_blocks([1], None, [-1] * SIZE, "")

@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tests.authority import Authority
 
-from argosy.policy import Ask, Concurrency, Grant, Lease, Period, Shared, SlotLease, Window
+from argosy.policy import (
+    CalendarPeriod,
+    ConcurrencyLease,
+    ConcurrencyMeter,
+    LeasedQuota,
+    LeaseGrant,
+    LeaseRequest,
+    SlidingWindow,
+    WindowLease,
+)
 
 WINDOW_S = 60.0
 ALIVE_S = 5.0
@@ -26,9 +35,9 @@ class Gateway:
     """One gateway's lease, and what it said and has not been answered."""
 
     name: str
-    lease: Shared
+    lease: LeasedQuota
     number: int = 0
-    asked: tuple[str, Ask, float] | None = None
+    asked: tuple[str, LeaseRequest, float] | None = None
     held: list[tuple[int, int, int]] = field(default_factory=list)
     """Own slot, units and the number of the use, for what may be given back."""
 
@@ -46,7 +55,7 @@ class Fleet(RuleBasedStateMachine):
         self.uses: list[list[Any]] = []
         """When, and how many units."""
 
-    def lease(self) -> Shared:
+    def lease(self) -> LeasedQuota:
         raise NotImplementedError
 
     def _gateway(self) -> Gateway:
@@ -61,20 +70,20 @@ class Fleet(RuleBasedStateMachine):
     @rule(who=WHO, units=st.integers(1, 30))
     def use(self, who: int, units: int) -> None:
         gateway = self.gateways[who]
-        if units <= gateway.lease.room(self.now):
+        if units <= gateway.lease.remaining(self.now):
             self._use(gateway, units)
         else:
-            gateway.lease.want(units)
+            gateway.lease.request_units(units)
 
     @rule(who=WHO, units=st.integers(1, 60))
     def get(self, who: int, units: int) -> None:
         """As much of it as there is."""
         gateway = self.gateways[who]
         for _ in range(2):
-            if gateway.lease.room(self.now) < units:
-                gateway.lease.want(units)
+            if gateway.lease.remaining(self.now) < units:
+                gateway.lease.request_units(units)
                 self.talk(who, "arrives")
-        room = min(units, gateway.lease.room(self.now))
+        room = min(units, gateway.lease.remaining(self.now))
         if room > 0:
             self._use(gateway, room)
 
@@ -84,14 +93,14 @@ class Fleet(RuleBasedStateMachine):
         if gateway.held:
             slot, units, number = gateway.held.pop()
             back = int(units * part)
-            gateway.lease.correct(slot, -back, self.now)
+            gateway.lease.adjust(slot, -back, self.now)
             self.uses[number][1] -= back
 
     @rule(who=WHO, fate=FATE)
     def talk(self, who: int, fate: str) -> None:
         gateway = self.gateways[who]
         if gateway.asked is None:
-            ask = gateway.lease.ask(self.now)
+            ask = gateway.lease.build_request(self.now)
             gateway.asked = gateway.lease.name, ask, self.now
             gateway.number += 1
         name, ask, asked_at = gateway.asked
@@ -101,7 +110,7 @@ class Fleet(RuleBasedStateMachine):
             gateway.name, gateway.number, ALIVE_S, [(name, ask)], self.now
         )
         if fate == "arrives":
-            gateway.lease.answer(ask, grant, asked_at, self.now)
+            gateway.lease.apply_grant(ask, grant, asked_at, self.now)
             gateway.asked = None
 
     @rule(seconds=PAUSE)
@@ -119,8 +128,8 @@ class Fleet(RuleBasedStateMachine):
 class Sliding(Fleet):
     """A window, the authority always there: exact, whatever is lost."""
 
-    def lease(self) -> Shared:
-        return Lease("limit", Window(self.limit, WINDOW_S))
+    def lease(self) -> LeasedQuota:
+        return WindowLease("limit", SlidingWindow(self.limit, WINDOW_S))
 
     @invariant()
     def never_more_than_the_limit(self) -> None:
@@ -151,7 +160,7 @@ def test_grants_that_are_used_late_or_given_back_late_free_nothing_too_soon(
     for pause, who, what, units in steps:
         fleet.wait(pause)
         if what == "ask":
-            fleet.gateways[who].lease.want(units)
+            fleet.gateways[who].lease.request_units(units)
             fleet.talk(who, "arrives")
         elif what == "use":
             fleet.use(who, units)
@@ -168,11 +177,11 @@ class Unsure(Fleet):
     @rule(who=WHO, units=st.integers(1, 30))
     def go_on(self, who: int, units: int) -> None:
         gateway = self.gateways[who]
-        if units > gateway.lease.room(self.now) and gateway.lease.affords(
+        if units > gateway.lease.remaining(self.now) and gateway.lease.is_within_even_share(
             units, GATEWAYS, self.now
         ):
-            gateway.lease.lend(units, self.now)
-            assert gateway.lease.room(self.now) >= units
+            gateway.lease.overdraw(units, self.now)
+            assert gateway.lease.remaining(self.now) >= units
             self._use(gateway, units)
 
 
@@ -196,8 +205,8 @@ class Daily(Fleet):
         self.now = 12 * 86400 - 100.0  # a little before midnight
         self.died = False
 
-    def lease(self) -> Lease:
-        return Lease("budget", Period(self.limit, "day"))
+    def lease(self) -> WindowLease:
+        return WindowLease("budget", CalendarPeriod(self.limit, "day"))
 
     @rule(who=WHO)
     def die(self, who: int) -> None:
@@ -243,25 +252,25 @@ def test_an_authority_that_forgot_learns_what_was_used_since_a_gateway_looked_lo
     fleet.now = 12 * 86400 + 10.0
     busy, quiet = fleet.gateways[:2]
     for gateway in (busy, quiet):
-        gateway.lease.since(fleet.now)
-        gateway.lease.recall([(fleet.now, 0)], fleet.now)
+        gateway.lease.seed_points(fleet.now)
+        gateway.lease.seed([(fleet.now, 0)], fleet.now)
     fleet.get(0, fleet.limit)
     assert fleet.within(86400) == fleet.limit
     fleet.wait(idle_s)
     fleet.authority = Authority()
     news: list[int] = []
-    assert isinstance(quiet.lease, Lease)
-    quiet.lease.on_news = lambda: news.append(1)
-    quiet.lease.want(1)
+    assert isinstance(quiet.lease, WindowLease)
+    quiet.lease.on_report_due = lambda: news.append(1)
+    quiet.lease.request_units(1)
     fleet.talk(1, "arrives")
-    assert quiet.lease.unknown
+    assert quiet.lease.needs_seed
     looked_at = fleet.now
     fleet.wait(20.0)  # there is much to look for
-    quiet.lease.recall([(looked_at, fleet.limit)], fleet.now)
+    quiet.lease.seed([(looked_at, fleet.limit)], fleet.now)
     assert news
-    assert quiet.lease.due(fleet.now)
+    assert quiet.lease.is_due(fleet.now)
     fleet.talk(1, "arrives")
-    assert not quiet.lease.unknown
+    assert not quiet.lease.needs_seed
     kept = fleet.authority.limits[quiet.lease.name]
     assert kept.known
     assert sum(kept.slots.values()) >= fleet.limit
@@ -269,14 +278,16 @@ def test_an_authority_that_forgot_learns_what_was_used_since_a_gateway_looked_lo
 
 def test_however_much_is_used_it_can_be_told() -> None:
     """A replica may claim any number of tokens, and they have a price."""
-    for own in (Window(50, WINDOW_S), Period(50, "day")):
-        lease = Lease("limit", own)
+    for own in (SlidingWindow(50, WINDOW_S), CalendarPeriod(50, "day")):
+        lease = WindowLease("limit", own)
         slot = lease.add(10**30, 1e6)
-        msgspec.msgpack.encode(lease.ask(1e6))
-        lease.answer(lease.ask(1e6), Grant(10, 7, 10, 0.0, 0.0, known=True), 1e6, 1e6)
+        msgspec.msgpack.encode(lease.build_request(1e6))
+        lease.apply_grant(
+            lease.build_request(1e6), LeaseGrant(10, 7, 10, 0.0, 0.0, known=True), 1e6, 1e6
+        )
         lease.add(10, 1e6)
-        lease.correct(slot, -(10**30), 1e6)
-        told = msgspec.msgpack.decode(msgspec.msgpack.encode(lease.ask(1e6)))
+        lease.adjust(slot, -(10**30), 1e6)
+        told = msgspec.msgpack.decode(msgspec.msgpack.encode(lease.build_request(1e6)))
         assert told["back"][0][0] == 7
 
 
@@ -294,21 +305,21 @@ class Places(RuleBasedStateMachine):
 
     def _gateway(self) -> Gateway:
         self.born += 1
-        return Gateway(f"g{self.born}", SlotLease("places", Concurrency(5), ALIVE_S))
+        return Gateway(f"g{self.born}", ConcurrencyLease("places", ConcurrencyMeter(5), ALIVE_S))
 
     @rule(who=WHO)
     def begin(self, who: int) -> None:
         lease = self.gateways[who].lease
-        if lease.room(self.now) >= 1:
+        if lease.remaining(self.now) >= 1:
             lease.add(1, self.now)
             self.running[who] += 1
         else:
-            lease.want(1)
+            lease.request_units(1)
 
     @rule(who=WHO)
     def end(self, who: int) -> None:
         if self.running[who]:
-            self.gateways[who].lease.correct(0, -1, self.now)
+            self.gateways[who].lease.adjust(0, -1, self.now)
             self.running[who] -= 1
 
     talk = Fleet.talk
@@ -337,9 +348,9 @@ class Places(RuleBasedStateMachine):
             self.wait(1.0)
         lease = self.gateways[0].lease
         for _ in range(5):
-            lease.want(1)
+            lease.request_units(1)
         self.talk(0, "arrives")
-        assert lease.room(self.now) == 5
+        assert lease.remaining(self.now) == 5
 
 
 @given(lowered=st.integers(0, 4), running=st.integers(1, 5), each_s=st.floats(0.05, 0.9))

@@ -10,55 +10,60 @@ from hypothesis import strategies as st
 
 from argosy.policy import (
     NO_CHARGE,
-    Concurrency,
-    Meter,
-    OutputEstimates,
+    ConcurrencyMeter,
+    OutputLengthEstimator,
+    QuotaLimit,
+    QuotaRejection,
+    QuotaUsage,
     Rates,
-    Refusal,
     Reservation,
-    Use,
-    Window,
-    ended,
-    never,
+    SlidingWindow,
+    final_usage,
+    is_permanent,
+    longest_rejection,
     reserve,
-    running,
-    worst,
+    running_usage,
 )
 
-UNITS = Use.__struct_fields__
+UNITS = QuotaUsage.__struct_fields__
 RATES = Rates(5, 2, 7)
 
 
-def tokens(count: int) -> Use:
-    return running(NO_CHARGE, 0, 0, count)
+def tokens(count: int) -> QuotaUsage:
+    return running_usage(NO_CHARGE, 0, 0, count)
 
 
-def done(count: int) -> Use:
-    return ended(0, count, 0)
+def done(count: int) -> QuotaUsage:
+    return final_usage(0, count, 0)
 
 
-def meters(most: int, requests: int = 10, places: int = 10) -> list[Meter]:
+def meters(most: int, requests: int = 10, places: int = 10) -> list[QuotaLimit]:
     return [
-        Meter("key", "requests", "minute", None, Window(requests, 60.0)),
-        Meter("key", "tokens", "minute", None, Window(most, 60.0)),
-        Meter("key", "concurrency", "", None, Concurrency(places)),
+        QuotaLimit("key", "requests", "minute", None, SlidingWindow(requests, 60.0)),
+        QuotaLimit("key", "tokens", "minute", None, SlidingWindow(most, 60.0)),
+        QuotaLimit("key", "concurrency", "", None, ConcurrencyMeter(places)),
     ]
 
 
-def used(of: list[Meter]) -> list[int]:
-    return [meter.counter.used for meter in of]
+def used(of: list[QuotaLimit]) -> list[int]:
+    return [meter.meter.used for meter in of]
 
 
 def test_all_limits_are_held_or_none() -> None:
     wide, narrow = meters(1000), meters(50)
     held = reserve([*wide, *narrow], tokens(50), tokens(1), 0.0)
     assert isinstance(held, Reservation)
-    assert held.whole
+    assert held.covers_estimate
     held.settle(done(20), 0.0)
     refusals = reserve([*wide, *narrow], tokens(40), tokens(1), 0.0)
     assert isinstance(refusals, list)
     [refusal] = refusals
-    assert (refusal.meter, refusal.limit, refusal.used, refusal.asked) == (narrow[1], 50, 20, 40)
+    assert (refusal.quota_limit, refusal.limit, refusal.used, refusal.requested) == (
+        narrow[1],
+        50,
+        20,
+        40,
+    )
     assert used(wide) == used(narrow) == [1, 20, 0]
 
 
@@ -74,7 +79,7 @@ def test_what_was_not_used_comes_back_and_a_request_for_which_nothing_was_done_c
     assert used(limits) == [1, 20, 0]
     other = reserve(limits, tokens(80), tokens(1), 1.0)
     assert isinstance(other, Reservation)
-    other.settle(Use(), 2.0)
+    other.settle(QuotaUsage(), 2.0)
     assert used(limits) == [1, 20, 0]
 
 
@@ -82,18 +87,21 @@ def test_more_than_the_limit_is_never_let_in_but_what_may_be_less_asks_for_all_o
     limits = meters(100)
     refusals = reserve(limits, tokens(500), tokens(101), 0.0)
     assert isinstance(refusals, list)
-    assert never(worst(refusals))
+    assert is_permanent(longest_rejection(refusals))
     held = reserve(limits, tokens(500), tokens(1), 0.0)
     assert isinstance(held, Reservation)
     assert used(limits) == [1, 100, 1]
-    assert not held.whole
+    assert not held.covers_estimate
 
 
 def test_the_refusal_that_lasts_longest_is_the_one_to_tell() -> None:
     meter = meters(1)[0]
     waits = [3.0, math.inf, 0.0]
-    assert never(worst([Refusal(meter, 1, 1, 1, wait) for wait in waits]))
-    assert worst([Refusal(meter, 1, 1, 1, wait) for wait in (3.0, 5.0)]).wait_s == 5.0
+    assert is_permanent(longest_rejection([QuotaRejection(meter, 1, 1, 1, wait) for wait in waits]))
+    assert (
+        longest_rejection([QuotaRejection(meter, 1, 1, 1, wait) for wait in (3.0, 5.0)]).wait_s
+        == 5.0
+    )
 
 
 def test_one_at_a_time_means_one_at_a_time() -> None:
@@ -102,7 +110,7 @@ def test_one_at_a_time_means_one_at_a_time() -> None:
     assert isinstance(held, Reservation)
     refusals = reserve(limits, tokens(1), tokens(1), 0.0)
     assert isinstance(refusals, list)
-    assert worst(refusals).meter.unit == "concurrency"
+    assert longest_rejection(refusals).quota_limit.unit == "concurrency"
     held.settle(done(1), 0.0)
     assert isinstance(reserve(limits, tokens(1), tokens(1), 0.0), Reservation)
 
@@ -123,9 +131,9 @@ def test_streams_that_stop_when_no_more_can_be_held_pass_a_limit_by_a_piece_each
             continue
         told[stream] += size
         if streams[stream].extend(tokens(told[stream]), 0.0) is not None:
-            streams[stream].count(tokens(told[stream]), 0.0)
+            streams[stream].force_extend(tokens(told[stream]), 0.0)
             stopped.add(stream)
-    assert sum(told.values()) <= limits[1].counter.used <= limit + 9 * len(stopped)
+    assert sum(told.values()) <= limits[1].meter.used <= limit + 9 * len(stopped)
 
 
 @given(
@@ -142,22 +150,24 @@ def test_streams_that_stop_when_no_more_can_be_held_pass_a_limit_by_a_piece_each
 def test_in_the_end_what_counts_is_what_was_used(
     requests: list[tuple[int, list[int], float]], prompt: int, ahead: int, dropped_each: int
 ) -> None:
-    limits = [Meter("key", unit, "minute", None, Window(10**9, 60.0)) for unit in UNITS]
+    limits = [QuotaLimit("key", unit, "minute", None, SlidingWindow(10**9, 60.0)) for unit in UNITS]
     now, in_all = 0.0, [0] * len(UNITS)
     for number, (estimate, pieces, pause) in enumerate(requests):
-        held = reserve(limits, running(RATES, prompt, 0, estimate), tokens(1), now)
+        held = reserve(limits, running_usage(RATES, prompt, 0, estimate), tokens(1), now)
         assert isinstance(held, Reservation)
         delivered = 0
         for piece in pieces:
             now += pause
             delivered += piece
-            assert held.extend(running(RATES, prompt, 0, delivered + ahead), now) is None
+            assert held.extend(running_usage(RATES, prompt, 0, delivered + ahead), now) is None
         last = number % 3  # that was not held
-        use = ended(prompt, delivered + last, RATES.cost(prompt, 0, delivered + last))
+        use = final_usage(
+            prompt, delivered + last, RATES.cost_nano_dollars(prompt, 0, delivered + last)
+        )
         if number % 10 == dropped_each:
-            use = Use()
+            use = QuotaUsage()
         held.settle(use, now)
-        in_all = [more + meter.of(use) for meter, more in zip(limits, in_all, strict=True)]
+        in_all = [more + meter.units_of(use) for meter, more in zip(limits, in_all, strict=True)]
     assert used(limits) == in_all
 
 
@@ -170,16 +180,18 @@ def test_what_was_used_beyond_what_was_held_counts_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("use", "left"), [(done(25), [1, 25, 0]), (done(2), [1, 22, 0]), (Use(), [0, 22, 0])]
+    ("use", "left"), [(done(25), [1, 25, 0]), (done(2), [1, 22, 0]), (QuotaUsage(), [0, 22, 0])]
 )
-def test_of_a_long_stream_only_the_last_parts_are_remembered(use: Use, left: list[int]) -> None:
+def test_of_a_long_stream_only_the_last_parts_are_remembered(
+    use: QuotaUsage, left: list[int]
+) -> None:
     limits = meters(30)
     held = reserve(limits, tokens(1), tokens(1), 0.0)
     assert isinstance(held, Reservation)
     for second in range(1, 30):
         assert held.extend(tokens(second + 1), float(second)) is None
     assert used(limits) == [1, 30, 1]
-    assert max(len(hold.slots) for hold in held.holds) == 8
+    assert max(len(hold.units_by_slot) for hold in held.holds) == 8
     held.settle(use, 30.0)
     assert used(limits) == left
 
@@ -189,37 +201,37 @@ def test_who_needs_nothing_of_a_limit_is_let_in_however_far_it_was_passed_or_low
     used_up: int, passed_by: int, free: int
 ) -> None:
     tokens_, cost = (
-        Meter("key", unit, "minute", None, Window(used_up, 60.0))
+        QuotaLimit("key", unit, "minute", None, SlidingWindow(used_up, 60.0))
         for unit in ("tokens", "nano_dollars")
     )
     for meter in (tokens_, cost):
-        meter.counter.add(used_up + passed_by, 0.0)
-    one = Use(requests=1, concurrency=1)
+        meter.meter.add(used_up + passed_by, 0.0)
+    one = QuotaUsage(requests=1, concurrency=1)
     assert isinstance(reserve([tokens_, cost], one, one, 1.0), Reservation)
-    unpriced, least = running(NO_CHARGE, 10, 0, free), running(NO_CHARGE, 10, 0, 1)
+    unpriced, least = running_usage(NO_CHARGE, 10, 0, free), running_usage(NO_CHARGE, 10, 0, 1)
     assert isinstance(reserve([cost], unpriced, least, 1.0), Reservation)
     assert isinstance(reserve([tokens_], unpriced, least, 1.0), list)
 
 
 def test_estimates_settle_where_one_answer_in_ten_is_longer() -> None:
-    estimates = OutputEstimates()
-    assert estimates.expected("key", None, 256) == 256
-    assert [estimates.expected("key", most, 256) for most in (0, 50, 256, 300)] == [0, 50, 256, 256]
+    estimates = OutputLengthEstimator()
+    assert estimates.estimate("key", None, 256) == 256
+    assert [estimates.estimate("key", most, 256) for most in (0, 50, 256, 300)] == [0, 50, 256, 256]
     for number in range(3000):
-        estimates.learn("key", 1 + number * 37 % 100, 256)
-    assert 70 <= estimates.expected("key", None, 256) <= 140
-    assert estimates.expected("other", None, 256) == 256
+        estimates.observe("key", 1 + number * 37 % 100, 256)
+    assert 70 <= estimates.estimate("key", None, 256) <= 140
+    assert estimates.estimate("other", None, 256) == 256
     for _ in range(20_000):
-        estimates.learn("key", 0, 256)
-    assert estimates.expected("key", None, 256) == 1
+        estimates.observe("key", 0, 256)
+    assert estimates.estimate("key", None, 256) == 1
     for _ in range(10):
-        estimates.learn("key", 50, 256)
-    assert estimates.expected("key", None, 256) > 40
+        estimates.observe("key", 50, 256)
+    assert estimates.estimate("key", None, 256) > 40
 
 
 def test_estimates_of_who_was_not_seen_for_longest_are_forgotten() -> None:
-    estimates = OutputEstimates()
+    estimates = OutputLengthEstimator()
     for asker in (*range(10_000), 0, 10_000):
-        estimates.learn(asker, 1000, 256)
-    known = [estimates.expected(asker, None, 256) > 256 for asker in (0, 1, 2, 10_000)]
+        estimates.observe(asker, 1000, 256)
+    known = [estimates.estimate(asker, None, 256) > 256 for asker in (0, 1, 2, 10_000)]
     assert known == [True, False, True, True]

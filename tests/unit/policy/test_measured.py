@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy.policy import Line, Mean, PeakEwma, Rate
+from argosy.policy import EwmaMean, EwmaRate, OnlineLinearFit, PeakEwma
 
 SECONDS = st.floats(0.001, 100)
 
@@ -17,26 +17,26 @@ SECONDS = st.floats(0.001, 100)
 def test_a_rate_lies_between_the_slowest_and_the_fastest_of_what_was_measured(
     measured: list[tuple[int, float]],
 ) -> None:
-    rate = Rate(half_life=1000.0)
-    assert rate.per_s == 0.0
+    rate = EwmaRate(half_life_units=1000.0)
+    assert rate.units_per_s == 0.0
     for units, seconds in measured:
         rate.add(units, seconds)
     rates = [units / seconds for units, seconds in measured]
-    assert min(rates) * 0.999 <= rate.per_s <= max(rates) * 1.001
+    assert min(rates) * 0.999 <= rate.units_per_s <= max(rates) * 1.001
 
 
 def test_a_rate_follows_a_machine_that_has_become_slower() -> None:
-    rate = Rate(half_life=1000.0)
+    rate = EwmaRate(half_life_units=1000.0)
     for _ in range(100):
         rate.add(100, 0.1)
     for _ in range(50):
         rate.add(100, 1.0)
-    assert rate.per_s == pytest.approx(100, rel=0.2)
+    assert rate.units_per_s == pytest.approx(100, rel=0.2)
 
 
 @given(st.lists(SECONDS, min_size=1, max_size=50), SECONDS)
 def test_a_mean_lies_among_its_samples_and_follows_them(samples: list[float], then: float) -> None:
-    mean = Mean(half_life=4.0, start=samples[0])
+    mean = EwmaMean(half_life_samples=4.0, initial=samples[0])
     for sample in samples:
         mean.add(sample)
     assert min(samples) * 0.999 <= mean.value <= max(samples) * 1.001
@@ -68,35 +68,35 @@ def test_a_latency_is_never_above_the_worst_nor_below_the_last_when_that_was_wor
     st.integers(1, 300),
 )
 def test_a_line_is_found_from_its_points(a: float, b: float, xs: list[int], x: int) -> None:
-    line = Line(half_life=64.0)
-    assert line.at(x) == 0.0
+    line = OnlineLinearFit(half_life_points=64.0)
+    assert line.predict(x) == 0.0
     for point in xs:
         line.add(point, a + b * point)
-    assert line.at(x) == pytest.approx(a + b * x, rel=1e-3, abs=1e-3)
+    assert line.predict(x) == pytest.approx(a + b * x, rel=1e-3, abs=1e-3)
 
 
 def test_a_line_never_falls_and_one_point_is_level() -> None:
-    line = Line(half_life=64.0)
+    line = OnlineLinearFit(half_life_points=64.0)
     line.add(4, 1.0)
-    assert line.at(1) == line.at(100) == 1.0
+    assert line.predict(1) == line.predict(100) == 1.0
     line.add(8, 0.5)
-    assert line.at(100) == line.at(0) == pytest.approx(0.75, rel=0.05)
+    assert line.predict(100) == line.predict(0) == pytest.approx(0.75, rel=0.05)
 
 
 def test_a_line_is_never_below_nothing() -> None:
-    line = Line(half_life=64.0)
+    line = OnlineLinearFit(half_life_points=64.0)
     line.add(10, 1.0)
     line.add(20, 11.0)
-    assert line.at(15) == pytest.approx(6.0)
-    assert line.at(5) == pytest.approx(6.0, rel=0.02)  # the mean: there it would be nothing
+    assert line.predict(15) == pytest.approx(6.0)
+    assert line.predict(5) == pytest.approx(6.0, rel=0.02)  # the mean: there it would be nothing
 
 
 def test_what_is_half_a_life_ago_counts_half() -> None:
-    rate = Rate(half_life=100.0)
+    rate = EwmaRate(half_life_units=100.0)
     for units, seconds in ((1000.0, 1.0), (200.0, 1.0)):
         rate.add(units, seconds)
-    assert rate.per_s == pytest.approx((1000.0 * 0.25 + 200.0) / 1.25)
-    mean = Mean(half_life=2.0, start=10.0)
+    assert rate.units_per_s == pytest.approx((1000.0 * 0.25 + 200.0) / 1.25)
+    mean = EwmaMean(half_life_samples=2.0, initial=10.0)
     for sample in (0.0, 0.0):
         mean.add(sample)
     assert mean.value == pytest.approx(5.0)
@@ -104,7 +104,7 @@ def test_what_is_half_a_life_ago_counts_half() -> None:
     latency.add(1.0, 0.0)
     latency.add(0.5, 10.0 * math.log(2))
     assert latency.value(10.0 * math.log(2)) == pytest.approx(0.75)
-    line = Line(half_life=1.0)
+    line = OnlineLinearFit(half_life_points=1.0)
     for y in (4.0, 1.0):
         line.add(8, y)
-    assert line.at(8) == pytest.approx(2.0)
+    assert line.predict(8) == pytest.approx(2.0)

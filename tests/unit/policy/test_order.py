@@ -8,7 +8,13 @@ import weakref
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from argosy.policy import PROMOTED_EACH, QUANTUM, DispatchQueue, Held, Waiting
+from argosy.policy import (
+    PROMOTION_INTERVAL,
+    QUANTUM_TOKENS,
+    DispatchQueue,
+    QueuedRequest,
+    TenantBacklog,
+)
 
 
 def waiting(
@@ -20,21 +26,21 @@ def waiting(
     cost: float = 100.0,
     arrival: float = 0.0,
     deadline: float = math.inf,
-) -> Waiting[int]:
-    return Waiting(item, tier, tenant, weight, cost, arrival, deadline, size=item + 1)
+) -> QueuedRequest[int]:
+    return QueuedRequest(item, tier, tenant, weight, cost, arrival, deadline, size_bytes=item + 1)
 
 
 class Rounds:
     """Deficit round robin over one tier as it is described, looking at everybody each time."""
 
     def __init__(self) -> None:
-        self.ring: dict[str, list[Waiting[int]]] = {}
+        self.ring: dict[str, list[QueuedRequest[int]]] = {}
         self.credit: dict[str, float] = {}
         """Of those of the ring, and those who have left it in debt."""
         self.weight: dict[str, float] = {}
         self.heaviest = 0.0
 
-    def push(self, one: Waiting[int]) -> None:
+    def push(self, one: QueuedRequest[int]) -> None:
         self.ring.setdefault(one.tenant, []).append(one)
         self.credit.setdefault(one.tenant, 0.0)
         self.weight[one.tenant] = one.weight
@@ -43,17 +49,17 @@ class Rounds:
     def pop(self) -> tuple[int, bool]:
         while not any(self.credit[name] > 0 for name in self.ring):
             for name in self.credit:
-                self.credit[name] += QUANTUM * self.weight[name] / self.heaviest
+                self.credit[name] += QUANTUM_TOKENS * self.weight[name] / self.heaviest
             self.forgive()
         name = next(name for name in self.ring if self.credit[name] > 0)
         one, charged = self.ring[name][0], len(self.credit) > 1
-        self.credit[name] -= one.cost if charged else 0
+        self.credit[name] -= one.cost_tokens if charged else 0
         self.remove(one)
         if name in self.ring and self.credit[name] <= 0:
             self.ring[name] = self.ring.pop(name)
         return one.item, charged
 
-    def remove(self, one: Waiting[int]) -> None:
+    def remove(self, one: QueuedRequest[int]) -> None:
         self.ring[one.tenant].remove(one)
         if not self.ring[one.tenant]:
             del self.ring[one.tenant]
@@ -90,7 +96,7 @@ class Rounds:
     )
 )
 def test_who_goes_next_is_who_the_rounds_say(steps: list[tuple[str, str, float, int]]) -> None:
-    queue, rounds, inside = DispatchQueue[int](), Rounds(), list[Waiting[int]]()
+    queue, rounds, inside = DispatchQueue[int](), Rounds(), list[QueuedRequest[int]]()
     for number, (what, tenant, weight, cost) in enumerate(steps):
         if what == "push":
             one = waiting(number, tenant=tenant, weight=weight, cost=abs(cost))
@@ -98,7 +104,7 @@ def test_who_goes_next_is_who_the_rounds_say(steps: list[tuple[str, str, float, 
             queue.push(one)
             rounds.push(one)
         elif what == "charge":
-            queue.charge(1, tenant, weight, cost)
+            queue.charge_tenant(1, tenant, weight, cost)
             rounds.charge(tenant, weight, cost)
         elif what == "remove" and inside:
             gone = inside.pop(cost % len(inside))
@@ -107,7 +113,7 @@ def test_who_goes_next_is_who_the_rounds_say(steps: list[tuple[str, str, float, 
         elif what == "pop" and inside:
             one_, expected = queue.pop(0.0), rounds.pop()
             assert one_ is not None
-            assert (one_.item, one_.charged) == expected
+            assert (one_.item, one_.is_charged) == expected
             inside.remove(one_)
 
 
@@ -124,14 +130,14 @@ STEPS = st.lists(
 
 @given(STEPS)
 def test_everyone_leaves_exactly_once(steps: list[tuple[str, int, str, int]]) -> None:
-    queue, inside, now = DispatchQueue[int](), list[Waiting[int]](), 0.0
+    queue, inside, now = DispatchQueue[int](), list[QueuedRequest[int]](), 0.0
     for number, (what, tier, tenant, size) in enumerate(steps):
         now += 1.0
         if what == "push":
             inside.append(waiting(number, tier=tier, tenant=tenant, cost=size, arrival=now))
             queue.push(inside[-1])
         elif what == "charge":
-            queue.charge(tier, tenant, 1.0, size)
+            queue.charge_tenant(tier, tenant, 1.0, size)
         elif what == "remove" and inside:
             gone = inside.pop(size % len(inside))
             assert queue.remove(gone)
@@ -142,7 +148,7 @@ def test_everyone_leaves_exactly_once(steps: list[tuple[str, int, str, int]]) ->
             if next_one is not None:
                 inside.remove(next_one)
         assert len(queue) == len(inside)
-        assert queue.size == sum(one.size for one in inside)
+        assert queue.size_bytes == sum(one.size_bytes for one in inside)
     while (next_one := queue.pop(now)) is not None:
         inside.remove(next_one)
     assert not inside
@@ -170,7 +176,7 @@ def test_an_old_request_of_a_low_tier_gets_a_turn_but_its_backlog_does_not_drown
         one = queue.pop(100.0)
         assert one is not None
         turns.append(one.tier)
-    assert turns.count(2) == 40 // PROMOTED_EACH
+    assert turns.count(2) == 40 // PROMOTION_INTERVAL
     fresh = DispatchQueue[int]()
     for _ in range(10):
         fresh.push(waiting(tier=2, arrival=99.0))
@@ -204,9 +210,9 @@ def test_service_per_weight_of_backlogged_tenants_stays_within_the_bound(
         tenant = int(one.tenant)
         push(tenant, number)  # always backlogged
         output = outputs[number % len(outputs)]
-        queue.charge(1, one.tenant, one.weight, output)
-        served[tenant] += (one.cost + output) / weights[tenant]
-        bound = 2 * QUANTUM + 2 * most / min(weights)
+        queue.charge_tenant(1, one.tenant, one.weight, output)
+        served[tenant] += (one.cost_tokens + output) / weights[tenant]
+        bound = 2 * QUANTUM_TOKENS + 2 * most / min(weights)
         assert max(served) - min(served) <= bound
 
 
@@ -240,7 +246,7 @@ def test_a_tenant_that_was_alone_owes_nothing_to_one_that_comes_later() -> None:
     for _ in range(50):
         queue.push(waiting(tenant="early", cost=100.0))
         assert queue.pop(0.0) is not None
-        queue.charge(1, "early", 1.0, 10_000.0)
+        queue.charge_tenant(1, "early", 1.0, 10_000.0)
     for number in range(20):
         queue.push(waiting(number, tenant="early"))
         queue.push(waiting(number, tenant="late"))
@@ -273,10 +279,10 @@ def test_what_runs_and_has_told_nothing_yet_is_charged_as_expected(
         charged[int(one.tenant)] += 10 + expected
         if len(running) == seats:
             tenant_, output = running.pop(0)
-            queue.charge(1, tenant_, 1.0, output - expected)
+            queue.charge_tenant(1, tenant_, 1.0, output - expected)
             charged[int(tenant_)] += output - expected
         # What all that run may cost beyond what was expected is known only as they end.
-        assert max(charged) - min(charged) <= 2 * (QUANTUM + 10 + expected) + 300 * seats
+        assert max(charged) - min(charged) <= 2 * (QUANTUM_TOKENS + 10 + expected) + 300 * seats
 
 
 def test_what_was_too_much_is_given_back_and_what_nobody_waited_for_is_not_charged() -> None:
@@ -284,14 +290,14 @@ def test_what_was_too_much_is_given_back_and_what_nobody_waited_for_is_not_charg
     for number in range(40):
         queue.push(waiting(number, tenant="early", cost=1000.0))
     alone = [queue.pop(0.0) for _ in range(10)]
-    assert not any(one.charged for one in alone if one)
+    assert not any(one.is_charged for one in alone if one)
     for number in range(40):
         queue.push(waiting(number, tenant="late", cost=1000.0))
     both = [one for one in (queue.pop(0.0) for _ in range(20)) if one]
-    assert all(one.charged for one in both)
+    assert all(one.is_charged for one in both)
     for one in both:
         if one.tenant == "late":
-            queue.charge(1, "late", 1.0, -900.0)
+            queue.charge_tenant(1, "late", 1.0, -900.0)
     tenants = [one.tenant for one in (queue.pop(0.0) for _ in range(20)) if one]
     assert tenants.count("late") >= 14
 
@@ -303,7 +309,7 @@ def test_debts_are_paid_off_by_weight_also_of_who_does_not_wait() -> None:
     first = queue.pop(0.0)
     assert first is not None
     assert first.tenant == "heavy"
-    queue.charge(1, "heavy", 10.0, 10_000.0)
+    queue.charge_tenant(1, "heavy", 10.0, 10_000.0)
     for _ in range(20):  # a fifth of that, and twice as much by weight
         queue.push(waiting(tenant="light"))
         queue.pop(0.0)
@@ -319,13 +325,13 @@ def one_at_a_time(queue: DispatchQueue[int], cost: float, turns: int, beyond: fl
         queue.push(waiting(tenant="many", cost=cost))
     tenants = []
     for _ in range(turns):
-        if not queue.held(1, "one").count:
+        if not queue.tenant_backlog(1, "one").count:
             queue.push(waiting(tenant="one", cost=cost))
         one = queue.pop(0.0)
         assert one is not None
         tenants.append(one.tenant)
         if one.tenant == "one":
-            queue.charge(1, "one", 1.0, beyond)
+            queue.charge_tenant(1, "one", 1.0, beyond)
     return tenants
 
 
@@ -375,15 +381,15 @@ def test_an_old_request_gets_no_turn_at_a_seat_that_is_not_its_tiers() -> None:
 
 def test_what_a_tenant_has_waiting_is_known() -> None:
     queue = DispatchQueue[int]()
-    assert queue.held(1, "a") == Held()
+    assert queue.tenant_backlog(1, "a") == TenantBacklog()
     first, second = waiting(1, arrival=1.0), waiting(2, arrival=2.0)
     queue.push(first)
     queue.push(second)
     queue.push(waiting(3, tenant="b"))
-    assert queue.held(1, "a") == Held(2, 5, 1.0)
+    assert queue.tenant_backlog(1, "a") == TenantBacklog(2, 5, 1.0)
     queue.remove(first)
-    assert queue.held(1, "a") == Held(1, 3, 2.0)
-    assert queue.held(0, "a") == Held()
+    assert queue.tenant_backlog(1, "a") == TenantBacklog(1, 3, 2.0)
+    assert queue.tenant_backlog(0, "a") == TenantBacklog()
 
 
 def test_how_many_wait_beside_it_that_do_not_stand_back() -> None:
@@ -391,7 +397,7 @@ def test_how_many_wait_beside_it_that_do_not_stand_back() -> None:
     queue.push(waiting(tier=0))
     queue.push(mine)
     queue.push(waiting(tier=2))
-    assert queue.ahead(mine) == 1
+    assert queue.count_ahead(mine) == 1
 
 
 class Body:
@@ -402,16 +408,16 @@ class Body:
 def test_who_has_left_is_kept_no_longer_though_an_older_one_waits(ways: list[str]) -> None:
     """Else who sends much and leaves at once would fill the memory, past the bound on bytes."""
     queue, gone = DispatchQueue[Body](), list[weakref.ref[Body]]()
-    queue.push(Waiting(Body(), 1, "slow", 1.0, 1.0, arrival=0.0, deadline=0.5))
+    queue.push(QueuedRequest(Body(), 1, "slow", 1.0, 1.0, arrived_at=0.0, deadline=0.5))
     for way in ways:
         tenant = "slow" if way == "cancelled" else "quick"
-        one = Waiting(Body(), 1, tenant, 1.0, 1.0, arrival=1.0)
+        one = QueuedRequest(Body(), 1, tenant, 1.0, 1.0, arrived_at=1.0)
         gone.append(weakref.ref(one.item))
         queue.push(one)
         if way == "cancelled":
             assert queue.remove(one)
         else:
-            queue.charge(1, "slow", 1.0, 1e6)
+            queue.charge_tenant(1, "slow", 1.0, 1e6)
             assert queue.pop(2.0) is one
         del one
     assert len(queue) == 1

@@ -46,18 +46,20 @@ def test_the_newest_price_that_holds_is_paid_and_the_tiers_own_goes_first(
     general = [p for p in holding if p.tier is None]
     paid = max(own or general, key=lambda price: price.since, default=None)
     expected = NO_CHARGE if paid is None else Rates(paid.input, paid.cached_input, paid.output)
-    assert PriceList(prices).rates(model, tier, now) == expected
+    assert PriceList(prices).rates_at(model, tier, now) == expected
 
 
 @given(st.builds(Rates, NANO, NANO, NANO), COUNT, COUNT, COUNT, COUNT)
 def test_every_token_is_paid_once(
     rates: Rates, fresh: int, cached: int, output: int, more: int
 ) -> None:
-    cost = rates.cost(fresh + cached, cached, output)
+    cost = rates.cost_nano_dollars(fresh + cached, cached, output)
     assert cost == fresh * rates.input + cached * rates.cached_input + output * rates.output
-    assert rates.cost(fresh + cached, cached, output + more) == cost + more * rates.output
-    assert rates.cost(fresh, fresh + more, 0) == fresh * rates.cached_input
+    assert (
+        rates.cost_nano_dollars(fresh + cached, cached, output + more) == cost + more * rates.output
+    )
+    assert rates.cost_nano_dollars(fresh, fresh + more, 0) == fresh * rates.cached_input
 
 
 def test_a_model_without_a_price_costs_nothing() -> None:
-    assert PriceList().rates("any", "standard", 1.0).cost(10, 2, 10) == 0
+    assert PriceList().rates_at("any", "standard", 1.0).cost_nano_dollars(10, 2, 10) == 0

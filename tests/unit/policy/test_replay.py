@@ -13,13 +13,13 @@ import pytest
 
 from argosy.policy import (
     BLOCK_TOKENS,
-    CHOOSERS,
-    Candidate,
-    Chooser,
-    PrefixIndex,
+    ROUTING_POLICIES,
+    EstimatedPrefixIndex,
     ReplicaLoad,
-    chain,
-    cost,
+    RoutingCandidate,
+    RoutingPolicy,
+    compute_prefix_keys,
+    estimate_cost,
 )
 
 REPORT_EACH_S = 0.5
@@ -51,11 +51,12 @@ class Machine:
 
     def __init__(self, number: int, rate: float, outside: float, gateways: int) -> None:
         self.loads = [
-            ReplicaLoad(str(number), prefill_rate=rate, decode_s=DECODE_S) for _ in range(gateways)
+            ReplicaLoad(str(number), prefill_tokens_per_s=rate, inter_token_s=DECODE_S)
+            for _ in range(gateways)
         ]
         """As each gateway knows it."""
-        self.index = PrefixIndex(CACHE_BLOCKS)
-        self._cache = PrefixIndex(CACHE_BLOCKS)
+        self.index = EstimatedPrefixIndex(CACHE_BLOCKS)
+        self._cache = EstimatedPrefixIndex(CACHE_BLOCKS)
         self._rate = rate
         self._outside = outside
         self._free_at = 0.0
@@ -63,8 +64,8 @@ class Machine:
 
     def take(self, request: Request, keys: list[bytes]) -> float:
         """Seconds until its first token."""
-        uncached = len(request.prompt) - len(self._cache.find(keys)) * BLOCK_TOKENS
-        self._cache.sent(keys)
+        uncached = len(request.prompt) - len(self._cache.match_prefix(keys)) * BLOCK_TOKENS
+        self._cache.on_prompt_sent(keys)
         self._work(request.at)
         self._free_at += uncached / self._rate
         return self._free_at - request.at
@@ -85,15 +86,15 @@ class Machine:
 class PrefixOnly:
     """The longest cached prefix, whatever waits there; else anyone."""
 
-    def choose(
-        self, candidates: Sequence[Candidate], key: str, draw: float, now: float
-    ) -> Candidate:
-        least = min(one.uncached for one in candidates)
-        best = [one for one in candidates if one.uncached == least]
+    def select(
+        self, candidates: Sequence[RoutingCandidate], affinity_key: str, draw: float, now: float
+    ) -> RoutingCandidate:
+        least = min(one.uncached_tokens for one in candidates)
+        best = [one for one in candidates if one.uncached_tokens == least]
         return best[int(draw * len(best))]
 
 
-def replay(world: World, rule: Callable[[], Chooser], seed: int, gateways: int = 1) -> float:
+def replay(world: World, rule: Callable[[], RoutingPolicy], seed: int, gateways: int = 1) -> float:
     """Mean seconds to the first token, when requests come to so many gateways in turn."""
     draws = random.Random(seed)
     machines = {
@@ -112,22 +113,22 @@ def replay(world: World, rule: Callable[[], Chooser], seed: int, gateways: int =
         while ends and ends[0][0] <= request.at:
             _, name, its = heapq.heappop(ends)
             machines[name].loads[its].in_flight -= 1
-        keys = chain(b"", request.prompt, BLOCK_TOKENS)
+        keys = compute_prefix_keys(b"", request.prompt, BLOCK_TOKENS)
         candidates = []
         for machine in machines.values():
             load = machine.loads[gateway]
-            uncached = len(request.prompt) - len(machine.index.find(keys)) * BLOCK_TOKENS
-            costs = cost(load, uncached, request.output, request.at)
-            candidates.append(Candidate(load, uncached, costs))
+            uncached = len(request.prompt) - len(machine.index.match_prefix(keys)) * BLOCK_TOKENS
+            costs = estimate_cost(load, uncached, request.output, request.at)
+            candidates.append(RoutingCandidate(load, uncached, costs))
         key = keys[0].hex() if keys else ""
-        taken = rules[gateway].choose(candidates, key, draws.random(), request.at)
+        taken = rules[gateway].select(candidates, key, draws.random(), request.at)
         load = taken.load
         chosen = machines[load.name]
-        chosen.index.sent(keys)
+        chosen.index.on_prompt_sent(keys)
         seconds = chosen.take(request, keys)
         load.in_flight += 1
-        load.sent_tokens += taken.uncached
-        load.latency.add(seconds, request.at)
+        load.sent_tokens += taken.uncached_tokens
+        load.ttft.add(seconds, request.at)
         ended = request.at + seconds + request.output * DECODE_S
         heapq.heappush(ends, (ended, load.name, gateway))
         times.append(seconds)
@@ -166,9 +167,9 @@ def plain(draws: random.Random) -> World:
     return World([4000.0] * 4, traffic(draws, 10.0, (128, 1024, 2048), warm=0.0))
 
 
-OTHERS: dict[str, Callable[[], Chooser]] = {
+OTHERS: dict[str, Callable[[], RoutingPolicy]] = {
     "prefix-only": PrefixOnly,
-    **{name: rule for name, rule in CHOOSERS.items() if name != "least-cost"},
+    **{name: rule for name, rule in ROUTING_POLICIES.items() if name != "least-cost"},
 }
 
 
@@ -188,7 +189,7 @@ def test_the_cost_in_seconds_is_beaten_nowhere_and_wins_where_it_should(
 ) -> None:
     assert callable(scene)
     world = scene(random.Random(seed))
-    ours = replay(world, CHOOSERS["least-cost"], seed)
+    ours = replay(world, ROUTING_POLICIES["least-cost"], seed)
     others = {name: replay(world, rule, seed) for name, rule in OTHERS.items()}
     for name, seconds in others.items():
         assert ours <= 1.05 * seconds, (name, ours, seconds)
@@ -201,8 +202,8 @@ def test_nor_is_it_by_several_gateways_that_hear_of_each_other_in_reports_alone(
     scene: Callable[[random.Random], World],
 ) -> None:
     world = scene(random.Random(0))
-    ours = replay(world, CHOOSERS["least-cost"], 0, gateways=4)
+    ours = replay(world, ROUTING_POLICIES["least-cost"], 0, gateways=4)
     for name, rule in OTHERS.items():
         seconds = replay(world, rule, 0, gateways=4)
         assert ours <= 1.05 * seconds, (name, ours, seconds)
-    assert ours <= 1.6 * replay(world, CHOOSERS["least-cost"], 0)
+    assert ours <= 1.6 * replay(world, ROUTING_POLICIES["least-cost"], 0)

@@ -12,12 +12,12 @@ from argosy.policy import RetryBudget, backoff_s
 
 @given(st.lists(st.booleans(), max_size=300))
 def test_retries_never_exceed_the_share_and_the_reserve(tries: list[bool]) -> None:
-    budget, requests, retries = RetryBudget(share=0.1, reserve=5.0), 0, 0
+    budget, requests, retries = RetryBudget(ratio=0.1, reserve=5.0), 0, 0
     for retry in tries:
         if retry:
-            retries += budget.take(0.0)
+            retries += budget.try_acquire(0.0)
         else:
-            budget.request(0.0)
+            budget.record_request(0.0)
             requests += 1
         assert retries <= 5 + 0.1 * requests
 
@@ -30,9 +30,9 @@ def test_over_time_a_few_more_come_back_and_no_more_than_is_said(
     for retry, pause in tries:
         now += pause
         if retry:
-            retries += budget.take(now)
+            retries += budget.try_acquire(now)
         else:
-            budget.request(now)
+            budget.record_request(now)
             requests += 1
         few = 5.0 * (1.0 + (now - 1000.0) * math.log(2) / 10.0)
         assert retries <= 0.1 * requests + few + 1e-6
@@ -41,10 +41,10 @@ def test_over_time_a_few_more_come_back_and_no_more_than_is_said(
 def test_the_budget_comes_back_with_time() -> None:
     budget = RetryBudget()
     for _ in range(100):
-        budget.request(0.0)
-    assert sum(budget.take(0.0) for _ in range(100)) == 5 + 10
+        budget.record_request(0.0)
+    assert sum(budget.try_acquire(0.0) for _ in range(100)) == 5 + 10
     for now, more in ((10.0, 2), (20.0, 2), (2000.0, 5)):  # each half-life halves what was, of both
-        assert sum(budget.take(now) for _ in range(100)) == more
+        assert sum(budget.try_acquire(now) for _ in range(100)) == more
 
 
 @given(st.integers(1, 10_000), st.floats(0, 1, exclude_max=True))

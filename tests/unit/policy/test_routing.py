@@ -10,18 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from argosy.policy import (
-    CHOOSERS,
+    ROUTING_POLICIES,
     BoundedHash,
-    Candidate,
-    Chooser,
+    EstimatedPrefixIndex,
     LeastCost,
     PowerOfTwo,
-    PrefixIndex,
     ReplicaLoad,
     RoundRobin,
-    Rule,
-    chain,
-    cost,
+    RoutingCandidate,
+    RoutingPolicy,
+    RoutingPolicyName,
+    compute_prefix_keys,
+    estimate_cost,
 )
 
 
@@ -30,53 +30,57 @@ def load(name: str, **known: float) -> ReplicaLoad:
 
 
 def choose(
-    rule: Chooser, loads: list[ReplicaLoad], draw: float = 0.0, now: float = 0.0, key: str = ""
+    rule: RoutingPolicy,
+    loads: list[ReplicaLoad],
+    draw: float = 0.0,
+    now: float = 0.0,
+    key: str = "",
 ) -> ReplicaLoad:
-    candidates = [Candidate(one, 1000, cost(one, 1000, 10, now)) for one in loads]
-    return rule.choose(candidates, key, draw, now).load
+    candidates = [RoutingCandidate(one, 1000, estimate_cost(one, 1000, 10, now)) for one in loads]
+    return rule.select(candidates, key, draw, now).load
 
 
-@pytest.mark.parametrize("rule", CHOOSERS)
+@pytest.mark.parametrize("rule", ROUTING_POLICIES)
 @given(
     loads=st.lists(st.integers(0, 50), min_size=1, max_size=8),
     draw=st.floats(0, 1, exclude_max=True),
     key=st.text(max_size=3),
 )
 def test_every_rule_gives_one_of_the_candidates(
-    rule: Rule, loads: list[int], draw: float, key: str
+    rule: RoutingPolicyName, loads: list[int], draw: float, key: str
 ) -> None:
     candidates = [load(str(n), in_flight=busy, queued_tokens=busy) for n, busy in enumerate(loads)]
-    assert choose(CHOOSERS[rule](), candidates, draw, key=key) in candidates
+    assert choose(ROUTING_POLICIES[rule](), candidates, draw, key=key) in candidates
 
 
 def test_a_warm_replica_wins_until_its_queue_costs_more_than_computing_elsewhere() -> None:
     for queued, expected in ((0, "warm"), (900, "warm"), (1100, "cold")):
         candidates = [
-            Candidate(one, uncached, cost(one, uncached, 10, 0.0))
+            RoutingCandidate(one, uncached, estimate_cost(one, uncached, 10, 0.0))
             for one, uncached in ((load("cold"), 1000), (load("warm", queued_tokens=queued), 40))
         ]
-        assert LeastCost().choose(candidates, "", 0.0, 0.0).load.name == expected
+        assert LeastCost().select(candidates, "", 0.0, 0.0).load.name == expected
 
 
 def test_a_cost_is_the_sum_of_its_seconds() -> None:
-    known = load("x", prefill_rate=500.0, decode_s=0.02, kv_used=0.5)
+    known = load("x", prefill_tokens_per_s=500.0, inter_token_s=0.02, kv_usage_ratio=0.5)
     known.queued_tokens, known.sent_tokens, known.reported_at = 100, 150, 100.0
-    told = cost(known, 1000, 10, 102.1)
+    told = estimate_cost(known, 1000, 10, 102.1)
     terms = (told.queue_s, told.prefill_s, told.decode_s, told.memory_s, told.stale_s)
     assert terms == pytest.approx((0.5, 2.0, 0.2, 0.15, 0.25))
     assert told.total_s == pytest.approx(3.1)
-    assert cost(known, 1000, 10, 101.9).stale_s == 0.0
-    assert cost(load("x", kv_used=1.0), 1000, 10, 0.0).memory_s > 100
+    assert estimate_cost(known, 1000, 10, 101.9).stale_s == 0.0
+    assert estimate_cost(load("x", kv_usage_ratio=1.0), 1000, 10, 0.0).memory_s > 100
 
 
 LOADS = st.builds(
     ReplicaLoad,
     st.just(""),
-    prefill_rate=st.floats(0.0, 1e6),
-    decode_s=st.floats(0.0, 10.0),
+    prefill_tokens_per_s=st.floats(0.0, 1e6),
+    inter_token_s=st.floats(0.0, 10.0),
     queued_tokens=st.integers(0, 10**7),
     sent_tokens=st.integers(0, 10**7),
-    kv_used=st.floats(0.0, 1.0),
+    kv_usage_ratio=st.floats(0.0, 1.0),
     reported_at=st.sampled_from([-math.inf, 0.0, 99.0, 100.0, 101.0]),
 )
 
@@ -93,7 +97,7 @@ def test_no_cost_is_negative_and_none_that_is_dearer_in_every_way_is_taken(
     for number, one in enumerate(loads):
         one.name = str(number)
     candidates = [
-        Candidate(one, tokens, cost(one, tokens, output, 100.0))
+        RoutingCandidate(one, tokens, estimate_cost(one, tokens, output, 100.0))
         for one, tokens in zip(loads, uncached, strict=False)
     ]
     terms = {
@@ -102,7 +106,7 @@ def test_no_cost_is_negative_and_none_that_is_dearer_in_every_way_is_taken(
         for c in [one.cost]
     }
     assert all(math.isfinite(term) and term >= 0 for told in terms.values() for term in told)
-    chosen = LeastCost().choose(candidates, "", draw, 100.0).load.name
+    chosen = LeastCost().select(candidates, "", draw, 100.0).load.name
     for other in terms.values():
         assert not all(a > b + 1e-8 for a, b in zip(terms[chosen], other, strict=True))
 
@@ -163,32 +167,37 @@ def test_keys_go_where_they_would_if_those_away_had_never_been_there(
 
 @given(st.binary(max_size=400), st.binary(max_size=400), st.binary(max_size=4))
 def test_chains_agree_exactly_as_far_as_the_prompts_do(a: bytes, b: bytes, salt: bytes) -> None:
-    shared = sum(x == y for x, y in zip(chain(salt, a, 16), chain(salt, b, 16), strict=False))
+    shared = sum(
+        x == y
+        for x, y in zip(
+            compute_prefix_keys(salt, a, 16), compute_prefix_keys(salt, b, 16), strict=False
+        )
+    )
     same = 0
     while same < min(len(a), len(b)) and a[same] == b[same]:
         same += 1
     assert shared == same // 16
-    assert not set(chain(salt, a, 16)) & set(chain(salt + b"!", a, 16))
+    assert not set(compute_prefix_keys(salt, a, 16)) & set(compute_prefix_keys(salt + b"!", a, 16))
 
 
 def test_hits_count_from_the_beginning_and_the_least_recent_end_goes_first() -> None:
-    index = PrefixIndex(capacity=4)
-    first, second = chain(b"", b"a" * 48, 16), chain(b"", b"b" * 32, 16)
-    index.sent(first)
-    assert len(index.find(first)) == 3
-    index.sent(second)
-    assert len(index.find(first)) == len(index.find(second)) == 2
+    index = EstimatedPrefixIndex(capacity_blocks=4)
+    first, second = compute_prefix_keys(b"", b"a" * 48, 16), compute_prefix_keys(b"", b"b" * 32, 16)
+    index.on_prompt_sent(first)
+    assert len(index.match_prefix(first)) == 3
+    index.on_prompt_sent(second)
+    assert len(index.match_prefix(first)) == len(index.match_prefix(second)) == 2
     index.resize(3)
-    assert len(index.find(first)) == 1
+    assert len(index.match_prefix(first)) == 1
     index.clear()
-    assert index.find(first) == index.find(second) == []
+    assert index.match_prefix(first) == index.match_prefix(second) == []
 
 
 @given(st.lists(st.binary(min_size=16, max_size=64), max_size=100))
 def test_memory_is_bounded(prompts: list[bytes]) -> None:
-    index = PrefixIndex(capacity=7)
+    index = EstimatedPrefixIndex(capacity_blocks=7)
     for prompt in prompts:
-        index.sent(chain(b"", prompt, 16))
+        index.on_prompt_sent(compute_prefix_keys(b"", prompt, 16))
         assert len(index) <= 7
 
 
@@ -218,36 +227,39 @@ class Cache:
 def test_a_cache_smaller_than_believed_is_found_out_from_what_answers_say(
     asked: list[int], length: int, blocks: int
 ) -> None:
-    told, silent, cache = PrefixIndex(), PrefixIndex(), Cache(blocks)
+    told, silent, cache = EstimatedPrefixIndex(), EstimatedPrefixIndex(), Cache(blocks)
     wrong = {"told": 0, "silent": 0}
     for number in asked:
-        keys = chain(b"%d" % number, b"x" * 16 * length, 16)
-        found, had = told.find(keys), cache.use(keys)
+        keys = compute_prefix_keys(b"%d" % number, b"x" * 16 * length, 16)
+        found, had = told.match_prefix(keys), cache.use(keys)
         wrong["told"] += max(0, len(found) - had)
-        wrong["silent"] += max(0, len(silent.find(keys)) - had)
+        wrong["silent"] += max(0, len(silent.match_prefix(keys)) - had)
         for index in (told, silent):
-            index.sent(keys)
-        told.correct(found, had)
+            index.on_prompt_sent(keys)
+        told.evict_missing(found, had)
     assert wrong["told"] <= wrong["silent"]
     assert len(told) <= len(silent)
 
 
 def test_one_cold_answer_tells_of_all_that_is_older() -> None:
-    index, chains = PrefixIndex(), [chain(b"%d" % n, b"x" * 64, 16) for n in range(10)]
+    index, chains = (
+        EstimatedPrefixIndex(),
+        [compute_prefix_keys(b"%d" % n, b"x" * 64, 16) for n in range(10)],
+    )
     for keys in chains:
-        index.sent(keys)
-    found = index.find(chains[6])
-    index.sent(chains[6])
-    index.correct(found, blocks=0)
-    held = [number for number, keys in enumerate(chains) if index.find(keys)]
+        index.on_prompt_sent(keys)
+    found = index.match_prefix(chains[6])
+    index.on_prompt_sent(chains[6])
+    index.evict_missing(found, cached_blocks=0)
+    held = [number for number, keys in enumerate(chains) if index.match_prefix(keys)]
     assert held == [6, 7, 8, 9]
 
 
 def test_who_was_never_tried_is_tried_once_and_who_was_slow_is_tried_again() -> None:
-    rule = CHOOSERS["latency"]()
+    rule = ROUTING_POLICIES["latency"]()
     known, new, slow = load("known"), load("new"), load("slow")
-    known.latency.add(0.2, 0.0)
-    slow.latency.add(2.0, 0.0)
+    known.ttft.add(0.2, 0.0)
+    slow.ttft.add(2.0, 0.0)
     assert choose(rule, [slow, known, new]) is new
     new.in_flight = 1
     assert choose(rule, [slow, known, new]) is known
@@ -257,5 +269,5 @@ def test_who_was_never_tried_is_tried_once_and_who_was_slow_is_tried_again() -> 
     assert choose(rule, [slow, known, new]) is new
     slow.in_flight = known.in_flight = 0
     for second in range(60):
-        known.latency.add(0.2, float(second))
+        known.ttft.add(0.2, float(second))
     assert choose(rule, [slow, known, new], now=60.0) is slow

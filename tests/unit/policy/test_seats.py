@@ -8,7 +8,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from argosy.policy import part
+from argosy.policy import slot_share
 
 COUNTS = st.dictionaries(st.integers(0, 4), st.integers(0, 40), max_size=3)
 
@@ -29,7 +29,7 @@ class World:
             for number, (tier, count) in enumerate(zip(self.tiers, self.there, strict=True))
             if number != gateway and count
         ]
-        most = part(self.seats, others, self.tiers[gateway])
+        most = slot_share(self.seats, others, self.tiers[gateway])
         self.there[gateway] = max(self.there[gateway], most)
 
     def turn(self) -> None:
@@ -64,29 +64,29 @@ def test_all_seats_are_in_use_hardly_any_twice_and_come_to_be_even(
 
 
 def test_one_alone_has_all_and_idle_gateways_cost_nothing() -> None:
-    assert [part(8, [], tier) for tier in range(3)] == [8, 8, 8]
-    assert [part(8, [{1: 1}], tier) for tier in range(3)] == [8, 7, 7]
+    assert [slot_share(8, [], tier) for tier in range(3)] == [8, 8, 8]
+    assert [slot_share(8, [{1: 1}], tier) for tier in range(3)] == [8, 7, 7]
 
 
 def test_who_comes_late_need_not_wait_for_an_answer_to_end() -> None:
-    assert part(64, [{1: 64}], 1) == 16
-    assert part(8, [{1: 8}], 1) == 2
-    assert part(1, [{1: 1}, {1: 1}, {1: 1}], 1) == 1
+    assert slot_share(64, [{1: 64}], 1) == 16
+    assert slot_share(8, [{1: 8}], 1) == 2
+    assert slot_share(1, [{1: 1}, {1: 1}, {1: 1}], 1) == 1
 
 
 def test_a_higher_tier_goes_before_and_a_lower_one_makes_way() -> None:
-    assert part(8, [{2: 8}], 0) == 2
-    assert part(8, [{0: 2, 2: 8}], 2) == 0
-    assert part(8, [{0: 8}], 2) == 0
+    assert slot_share(8, [{2: 8}], 0) == 2
+    assert slot_share(8, [{0: 2, 2: 8}], 2) == 0
+    assert slot_share(8, [{0: 8}], 2) == 0
 
 
 @given(seats=st.integers(1, 300), others=st.lists(COUNTS, max_size=5))
 def test_no_tier_has_fewer_than_a_lower_one(seats: int, others: list[dict[int, int]]) -> None:
-    parts = [part(seats, others, tier) for tier in range(3)]
+    parts = [slot_share(seats, others, tier) for tier in range(3)]
     assert parts == sorted(parts, reverse=True)
     assert all(0 <= most <= seats for most in parts)
 
 
 @given(st.lists(st.dictionaries(st.integers(), st.integers(0)), max_size=3))
 def test_nonsense_is_worth_no_more_than_the_seats(others: list[dict[int, int]]) -> None:
-    assert 0 <= part(8, others, 1) <= 8
+    assert 0 <= slot_share(8, others, 1) <= 8

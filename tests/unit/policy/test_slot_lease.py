@@ -6,14 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.policy.driven import ALIVE_S, Gateway, World, world
 
-from argosy.policy import Ask, Concurrency, Grant, SlotLease
+from argosy.policy import ConcurrencyLease, ConcurrencyMeter, LeaseGrant, LeaseRequest
 
 LIMIT = 12
 
 
 def places(count: int) -> World:
     """Gateways with a lease of so many places; what runs is kept for them, whenever one looks."""
-    fleet = world(count, lambda: SlotLease("places", Concurrency(LIMIT), ALIVE_S))
+    fleet = world(count, lambda: ConcurrencyLease("places", ConcurrencyMeter(LIMIT), ALIVE_S))
 
     def check() -> None:
         for gateway in fleet.gateways:
@@ -38,7 +38,7 @@ def begin(fleet: World, gateway: Gateway) -> bool:
 
 def end(fleet: World, gateway: Gateway) -> None:
     if gateway.running:
-        gateway.lease.correct(0, -1, fleet.now)
+        gateway.lease.adjust(0, -1, fleet.now)
         gateway.running -= 1
 
 
@@ -108,50 +108,52 @@ def test_an_authority_that_is_silent_keeps_nothing_for_ever() -> None:
     fleet = places(1)
     (one,) = fleet.gateways
     begin(fleet, one)
-    assert one.lease.room(fleet.now + ALIVE_S - 0.1) > 0
-    assert one.lease.room(fleet.now + ALIVE_S) == 0
-    assert one.lease.ask(fleet.now + ALIVE_S).kept == 1
+    assert one.lease.remaining(fleet.now + ALIVE_S - 0.1) > 0
+    assert one.lease.remaining(fleet.now + ALIVE_S) == 0
+    assert one.lease.build_request(fleet.now + ALIVE_S).kept == 1
 
 
 def test_what_is_lent_is_one_at_that_moment_and_counts() -> None:
-    lease = SlotLease("places", Concurrency(7), ALIVE_S)
-    assert lease.idle
-    assert [lease.affords(units, 3, 10.0) for units in (3, 4)] == [True, False]
-    lease.lend(1, 10.0)
-    assert [lease.room(now) for now in (10.0, 10.1)] == [1, 0]
-    lease.lend(1, 11.0)
+    lease = ConcurrencyLease("places", ConcurrencyMeter(7), ALIVE_S)
+    assert lease.is_idle
+    assert [lease.is_within_even_share(units, 3, 10.0) for units in (3, 4)] == [True, False]
+    lease.overdraw(1, 10.0)
+    assert [lease.remaining(now) for now in (10.0, 10.1)] == [1, 0]
+    lease.overdraw(1, 11.0)
     lease.add(1, 11.0)
-    assert lease.room(11.0) == 0
+    assert lease.remaining(11.0) == 0
     assert lease.used == 1
-    assert lease.due(11.0)
-    assert [lease.affords(units, 3, 12.0) for units in (2, 3)] == [True, False]
-    assert lease.ask(12.0).kept == 1
+    assert lease.is_due(11.0)
+    assert [lease.is_within_even_share(units, 3, 12.0) for units in (2, 3)] == [True, False]
+    assert lease.build_request(12.0).kept == 1
 
 
 def test_where_there_was_too_little_more_is_not_worth_asking_for_a_moment_later() -> None:
-    lease = SlotLease("places", Concurrency(9), ALIVE_S)
-    lease.want(5)
-    assert not lease.dry(5, 10.0)
-    ask = lease.ask(10.0)
+    lease = ConcurrencyLease("places", ConcurrencyMeter(9), ALIVE_S)
+    lease.request_units(5)
+    assert not lease.is_exhausted(5, 10.0)
+    ask = lease.build_request(10.0)
     assert (ask.need, ask.kept) == (5, 0)
-    lease.answer(ask, told(2), 10.0, 10.0)
-    assert [lease.lends(units, 10.01) for units in (2, 3)] == [True, False]
-    assert lease.lends(3, 10.06)
-    lease.want(1)
-    lease.answer(lease.ask(11.0), told(1), 11.0, 11.0)
-    assert lease.lends(9, 11.0)
+    lease.apply_grant(ask, told(2), 10.0, 10.0)
+    assert [lease.can_overdraw(units, 10.01) for units in (2, 3)] == [True, False]
+    assert lease.can_overdraw(3, 10.06)
+    lease.request_units(1)
+    lease.apply_grant(lease.build_request(11.0), told(1), 11.0, 11.0)
+    assert lease.can_overdraw(9, 11.0)
 
 
-def told(granted: int) -> Grant:
-    return Grant(granted, 0, granted, 0.0, 0.0, known=True)
+def told(granted: int) -> LeaseGrant:
+    return LeaseGrant(granted, 0, granted, 0.0, 0.0, known=True)
 
 
 def test_of_what_all_have_beyond_a_lowered_limit_each_gives_back_what_it_can() -> None:
-    lease = SlotLease("places", Concurrency(4), ALIVE_S)
+    lease = ConcurrencyLease("places", ConcurrencyMeter(4), ALIVE_S)
     lease.add(2, 10.0)
-    ask = Ask(kind="slots", limit=4, keep_s=10.0, need=0, ahead=0, kept=5)
+    ask = LeaseRequest(kind="slots", limit=4, keep_s=10.0, need=0, ahead=0, kept=5)
     for all_have, room in ((6, 1), (60, -2)):
-        lease.answer(ask, Grant(0, 0, all_have, 0.0, 0.0, known=True), 10.0, 10.0)
-        assert lease.room(10.0) == room
-    lease.answer(lease.ask(11.0), Grant(0, 0, 60, 0.0, 0.0, known=True), 11.0, 11.0)
-    assert not lease.idle
+        lease.apply_grant(ask, LeaseGrant(0, 0, all_have, 0.0, 0.0, known=True), 10.0, 10.0)
+        assert lease.remaining(10.0) == room
+    lease.apply_grant(
+        lease.build_request(11.0), LeaseGrant(0, 0, 60, 0.0, 0.0, known=True), 11.0, 11.0
+    )
+    assert not lease.is_idle

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from argosy.policy import DispatchQueue, Waiting, lowest_tier
+from argosy.policy import DispatchQueue, QueuedRequest, lowest_admissible_tier
 
 ANSWER_S = 0.5
 """Between two answers that end."""
@@ -25,7 +25,7 @@ def served(seats: int, floods: Sequence[int], rare: int | None, ends: Sequence[i
     def push(tier: int) -> None:
         asked[tier] = now
         waiting[tier] += 1
-        queue.push(Waiting(0, tier, "tenant", 1.0, 100.0, now))
+        queue.push(QueuedRequest(0, tier, "tenant", 1.0, 100.0, now))
 
     for tick in range(1200):
         now = tick * ANSWER_S
@@ -38,7 +38,9 @@ def served(seats: int, floods: Sequence[int], rare: int | None, ends: Sequence[i
             running.pop(ends[tick % len(ends)] % len(running))
         while True:
             busy = [running.count(tier) for tier in range(3)]
-            one = queue.pop(now, lowest_tier([seats - len(running)] * 3, seats, busy, asked, now))
+            one = queue.pop(
+                now, lowest_admissible_tier([seats - len(running)] * 3, seats, busy, asked, now)
+            )
             if one is None:
                 break
             running.append(one.tier)
@@ -78,12 +80,12 @@ def test_those_in_a_hurry_do_not_keep_their_tenants_others_waiting_for_ever(
     timeout_s: float, ahead: int
 ) -> None:
     queue, now = DispatchQueue[int](), 0.0
-    queue.push(Waiting(0, 1, "tenant", 1.0, 100.0, now))
+    queue.push(QueuedRequest(0, 1, "tenant", 1.0, 100.0, now))
     for _ in range(ahead):
-        queue.push(Waiting(1, 1, "tenant", 1.0, 100.0, now, now + timeout_s))
+        queue.push(QueuedRequest(1, 1, "tenant", 1.0, 100.0, now, now + timeout_s))
     while now <= 60.0:
         now += 1.0
-        queue.push(Waiting(1, 1, "tenant", 1.0, 100.0, now, now + timeout_s))
+        queue.push(QueuedRequest(1, 1, "tenant", 1.0, 100.0, now, now + timeout_s))
         one = queue.pop(now)
         assert one is not None
         if one.item == 0:

@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from argosy.protocol import ApiError, invalid
+from argosy.protocol import ApiError, invalid_request
 
 
 def test_body() -> None:
-    told = json.loads(invalid("Too hot. Lower it.", "temperature").body("req_1"))
+    told = json.loads(invalid_request("Too hot. Lower it.", "temperature").encode_body("req_1"))
     assert told == {
         "error": {
             "message": "Too hot. Lower it.",

@@ -15,7 +15,7 @@ from argosy.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     GenerationRequest,
-    parse,
+    parse_body,
     parse_query,
 )
 
@@ -25,7 +25,7 @@ PROMPT = {"model": "m", "prompt": "x"}
 
 def refusal(body: object) -> ApiError:
     with pytest.raises(ApiError) as caught:
-        parse(ChatCompletionRequest, json.dumps(body).encode())
+        parse_body(ChatCompletionRequest, json.dumps(body).encode())
     assert caught.value.status == 400
     return caught.value
 
@@ -53,12 +53,12 @@ def test_the_field_is_named(body: object, param: str | None, code: str) -> None:
 
 
 def test_null_is_left_out() -> None:
-    assert parse(ChatCompletionRequest, json.dumps(CHAT | {"n": None}).encode()).n is None
+    assert parse_body(ChatCompletionRequest, json.dumps(CHAT | {"n": None}).encode()).n is None
 
 
 def test_integers_are_floats_where_floats_are_asked_for() -> None:
     body = json.dumps(CHAT | {"temperature": 1, "logit_bias": {"5": -100}}).encode()
-    parsed = parse(ChatCompletionRequest, body)
+    parsed = parse_body(ChatCompletionRequest, body)
     assert parsed.temperature == 1.0
     assert parsed.logit_bias == {5: -100.0}
 
@@ -66,7 +66,7 @@ def test_integers_are_floats_where_floats_are_asked_for() -> None:
 @pytest.mark.parametrize("prompt", ["a", ["a", "b"], [1, 2], [[1], [2, 3]]])
 def test_every_kind_of_prompt(prompt: object) -> None:
     body = json.dumps(PROMPT | {"prompt": prompt}).encode()
-    assert parse(CompletionRequest, body).prompt == prompt
+    assert parse_body(CompletionRequest, body).prompt == prompt
 
 
 def test_long_names_are_cut_in_messages() -> None:
@@ -77,7 +77,7 @@ def test_long_names_are_cut_in_messages() -> None:
 def test_any_bytes_are_a_body_or_an_api_error(body: bytes) -> None:
     for kind in (ChatCompletionRequest, CompletionRequest):
         with pytest.raises(ApiError):
-            parse(kind, body)
+            parse_body(kind, body)
 
 
 JSON = st.recursive(
@@ -97,7 +97,7 @@ JSON = st.recursive(
 def test_any_value_of_any_field_is_a_body_or_names_the_field(field: str, value: object) -> None:
     try:
         body = json.dumps(PROMPT | {field: value}).encode()
-        parse(CompletionRequest, body)
+        parse_body(CompletionRequest, body)
     except ApiError as error:
         named = error.param
     else:

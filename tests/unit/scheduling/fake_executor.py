@@ -6,10 +6,10 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from argosy.engine.scheduling import Plan, StepResult
+from argosy.engine.scheduling import StepPlan, StepResult
 
 if TYPE_CHECKING:
-    from argosy.engine.scheduling import Admission
+    from argosy.engine.scheduling import AdmittedSequence
 
 VOCAB = 50
 
@@ -45,36 +45,36 @@ class FakeExecutor:
         self.host: dict[int, list[tuple[int, int]]] = {}
         self.rows: dict[int, tuple[list[int], list[int]]] = {}
 
-    def execute(self, plan: Plan) -> StepResult:
+    def execute(self, plan: StepPlan) -> StepResult:
         """Run one step."""
-        assert plan.tokens <= self.max_step_tokens
+        assert plan.total_tokens <= self.max_step_tokens
         assert len(set(plan.rows)) == len(plan.rows), "a row twice in one step"
-        for block, slot in plan.offloads:
+        for block, slot in plan.block_offloads:
             self.host[slot] = list(self.kv[block])
             self.rotten.discard(slot)
-        for source, destination in plan.copies:
+        for source, destination in plan.block_copies:
             self.kv[destination] = list(self.kv[source])
         corrupt = []
-        for slot, block in plan.restores:
+        for slot, block in plan.block_restores:
             self.kv[block] = list(self.host[slot])
             if slot in self.rotten:
                 self.kv[block] = [(-7, -7)] * self.block_size
                 corrupt.append(block)
-        for admission in plan.admitted:
+        for admission in plan.admissions:
             self._admit(admission)
-        for row, index, block in plan.placed:
+        for row, index, block in plan.block_appends:
             assert len(self.rows[row][1]) == index
             self.rows[row][1].append(block)
         void = set(corrupt)
         tokens = [
             self._compute(row, start, count, samples=samples, void=void)
             for row, start, count, samples in zip(
-                plan.rows, plan.starts, plan.counts, plan.samples, strict=True
+                plan.rows, plan.starts, plan.counts, plan.sample_flags, strict=True
             )
         ]
-        return StepResult(tokens, corrupt=corrupt)
+        return StepResult(tokens, corrupt_blocks=corrupt)
 
-    def _admit(self, admission: Admission) -> None:
+    def _admit(self, admission: AdmittedSequence) -> None:
         self.rows[admission.row] = (list(admission.tokens), list(admission.blocks))
 
     def _compute(self, row: int, start: int, count: int, *, samples: bool, void: set[int]) -> int:

@@ -10,16 +10,16 @@ from itertools import accumulate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from argosy.engine.scheduling import Limits, Plan, Scheduler, Sequence, StepResult
-from argosy.engine.scheduling.ttft_guard import BURST, EACH
+from argosy.engine.scheduling import Scheduler, SchedulerLimits, Sequence, StepPlan, StepResult
+from argosy.engine.scheduling.ttft_guard import MAX_BURST_YIELDS, YIELD_INTERVAL_STEPS
 from argosy.protocol.sampling import SamplingParams
 
-LIMITS = Limits(
+LIMITS = SchedulerLimits(
     max_seqs=32,
     max_step_tokens=1024,
     block_size=16,
     num_blocks=2000,
-    prefill_share=0.25,
+    max_prefill_fraction=0.25,
     watermark=0.01,
     prefix_cache=False,
     ridge_tokens=24,
@@ -32,7 +32,7 @@ NEVER_STAND_BACK = 1 << 60
 class Engine:
     """A scheduler whose steps cost time as on a CPU: a pass over the weights, and then by the token."""
 
-    limits: Limits
+    limits: SchedulerLimits
     now: float = 0.0
     scheduler: Scheduler = field(init=False)
     last: dict[str, float] = field(default_factory=dict)
@@ -57,11 +57,11 @@ class Engine:
             tenant=str(tier),
         )
 
-    def step(self) -> Plan:
+    def step(self) -> StepPlan:
         plan = self.scheduler.schedule(self.now)
         decodes = plan.counts.count(1)
-        self.now += 1.35e-3 + 0.0865e-3 * decodes + 0.053e-3 * (plan.tokens - decodes)
-        result = StepResult([5 if samples else -1 for samples in plan.samples])
+        self.now += 1.35e-3 + 0.0865e-3 * decodes + 0.053e-3 * (plan.total_tokens - decodes)
+        result = StepResult([5 if samples else -1 for samples in plan.sample_flags])
         for seq, _, token, finish in self.scheduler.commit(result):
             self.generated += token >= 0
             if token >= 0 and seq.output_len == 1:
@@ -79,7 +79,7 @@ def test_a_first_token_comes_in_a_step_of_its_own() -> None:
     premium, late = engine.add(0, 20, 50), engine.add(1, 20, 50)
     plan = engine.step()
     assert plan.rows == [premium.row]
-    assert premium.prefilled
+    assert premium.is_prefilled
     assert late.row < 0, "nobody of a lower tier joins in that step"
     plan = engine.step()
     assert sorted(plan.rows) == sorted(seq.row for seq in (premium, late, *standard))
@@ -124,7 +124,7 @@ def test_a_step_of_first_tokens_alone_is_no_longer_than_others() -> None:
     long = [engine.add(0, 120, 50) for _ in range(2)] + [engine.add(1, 900, 50)]
     plan = engine.step()
     assert plan.rows == [seq.row for seq in long[:2]]
-    assert plan.tokens <= 1 + LIMITS.prefill_share * LIMITS.max_step_tokens
+    assert plan.total_tokens <= 1 + LIMITS.max_prefill_fraction * LIMITS.max_step_tokens
 
 
 def test_prefills_of_higher_tiers_go_first_until_others_have_waited_long() -> None:
@@ -133,9 +133,9 @@ def test_prefills_of_higher_tiers_go_first_until_others_have_waited_long() -> No
     engine.step()
     premium = engine.add(0, 6000, 2)
     engine.step()
-    before = old.computed
-    while not premium.prefilled:
-        assert old.computed == before
+    before = old.computed_len
+    while not premium.is_prefilled:
+        assert old.computed_len == before
         engine.step()
     for step in range(1500):  # more premium prompts than can be computed, for 150 s
         engine.now += 0.1
@@ -164,16 +164,18 @@ def test_who_stands_back_does_so_seldom(
     while engine.scheduler.has_work or coming:
         for _ in range(min(2, len(coming))):
             engine.add(*coming.pop())
-        due = [seq for seq in engine.scheduler.running if seq.length - seq.computed == 1]
+        due = [seq for seq in engine.scheduler.running if seq.length - seq.computed_len == 1]
         rows = [(seq, seq.row) for seq in due]
         plan = engine.step()
-        engine.scheduler.check()
+        engine.scheduler.check_invariants()
         assert plan.rows, "a step that computes nothing"
         left_out.append(any(row not in plan.rows for seq, row in rows if seq.row == row))
     sums = list(accumulate(left_out))
     for begin in range(len(sums)):
         for end in range(begin + 1, len(sums)):
-            assert sums[end] - sums[begin] <= BURST + (end - begin) / EACH
+            assert (
+                sums[end] - sums[begin] <= MAX_BURST_YIELDS + (end - begin) / YIELD_INTERVAL_STEPS
+            )
     assert len(engine.ended) == len(arrivals)
 
 

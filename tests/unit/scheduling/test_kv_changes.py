@@ -8,21 +8,21 @@ from collections.abc import Iterable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from argosy.engine.scheduling import Limits, Sequence
-from argosy.policy import Answered, ExactIndex, Texts, chain
-from argosy.protocol import NAME_BYTES, unpack_names
+from argosy.engine.scheduling import SchedulerLimits, Sequence
+from argosy.policy import CacheHitReport, EventPrefixIndex, TextBlockMap, compute_prefix_keys
+from argosy.protocol import BLOCK_NAME_BYTES, unpack_block_names
 from tests.unit.scheduling.test_scheduler import Rig, limits, worlds
 
-World = tuple[Limits, list[tuple[int, str, dict[str, object]]]]
+World = tuple[SchedulerLimits, list[tuple[int, str, dict[str, object]]]]
 
 
 class Listener:
     """A rig, and what was told of its blocks."""
 
-    def __init__(self, sizes: Limits) -> None:
+    def __init__(self, sizes: SchedulerLimits) -> None:
         self.rig = Rig(sizes)
         self.told: set[bytes] = set()
-        self.index = ExactIndex(Texts(), sizes.block_size)
+        self.index = EventPrefixIndex(TextBlockMap(), sizes.block_size)
         self._sequences: list[Sequence] = []
 
     def play(self, what: str, options: dict[str, object]) -> None:
@@ -35,17 +35,17 @@ class Listener:
 
     def listen(self) -> None:
         """Take in what has changed, and compare."""
-        memory = self.rig.scheduler.memory
-        stored, removed = memory.changes()
-        assert not memory.changed
+        memory = self.rig.scheduler.kv_cache
+        stored, removed = memory.drain_changes()
+        assert not memory.has_changes
         assert set(stored).isdisjoint(removed)
         self.told.update(stored)
         self.told.difference_update(removed)
-        self.index.stored(_names(stored))
-        self.index.removed(_names(removed))
+        self.index.on_blocks_stored(_names(stored))
+        self.index.on_blocks_removed(_names(removed))
         assert self.index.blocks == set(_names(self.told))
-        everything = {key for seq in self._sequences for key in seq.hashes}
-        assert self.told == {key for key in everything if memory.holds(key)}
+        everything = {key for seq in self._sequences for key in seq.block_hashes}
+        assert self.told == {key for key in everything if memory.has_block(key)}
         for seq in self._sequences:
             self._compare(seq)
 
@@ -53,18 +53,18 @@ class Listener:
         """The index finds of a prompt what the memory holds of it."""
         size = self.rig.limits.block_size
         text = array("i", seq.tokens[: seq.prompt_len]).tobytes()
-        keys = chain(seq.salt, text, 4 * size)
-        names = _names(seq.hashes[: len(keys)])
+        keys = compute_prefix_keys(seq.cache_salt, text, 4 * size)
+        names = _names(seq.block_hashes[: len(keys)])
         if len(names) == len(keys) > 0:
-            told = Answered(keys, [], seq.prompt_len / size, seq.prompt_len, 0, names)
-            self.index.answered(told)
-            held = self.rig.scheduler.memory.holds
-            there = next((n for n, key in enumerate(seq.hashes) if not held(key)), len(keys))
-            assert len(self.index.find(keys)) == min(there, len(keys))
+            told = CacheHitReport(keys, [], seq.prompt_len / size, seq.prompt_len, 0, names)
+            self.index.on_cache_hit_report(told)
+            held = self.rig.scheduler.kv_cache.has_block
+            there = next((n for n, key in enumerate(seq.block_hashes) if not held(key)), len(keys))
+            assert len(self.index.match_prefix(keys)) == min(there, len(keys))
 
 
 def _names(keys: Iterable[bytes]) -> array[int]:
-    return unpack_names(b"".join(key[:NAME_BYTES] for key in keys))
+    return unpack_block_names(b"".join(key[:BLOCK_NAME_BYTES] for key in keys))
 
 
 @settings(max_examples=200)
@@ -104,4 +104,4 @@ def test_nothing_is_told_without_a_prefix_cache() -> None:
     listener = Listener(limits(prefix_cache=False))
     listener.play("add", {"name": "a", "prompt": [1] * 17, "max_tokens": 9})
     listener.rig.run()
-    assert not listener.rig.scheduler.memory.changed
+    assert not listener.rig.scheduler.kv_cache.has_changes

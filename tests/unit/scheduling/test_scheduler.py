@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from argosy.engine.scheduling import Limits, Scheduler, Sequence, StepResult
-from argosy.engine.scheduling.batching_policy import Dynamic, Static
+from argosy.engine.scheduling import Scheduler, SchedulerLimits, Sequence, StepResult
+from argosy.engine.scheduling.batching_policy import DynamicBatching, StaticBatching
 from argosy.protocol.sampling import SamplingParams
 from tests.unit.scheduling.fake_executor import FakeExecutor, reference
 
@@ -19,7 +19,7 @@ from tests.unit.scheduling.fake_executor import FakeExecutor, reference
 class Rig:
     """A scheduler with its executor, and what each request was given."""
 
-    limits: Limits
+    limits: SchedulerLimits
     depth: int = 0
     scheduler: Scheduler = field(init=False)
     executor: FakeExecutor = field(init=False)
@@ -54,7 +54,7 @@ class Rig:
                 self.outputs[seq.id].append(token)
             if finish:
                 self.end(seq.id, finish)
-        self.scheduler.check()
+        self.scheduler.check_invariants()
 
     def end(self, name: str, reason: str) -> None:
         assert name not in self.ended, "a request ended twice"
@@ -70,26 +70,26 @@ class Rig:
                 break
             self.step()
         assert not self.scheduler.has_work, "a request starves"
-        memory = self.scheduler.memory
-        assert memory.available == self.limits.num_blocks, "blocks leaked"
+        memory = self.scheduler.kv_cache
+        assert memory.available_blocks == self.limits.num_blocks, "blocks leaked"
 
 
-def limits(**changes: object) -> Limits:
+def limits(**changes: object) -> SchedulerLimits:
     base = {
         "max_seqs": 4,
         "max_step_tokens": 16,
         "block_size": 4,
         "num_blocks": 32,
-        "prefill_share": 0.5,
+        "max_prefill_fraction": 0.5,
         "watermark": 0.01,
         "prefix_cache": True,
         "ridge_tokens": 2,
     }
-    return Limits(**(base | changes))  # type: ignore[arg-type]
+    return SchedulerLimits(**(base | changes))  # type: ignore[arg-type]
 
 
 @st.composite
-def worlds(draw: st.DrawFn) -> tuple[Limits, list[tuple[int, str, dict[str, object]]]]:
+def worlds(draw: st.DrawFn) -> tuple[SchedulerLimits, list[tuple[int, str, dict[str, object]]]]:
     size = draw(st.sampled_from([1, 2, 4]))
     sizes = limits(
         max_seqs=draw(st.integers(1, 5)),
@@ -118,9 +118,9 @@ def worlds(draw: st.DrawFn) -> tuple[Limits, list[tuple[int, str, dict[str, obje
                     "output": resumed,
                     "tenant": draw(st.sampled_from("ab")),
                     "tier": draw(st.integers(0, 2)),
-                    "domain": draw(st.sampled_from(["x", "x", "y"])),
+                    "cache_domain": draw(st.sampled_from(["x", "x", "y"])),
                     "timeout_s": draw(st.sampled_from([float("inf")] * 4 + [0.05])),
-                    "lead": None if lead is None else str(lead),
+                    "parent_id": None if lead is None else str(lead),
                 },
             )
         )
@@ -133,7 +133,9 @@ def worlds(draw: st.DrawFn) -> tuple[Limits, list[tuple[int, str, dict[str, obje
 
 @settings(max_examples=400)
 @given(worlds())
-def test_random_worlds(world: tuple[Limits, list[tuple[int, str, dict[str, object]]]]) -> None:
+def test_random_worlds(
+    world: tuple[SchedulerLimits, list[tuple[int, str, dict[str, object]]]],
+) -> None:
     """Every request ends once with exactly its own tokens; invariants hold after every step."""
     sizes, events = world
     rig = Rig(sizes)
@@ -165,7 +167,7 @@ def test_stop_tokens_end_a_sequence() -> None:
     rig = Rig(limits())
     whole = reference([1, 2, 3], 20)
     stop = whole[5]
-    rig.add("a", [1, 2, 3], 20, stops=frozenset([stop]))
+    rig.add("a", [1, 2, 3], 20, stop_token_ids=frozenset([stop]))
     rig.run()
     assert rig.ended == {"a": "stop"}
     assert rig.outputs["a"] == whole[: whole.index(stop) + 1]
@@ -182,7 +184,7 @@ def test_nothing_is_generated_when_nothing_was_asked_for() -> None:
 def test_prefix_hits_within_a_domain_and_none_across() -> None:
     rig = Rig(limits())
     for name, domain in (("first", "x"), ("same", "x"), ("other", "y")):
-        seq = rig.add(name, [7] * 17, 2, domain=domain)
+        seq = rig.add(name, [7] * 17, 2, cache_domain=domain)
         rig.run()
         assert seq.hit_tokens == (16 if name == "same" else 0)
 
@@ -225,16 +227,16 @@ def test_who_waits_for_a_prefix_goes_on_when_it_will_not_come() -> None:
 def test_siblings_fork_from_the_lead() -> None:
     rig = Rig(limits(num_blocks=64))
     prompt = list(range(10))
-    rig.add("lead", prompt, 8)
-    siblings = [rig.add(f"s{i}", prompt, 8, lead="lead") for i in range(3)]
+    rig.add("parent_id", prompt, 8)
+    siblings = [rig.add(f"s{i}", prompt, 8, parent_id="parent_id") for i in range(3)]
     rig.run()
     assert all(seq.hit_tokens == 9 for seq in siblings)
-    assert all(rig.outputs[f"s{i}"] == rig.outputs["lead"] for i in range(3))
+    assert all(rig.outputs[f"s{i}"] == rig.outputs["parent_id"] for i in range(3))
 
 
 def test_preemption_gives_the_same_tokens() -> None:
     rig = Rig(limits(num_blocks=12, prefix_cache=False))
-    rig.scheduler.estimate.share = 0.0
+    rig.scheduler.output_estimator.fraction = 0.0
     for name in "abcd":
         rig.add(name, [ord(name)] * 8, 20)
     rig.run()
@@ -252,7 +254,7 @@ def test_evicted_blocks_come_back_from_the_host() -> None:
     again = rig.add("a2", [1] * 21, 2)
     rig.run()
     assert again.hit_tokens == 20
-    assert rig.scheduler.memory.host_hit_tokens > 0
+    assert rig.scheduler.kv_cache.host_hit_tokens > 0
 
 
 def test_a_corrupt_host_block_is_dropped_and_recomputed() -> None:
@@ -265,7 +267,7 @@ def test_a_corrupt_host_block_is_dropped_and_recomputed() -> None:
     rig.add("a2", [1] * 21, 2)
     rig.run()
     assert rig.outputs["a2"] == reference([1] * 21, 2)
-    assert rig.scheduler.memory.corrupt_blocks > 0
+    assert rig.scheduler.kv_cache.corrupt_blocks > 0
 
 
 def test_a_higher_tier_displaces_a_lower_one_and_ties_never_do() -> None:
@@ -291,7 +293,7 @@ def test_a_step_mixes_several_partial_prefills_and_keeps_decodes_going() -> None
     before = len(rig.outputs["decode"])
     plan = rig.scheduler.schedule(rig.now)
     assert plan.counts[0] == 1
-    assert plan.tokens <= 2 + 8, "prefills take at most their share while decodes run"
+    assert plan.total_tokens <= 2 + 8, "prefills take at most their share while decodes run"
     rig.scheduler.commit(rig.executor.execute(plan))
     rig.step()
     assert len(rig.outputs["decode"]) == before + 1
@@ -308,11 +310,11 @@ def test_backlogged_tenants_share_evenly() -> None:
     for number in range(60):
         prompt = [2] * rng.randint(1, 12)
         rig.add(f"calm{number}", prompt, rng.randint(1, 12), tenant="calm", weight=2.0)
-    accounts = {s.account.tenant: s.account for s in rig.scheduler.queue}
+    accounts = {s.tenant_counter.tenant: s.tenant_counter for s in rig.scheduler.queue}
     bound = 2 * max(12 * 1.0, 2.0 * 2 * 12)
-    while {"flood", "calm"} <= {s.account.tenant for s in rig.scheduler.queue}:
+    while {"flood", "calm"} <= {s.tenant_counter.tenant for s in rig.scheduler.queue}:
         rig.step()
-        assert abs(accounts["flood"].served - accounts["calm"].served) <= bound
+        assert abs(accounts["flood"].served_tokens - accounts["calm"].served_tokens) <= bound
 
 
 def test_a_returning_tenant_cannot_cash_in_its_absence() -> None:
@@ -322,7 +324,7 @@ def test_a_returning_tenant_cannot_cash_in_its_absence() -> None:
     for _ in range(20):
         rig.step()
     late = rig.add("late", [1], 1, tenant="late")
-    assert late.account.served > 0
+    assert late.tenant_counter.served_tokens > 0
 
 
 def test_a_newcomer_does_not_lock_out_who_was_served_before() -> None:
@@ -342,7 +344,7 @@ def test_a_newcomer_does_not_lock_out_who_was_served_before() -> None:
 
 def test_static_batches_run_to_their_end() -> None:
     rig = Rig(limits(max_seqs=2))
-    rig.scheduler = Scheduler(rig.limits, Static())
+    rig.scheduler = Scheduler(rig.limits, StaticBatching())
     for name, most in (("a", 2), ("b", 10), ("c", 2)):
         rig.add(name, [1, 2], most)
     rig.run()
@@ -351,7 +353,7 @@ def test_static_batches_run_to_their_end() -> None:
 
 def test_dynamic_batches_wait_for_company_but_not_for_ever() -> None:
     rig = Rig(limits(max_seqs=2))
-    rig.scheduler = Scheduler(rig.limits, Dynamic(full=2, wait_s=0.05))
+    rig.scheduler = Scheduler(rig.limits, DynamicBatching(batch_size=2, max_wait_s=0.05))
     rig.add("a", [1, 2], 3)
     rig.step()
     assert not rig.scheduler.running
@@ -374,9 +376,9 @@ def test_a_failed_step_costs_only_the_guilty() -> None:
     while guilty.id not in rig.ended:
         plan = rig.scheduler.schedule(rig.now)
         if guilty.row in plan.rows and guilty.row >= 0:
-            for seq in rig.scheduler.fail():
+            for seq in rig.scheduler.recover_failed_step():
                 rig.end(seq.id, "error")
-            rig.scheduler.check()
+            rig.scheduler.check_invariants()
         else:
             for seq, _, token, finish in rig.scheduler.commit(rig.executor.execute(plan)):
                 rig.outputs[seq.id].append(token)
@@ -392,8 +394,8 @@ def test_a_chunk_without_valid_numbers_is_never_shared() -> None:
     rig = Rig(limits())
     rig.add("sick", [1] * 10, 3)
     rig.executor.execute(rig.scheduler.schedule(rig.now))
-    (progress,) = rig.scheduler.commit(StepResult([-1], failed={0: "not finite"}))
-    assert progress.finish == "error"
+    (progress,) = rig.scheduler.commit(StepResult([-1], failures={0: "not finite"}))
+    assert progress.finish_reason == "error"
     again = rig.add("again", [1] * 10, 3)
     rig.run()
     assert again.hit_tokens == 0

@@ -7,18 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from argosy.engine.serving.core_messages import Delta, EngineRequest, TokenLogprob
-from argosy.engine.serving.text.choice import Choice, Prompt, ScoredPrompt
+from argosy.engine.serving.text.choice import Choice, PromptState, ScoringChoice
 from argosy.engine.serving.text.tokenizer import Tokenizer
-from argosy.models import BUNDLED
+from argosy.models import BUNDLED_MODEL
 from argosy.protocol import ApiError, SamplingParams
 
-TOKENIZER = Tokenizer.load(BUNDLED)
+TOKENIZER = Tokenizer.load(BUNDLED_MODEL)
 EOS = TOKENIZER.eos_token_ids[0]
 
 
 def new_choice(params: SamplingParams, output: list[int] | None = None) -> Choice:
-    request = EngineRequest(id="r", prompt=[1], output=output or [], params=params)
-    return Choice(0, request, Prompt(token_ids=[1], echo=None), TOKENIZER)
+    request = EngineRequest(id="r", prompt=[1], resumed_tokens=output or [], params=params)
+    return Choice(0, request, PromptState(token_ids=[1], echo_text=None), TOKENIZER)
 
 
 def run(choice: Choice, tokens: list[int], cuts: list[int]) -> tuple[str, list[int], list[int]]:
@@ -33,14 +33,14 @@ def run(choice: Choice, tokens: list[int], cuts: list[int]) -> tuple[str, list[i
                 id="r",
                 tokens=part,
                 logprobs=[TokenLogprob(token, -1.0, 1) for token in part],
-                finish="length" if last else None,
+                finish_reason="length" if last else None,
             )
         )
-        piece = choice.take()
+        piece = choice.drain()
         text += piece.text
         told += piece.tokens
         scored += [record.token for record in piece.logprobs]
-        if choice.finish is not None:
+        if choice.finish_reason is not None:
             break
     return text, told, scored
 
@@ -58,18 +58,18 @@ def test_grouping_changes_nothing(
     pieces = new_choice(params)
     expected = run(whole, tokens, [])
     assert run(pieces, tokens, cuts) == expected
-    assert pieces.finish == whole.finish
+    assert pieces.finish_reason == whole.finish_reason
     assert pieces.stop_reason == whole.stop_reason
-    assert pieces.generated == whole.generated == len(expected[1]) == len(expected[2])
+    assert pieces.generated_tokens == whole.generated_tokens == len(expected[1]) == len(expected[2])
     for one in stop:
         assert one not in expected[0]
 
 
 def test_usage_counts_resumed_tokens() -> None:
     choice = new_choice(SamplingParams(max_tokens=100), output=[300, 301])
-    choice.push(Delta(id="r", tokens=[302], finish="length"))
+    choice.push(Delta(id="r", tokens=[302], finish_reason="length"))
     assert choice.output_tokens == 3
-    assert choice.take().tokens == [302]
+    assert choice.drain().tokens == [302]
 
 
 @pytest.mark.parametrize(("token", "reason"), [(EOS, None), (300, 300)])
@@ -77,9 +77,9 @@ def test_stop_reason_is_the_stop_token_but_not_the_models_own(
     token: int, reason: int | None
 ) -> None:
     choice = new_choice(SamplingParams(stop_token_ids=(300,)))
-    choice.push(Delta(id="r", tokens=[301, token], finish="stop", stop_token=token))
-    piece = choice.take()
-    assert (piece.finish, piece.stop_reason) == ("stop", reason)
+    choice.push(Delta(id="r", tokens=[301, token], finish_reason="stop", stop_token=token))
+    piece = choice.drain()
+    assert (piece.finish_reason, piece.stop_reason) == ("stop", reason)
     assert piece.text == TOKENIZER.decode([301])
 
 
@@ -87,17 +87,17 @@ def test_stop_reason_is_the_stop_token_but_not_the_models_own(
 def test_failures_are_raised(finish: str, status: int) -> None:
     choice = new_choice(SamplingParams())
     with pytest.raises(ApiError) as caught:
-        choice.push(Delta(id="r", finish="error" if finish == "error" else "cancelled"))
+        choice.push(Delta(id="r", finish_reason="error" if finish == "error" else "cancelled"))
     assert caught.value.status == status
 
 
 def test_scoring_leaves_the_sampled_token_out() -> None:
     request = EngineRequest(id="r", prompt=[1, 2], params=SamplingParams(max_tokens=1))
-    prompt = Prompt(token_ids=[1, 2], echo="x")
-    choice = ScoredPrompt(0, request, prompt, TOKENIZER)
+    prompt = PromptState(token_ids=[1, 2], echo_text="x")
+    choice = ScoringChoice(0, request, prompt, TOKENIZER)
     record = TokenLogprob(2, -1.0, 1)
-    choice.push(Delta(id="r", tokens=[EOS], prompt_logprobs=[record], finish="stop"))
-    piece = choice.take()
-    assert (piece.text, piece.tokens, piece.finish) == ("", [], "length")
+    choice.push(Delta(id="r", tokens=[EOS], prompt_logprobs=[record], finish_reason="stop"))
+    piece = choice.drain()
+    assert (piece.text, piece.tokens, piece.finish_reason) == ("", [], "length")
     assert prompt.logprobs == [record]
     assert choice.output_tokens == 0

@@ -26,47 +26,51 @@ def test_nothing_is_lost_or_told_twice_whenever_one_takes(
         nonlocal calls
         calls += 1
 
-    deltas.notify(heard)
+    deltas.set_listener(heard)
     taken: list[Delta] = []
     for index, (tokens, take) in enumerate(steps):
         finish = "length" if index == len(steps) - 1 else None
         first = {"cached_tokens": 1, "queue_s": 0.5} if index == 0 else {}
-        deltas.feed(Delta(id="r~1", tokens=tokens, finish=finish, **first))  # type: ignore[arg-type]
-        if take and (delta := deltas.take()) is not None:
+        deltas.add_delta(Delta(id="r~1", tokens=tokens, finish_reason=finish, **first))  # type: ignore[arg-type]
+        if take and (delta := deltas.drain()) is not None:
             taken.append(delta)
-    if (delta := deltas.take()) is not None:
+    if (delta := deltas.drain()) is not None:
         taken.append(delta)
     assert calls == len(steps)
     whole = [token for tokens, _ in steps for token in tokens]
     assert [token for each in taken for token in each.tokens] == whole
-    assert [each.finish for each in taken][-1] == "length"
+    assert [each.finish_reason for each in taken][-1] == "length"
     assert [each.cached_tokens for each in taken] == [1] + [None] * (len(taken) - 1)
     assert {each.id for each in taken} == {"r"}
-    assert deltas.take() is None
+    assert deltas.drain() is None
     deltas.close()
     assert not aborted
 
 
 def test_who_asks_late_is_told_of_what_waits() -> None:
     deltas = stream([])
-    deltas.feed(Delta(id="r~1", tokens=[3]))
+    deltas.add_delta(Delta(id="r~1", tokens=[3]))
     calls: list[None] = []
-    deltas.notify(lambda: calls.append(None))
+    deltas.set_listener(lambda: calls.append(None))
     assert len(calls) == 1
-    delta = deltas.take()
+    delta = deltas.drain()
     assert delta is not None
     assert delta.tokens == [3]
 
 
 def test_after_a_restart_the_first_words_are_not_said_again() -> None:
     deltas = stream([])
-    deltas.feed(Delta(id="r~1", tokens=[3], cached_tokens=7, queue_s=0.5, prompt_blocks=b"x"))
-    assert deltas.take() is not None
-    deltas.feed(Delta(id="r~1", tokens=[4], cached_tokens=2, queue_s=0.1, prompt_blocks=b"y"))
-    delta = deltas.take()
+    deltas.add_delta(
+        Delta(id="r~1", tokens=[3], cached_tokens=7, queue_s=0.5, prompt_block_names=b"x")
+    )
+    assert deltas.drain() is not None
+    deltas.add_delta(
+        Delta(id="r~1", tokens=[4], cached_tokens=2, queue_s=0.1, prompt_block_names=b"y")
+    )
+    delta = deltas.drain()
     assert delta is not None
     assert (delta.tokens, delta.cached_tokens, delta.queue_s) == ([4], None, None)
-    assert delta.prompt_blocks == b""
+    assert delta.prompt_block_names == b""
 
 
 def test_who_closes_early_aborts_and_hears_no_more() -> None:
@@ -74,6 +78,6 @@ def test_who_closes_early_aborts_and_hears_no_more() -> None:
     deltas = stream(aborted)
     deltas.close()
     deltas.close()
-    deltas.feed(Delta(id="r~1", tokens=[3]))
+    deltas.add_delta(Delta(id="r~1", tokens=[3]))
     assert aborted == ["r"]
-    assert deltas.take() is None
+    assert deltas.drain() is None

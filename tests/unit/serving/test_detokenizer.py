@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.serving.vocabularies import byte_level, sentencepiece
 
-from argosy.engine.serving.text.detokenizer import TextStream
-from argosy.engine.serving.text.stop_string_matcher import StopStrings
+from argosy.engine.serving.text.detokenizer import Detokenizer
+from argosy.engine.serving.text.stop_string_matcher import StopStringMatcher
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.protocol import SamplingParams
 
@@ -50,8 +50,8 @@ def emissions(
     tokenizer: Tokenizer, params: SamplingParams, tokens: list[int]
 ) -> tuple[list[str], str]:
     """The text given out after each token, and at the end."""
-    stream = TextStream(tokenizer, params, [])
-    return [stream.push([token]).text for token in tokens], stream.finish()
+    stream = Detokenizer(tokenizer, params, [])
+    return [stream.push([token]).text for token in tokens], stream.flush()
 
 
 @given(generated=generations(), stops=STOPS, include=st.booleans())
@@ -62,7 +62,7 @@ def test_emissions_add_up_to_the_text_cut_at_the_first_stop_string(
     stops = tuple(s for s in stops if "�" not in s)  # half a character at the end is no stop
     params = SamplingParams(stop=stops, include_stop_str_in_output=include, ignore_eos=True)
     given_out, rest = emissions(tokenizer, params, tokens)
-    piece = tokenizer.pieces(skip_special_tokens=True)
+    piece = tokenizer.token_decoder(skip_special_tokens=True)
     text = b"".join(map(piece, tokens)).decode("utf-8", "replace")
     assert "".join(given_out) + rest == cut(text, stops, include=include)
 
@@ -76,10 +76,10 @@ def test_what_is_given_out_is_never_taken_back(
     params = SamplingParams(stop=stops)
     given_out, _ = emissions(tokenizer, params, tokens)
     for k in range(len(tokens) + 1):
-        if_it_ended = TextStream(tokenizer, params, [])
+        if_it_ended = Detokenizer(tokenizer, params, [])
         text = if_it_ended.push(tokens[:k]).text
         assert text == "".join(given_out[:k])
-        assert (text + if_it_ended.finish()).startswith(text)
+        assert (text + if_it_ended.flush()).startswith(text)
 
 
 @given(generated=generations(), stops=STOPS, include=st.booleans(), data=st.data())
@@ -93,13 +93,13 @@ def test_grouping_of_tokens_changes_nothing(
     params = SamplingParams(stop=stops, include_stop_str_in_output=include)
     one_by_one, rest = emissions(tokenizer, params, tokens)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(tokens)), max_size=4)))
-    stream = TextStream(tokenizer, params, [])
+    stream = Detokenizer(tokenizer, params, [])
     grouped = [stream.push(tokens[a:b]) for a, b in pairwise([0, *cuts, len(tokens)])]
     assert "".join(d.text for d in grouped) == "".join(one_by_one)
-    assert stream.finish() == rest
-    alone = TextStream(tokenizer, params, []).push(tokens)
-    assert sum(d.used for d in grouped) == alone.used
-    assert stream.stop == alone.stop
+    assert stream.flush() == rest
+    alone = Detokenizer(tokenizer, params, []).push(tokens)
+    assert sum(d.used_tokens for d in grouped) == alone.used_tokens
+    assert stream.stop_string == alone.stop_string
 
 
 @given(generated=generations(), stops=STOPS, min_tokens=st.integers(0, 4))
@@ -110,25 +110,25 @@ def test_resuming_at_every_index_gives_exactly_the_rest(
     params = SamplingParams(stop=stops, min_tokens=min_tokens)
     given_out, rest = emissions(tokenizer, params, tokens)
     for k in range(len(tokens) + 1):
-        resumed = TextStream(tokenizer, params, tokens[:k])
+        resumed = Detokenizer(tokenizer, params, tokens[:k])
         assert resumed.push(tokens[k:]).text == "".join(given_out[k:])
-        assert resumed.finish() == rest
+        assert resumed.flush() == rest
 
 
 @given(text=st.text("ab", max_size=30), stops=st.lists(st.text("ab", min_size=1, max_size=5)))
 def test_the_automaton_finds_what_a_search_finds(text: str, stops: list[str]) -> None:
-    _, match = StopStrings(tuple(stops)).scan(0, text)
+    _, match = StopStringMatcher(tuple(stops)).scan(0, text)
     ends = [(text.find(s) + len(s), -len(s), s) for s in stops if s in text]
-    assert (match and (match.end, match.stop)) == (min(ends)[::2] if ends else None)
+    assert (match and (match.end, match.stop_string)) == (min(ends)[::2] if ends else None)
 
 
 @given(text=st.text("ab", max_size=20), stops=st.lists(st.text("ab", min_size=1, max_size=5)))
 def test_exactly_what_may_begin_a_stop_string_is_held(text: str, stops: list[str]) -> None:
-    automaton = StopStrings(tuple(stops))
+    automaton = StopStringMatcher(tuple(stops))
     state = automaton.skip(0, text)
     beginnings = {s[:k] for s in stops for k in range(1, len(s))}
     longest = max((k for k in range(1, len(text) + 1) if text[-k:] in beginnings), default=0)
-    assert automaton.held(state) == longest
+    assert automaton.held_chars(state) == longest
 
 
 @pytest.mark.parametrize("tokenizer", KINDS)
@@ -157,18 +157,18 @@ def test_a_stop_string_over_several_tokens_never_leaks() -> None:
 def test_used_counts_the_tokens_up_to_the_stop_string() -> None:
     tokenizer = KINDS[0]
     tokens = [tokenizer.encode(c)[0] for c in "ab stop xyz"]
-    delta = TextStream(tokenizer, SamplingParams(stop=("nope", "stop")), []).push(tokens)
-    assert (delta.text, delta.used, delta.stop) == ("ab ", 7, "stop")
+    delta = Detokenizer(tokenizer, SamplingParams(stop=("nope", "stop")), []).push(tokens)
+    assert (delta.text, delta.used_tokens, delta.stop_string) == ("ab ", 7, "stop")
     included = SamplingParams(stop=("stop",), include_stop_str_in_output=True)
-    assert TextStream(tokenizer, included, []).push(tokens).text == "ab stop"
+    assert Detokenizer(tokenizer, included, []).push(tokens).text == "ab stop"
 
 
 def test_nothing_is_taken_after_a_stop_string() -> None:
     tokenizer = KINDS[0]
-    stream = TextStream(tokenizer, SamplingParams(stop=("b",)), [])
+    stream = Detokenizer(tokenizer, SamplingParams(stop=("b",)), [])
     stream.push(tokenizer.encode("ab"))
     after = stream.push(tokenizer.encode("cd"))
-    assert (after.text, after.used, after.stop, stream.finish()) == ("", 0, "b", "")
+    assert (after.text, after.used_tokens, after.stop_string, stream.flush()) == ("", 0, "b", "")
 
 
 def test_held_text_comes_at_the_end() -> None:
@@ -186,8 +186,8 @@ def test_stop_strings_that_end_within_min_tokens_do_not_count(
 ) -> None:
     tokenizer = KINDS[0]
     tokens = [tokenizer.encode(c)[0] for c in "abcab"]
-    stream = TextStream(tokenizer, SamplingParams(stop=(stop,), min_tokens=min_tokens), [])
-    assert stream.push(tokens).text + stream.finish() == text
+    stream = Detokenizer(tokenizer, SamplingParams(stop=(stop,), min_tokens=min_tokens), [])
+    assert stream.push(tokens).text + stream.flush() == text
 
 
 def test_the_token_that_ends_an_answer_has_no_text() -> None:
@@ -201,10 +201,13 @@ def test_the_token_that_ends_an_answer_has_no_text() -> None:
     assert "".join(emissions(tokenizer, kept, a + end)[0]) == "a<|end|>"
     going_on = SamplingParams(skip_special_tokens=False, ignore_eos=True)
     assert "".join(emissions(tokenizer, going_on, end + a)[0]) == "<|end|>a"
-    assert TextStream(tokenizer, shown, []).push(a + end).used == 2
+    assert Detokenizer(tokenizer, shown, []).push(a + end).used_tokens == 2
 
 
 def test_stop_strings_match_over_skipped_special_tokens() -> None:
     tokenizer = KINDS[0]
     tokens = tokenizer.encode("st<|user|>op!")
-    assert TextStream(tokenizer, SamplingParams(stop=("stop",)), []).push(tokens).stop == "stop"
+    assert (
+        Detokenizer(tokenizer, SamplingParams(stop=("stop",)), []).push(tokens).stop_string
+        == "stop"
+    )

@@ -21,7 +21,7 @@ from tests.unit.serving.vocabularies import (
 )
 from tokenizers import decoders, models
 
-from argosy.engine.serving.text.tokenizer import Tokenizer, special_tokens
+from argosy.engine.serving.text.tokenizer import Tokenizer, read_special_tokens
 
 KINDS = {"byte_level": byte_level(), "sentencepiece": sentencepiece()}
 BACKENDS = {"byte_level": byte_level_backend(), "sentencepiece": sentencepiece_backend()}
@@ -75,7 +75,7 @@ def test_sentencepiece_decodes_a_whole_text_without_its_leading_space_but_contin
 ):
     tokenizer, the = KINDS["sentencepiece"], BACKENDS["sentencepiece"].get_vocab()["▁the"]
     assert tokenizer.decode([the, the]) == "the the"
-    piece = tokenizer.pieces(skip_special_tokens=True)
+    piece = tokenizer.token_decoder(skip_special_tokens=True)
     assert b"".join(map(piece, [the, the])) == b" the the"
 
 
@@ -114,7 +114,7 @@ def test_a_lone_surrogate_is_a_value_error(kind: str) -> None:
 def test_the_longest_token_bounds_the_characters_of_a_text(kind: str) -> None:
     tokenizer = KINDS[kind]
     text = "hello world, stop stop the 你好世界"
-    assert len(text) <= len(tokenizer.encode(text)) * tokenizer.longest_token
+    assert len(text) <= len(tokenizer.encode(text)) * tokenizer.max_token_chars
 
 
 def test_many_threads_encode_alike(kind: str) -> None:
@@ -176,7 +176,7 @@ def test_eos_ids_are_all_that_the_files_name(
 
 def test_named_special_tokens(tmp_path: Path) -> None:
     write_checkpoint(tmp_path)
-    assert special_tokens(tmp_path) == {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
+    assert read_special_tokens(tmp_path) == {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
 
 
 def test_a_missing_tokenizer_says_how_to_write_one(tmp_path: Path) -> None:

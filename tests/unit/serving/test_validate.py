@@ -14,17 +14,21 @@ from hypothesis import strategies as st
 from tests.unit.serving.vocabularies import TEMPLATE, byte_level, byte_level_backend, sentencepiece
 
 from argosy.engine.engine_config import EngineConfig
-from argosy.engine.serving.core_messages import EngineRequest, Ready
+from argosy.engine.serving.core_messages import CoreReady, EngineRequest
 from argosy.engine.serving.preprocessing.parameter_rules import (
-    ACCEPTED_AS_METADATA,
-    RANGES,
-    REFUSED,
+    IGNORED_PARAMETERS,
+    PARAMETER_RANGES,
+    RESTRICTED_PARAMETERS,
 )
-from argosy.engine.serving.preprocessing.request_processor import Context, Door, Job
+from argosy.engine.serving.preprocessing.request_processor import (
+    GatewayHeaders,
+    PreparedRequest,
+    RequestProcessor,
+)
 from argosy.engine.serving.preprocessing.sampling_params import choice_seed
 from argosy.engine.serving.text.chat_template import ChatTemplate
 from argosy.engine.serving.text.tokenizer import Tokenizer
-from argosy.models import BUNDLED
+from argosy.models import BUNDLED_MODEL
 from argosy.protocol import (
     ApiError,
     ChatCompletionRequest,
@@ -32,13 +36,13 @@ from argosy.protocol import (
     DetokenizeRequest,
     SamplingParams,
     TokenizeRequest,
-    parse,
+    parse_body,
 )
 
 TOKENIZER = byte_level()
 VOCAB = TOKENIZER.vocab_size
 MAX_LEN = 128
-CONTEXT = Context(request_id="r", tenant="acme", domain="d", tier=2, weight=3.0)
+CONTEXT = GatewayHeaders(request_id="r", tenant="acme", cache_domain="d", tier=2, weight=3.0)
 USER = [{"role": "user", "content": "hello world"}]
 IDS: list[str | int | list[int]] = [10, 11, 12]
 
@@ -53,8 +57,10 @@ class CountingTokenizer(Tokenizer):
         return super().encode(text, add_special_tokens)
 
 
-def make_door(tokenizer: Tokenizer = TOKENIZER, source: str = TEMPLATE, **overrides: int) -> Door:
-    ready = Ready(
+def make_door(
+    tokenizer: Tokenizer = TOKENIZER, source: str = TEMPLATE, **overrides: int
+) -> RequestProcessor:
+    ready = CoreReady(
         max_model_len=overrides.get("max_model_len", MAX_LEN),
         vocab_size=tokenizer.vocab_size,
         eos_token_ids=[overrides["eos"]] if "eos" in overrides else tokenizer.eos_token_ids,
@@ -68,23 +74,25 @@ def make_door(tokenizer: Tokenizer = TOKENIZER, source: str = TEMPLATE, **overri
         fingerprint="",
     )
     template = ChatTemplate(source, {})
-    return Door(tokenizer, template, ready, EngineConfig(model="m", request_timeout_s=60))
+    return RequestProcessor(
+        tokenizer, template, ready, EngineConfig(model="m", request_timeout_s=60)
+    )
 
 
 DOOR = make_door()
 
 
-def chat(door: Door = DOOR, **body: Any) -> Job:  # noqa: ANN401 - any JSON
+def chat(door: RequestProcessor = DOOR, **body: Any) -> PreparedRequest:  # noqa: ANN401 - any JSON
     raw = msgspec.json.encode({"model": "m", "messages": USER, **body})
-    return door.chat(parse(ChatCompletionRequest, raw), CONTEXT)
+    return door.prepare_chat(parse_body(ChatCompletionRequest, raw), CONTEXT)
 
 
-def complete(door: Door = DOOR, **body: Any) -> Job:  # noqa: ANN401 - the same
+def complete(door: RequestProcessor = DOOR, **body: Any) -> PreparedRequest:  # noqa: ANN401 - the same
     raw = msgspec.json.encode({"model": "m", "prompt": IDS, **body})
-    return door.completion(parse(CompletionRequest, raw), CONTEXT)
+    return door.prepare_completion(parse_body(CompletionRequest, raw), CONTEXT)
 
 
-def params(job: Job) -> SamplingParams:
+def params(job: PreparedRequest) -> SamplingParams:
     return job.requests[0].params
 
 
@@ -108,7 +116,7 @@ def test_a_chat_becomes_one_request() -> None:
             id="r-0",
             prompt=prompt,
             params=SamplingParams(max_tokens=MAX_LEN - len(prompt), seed=7),
-            domain="d",
+            cache_domain="d",
             tenant="acme",
             tier=2,
             weight=3.0,
@@ -116,7 +124,7 @@ def test_a_chat_becomes_one_request() -> None:
         )
     ]
     assert TOKENIZER.decode(prompt, skip_special_tokens=False) == rendered
-    assert (job.n, job.logprobs, job.echo, job.scoring) == (1, None, [], False)
+    assert (job.n, job.logprobs, job.echo_texts, job.is_scoring) == (1, None, [], False)
     assert job.prompt_tokens == len(prompt)
 
 
@@ -185,7 +193,7 @@ def test_chat_logprobs_and_limits() -> None:
 def test_choices_are_siblings_with_seeds_of_their_own() -> None:
     job = complete(prompt=[[1, 2], [3]], n=3, seed=11, echo=True, logprobs=1)
     assert [r.id for r in job.requests] == ["r-0", "r-1", "r-2", "r-3", "r-4", "r-5"]
-    assert [r.lead for r in job.requests] == [None, "r-0", "r-0", None, "r-3", "r-3"]
+    assert [r.parent_id for r in job.requests] == [None, "r-0", "r-0", None, "r-3", "r-3"]
     assert [r.prompt for r in job.requests] == [[1, 2]] * 3 + [[3]] * 3
     seeds = [r.params.seed for r in job.requests]
     assert seeds == [choice_seed(11, i) for i in range(3)] * 2
@@ -218,13 +226,15 @@ def test_without_a_seed_one_is_drawn() -> None:
 
 def test_the_cache_salt_divides_the_tenants_domain() -> None:
     salts = [None, "a", "b"]
-    domains = [complete(cache_salt=salt).requests[0].domain for salt in salts]
+    domains = [complete(cache_salt=salt).requests[0].cache_domain for salt in salts]
     assert domains[0] == "d"
     assert len(set(domains)) == 3
-    assert complete(cache_salt="a").requests[0].domain == domains[1]
+    assert complete(cache_salt="a").requests[0].cache_domain == domains[1]
     raw = msgspec.json.encode({"model": "m", "prompt": IDS, "cache_salt": "a"})
-    other = DOOR.completion(parse(CompletionRequest, raw), Context(request_id="r", domain="e"))
-    assert other.requests[0].domain not in domains
+    other = DOOR.prepare_completion(
+        parse_body(CompletionRequest, raw), GatewayHeaders(request_id="r", cache_domain="e")
+    )
+    assert other.requests[0].cache_domain not in domains
 
 
 # --- scoring, echo, truncation, special tokens ---------------------------------------------------
@@ -232,15 +242,15 @@ def test_the_cache_salt_divides_the_tenants_domain() -> None:
 
 def test_scoring_a_prompt_as_lm_eval_does() -> None:
     job = complete(prompt=[[1, 2, 3]], echo=True, max_tokens=0, logprobs=1)
-    assert (params(job).max_tokens, params(job).prompt_logprobs, job.scoring) == (1, 1, True)
-    assert job.echo == [TOKENIZER.decode([1, 2, 3])]
+    assert (params(job).max_tokens, params(job).prompt_logprobs, job.is_scoring) == (1, 1, True)
+    assert job.echo_texts == [TOKENIZER.decode([1, 2, 3])]
     job = complete(prompt=[[40, 41]], echo=True, max_tokens=1, logprobs=1)
-    assert (params(job).max_tokens, job.scoring) == (1, False)
+    assert (params(job).max_tokens, job.is_scoring) == (1, False)
 
 
 def test_echo_gives_the_text_as_it_was_sent() -> None:
-    assert complete(prompt=["<|user|>the", "cat"], echo=True).echo == ["<|user|>the", "cat"]
-    assert complete(prompt="the").echo == []
+    assert complete(prompt=["<|user|>the", "cat"], echo=True).echo_texts == ["<|user|>the", "cat"]
+    assert complete(prompt="the").echo_texts == []
 
 
 def test_truncation_keeps_the_end_or_the_beginning() -> None:
@@ -248,7 +258,7 @@ def test_truncation_keeps_the_end_or_the_beginning() -> None:
     assert complete(prompt=ids, truncate_prompt_tokens=3).requests[0].prompt == [37, 38, 39]
     right = complete(prompt=ids, truncate_prompt_tokens=3, truncation_side="right", echo=True)
     assert right.requests[0].prompt == [20, 21, 22]
-    assert right.echo == [TOKENIZER.decode([20, 21, 22])]
+    assert right.echo_texts == [TOKENIZER.decode([20, 21, 22])]
     text = "hello world, " * 10_000 + "the cat"
     kept = complete(prompt=text, truncate_prompt_tokens=5).requests[0].prompt
     assert kept == TOKENIZER.encode("hello world, hello world, the cat")[-5:]
@@ -312,10 +322,12 @@ def test_continuing_the_final_message() -> None:
 
 def test_a_chat_that_is_carried_on_is_told_the_time_at_which_it_began() -> None:
     door = make_door(source="{{ strftime_now('%d %b %Y %H:%M:%S') }}: {{ messages[0].content }}")
-    body = parse(ChatCompletionRequest, msgspec.json.encode({"model": "m", "messages": USER}))
+    body = parse_body(ChatCompletionRequest, msgspec.json.encode({"model": "m", "messages": USER}))
     began = datetime(2024, 2, 28, 23, 59, 58).astimezone()
-    context = dataclasses.replace(CONTEXT, created=int(began.timestamp()), journal=True)
-    (request,) = door.chat(body, context).requests
+    context = dataclasses.replace(
+        CONTEXT, created_at=int(began.timestamp()), wants_resume_metadata=True
+    )
+    (request,) = door.prepare_chat(body, context).requests
     assert TOKENIZER.decode(request.prompt, skip_special_tokens=False) == (
         "28 Feb 2024 23:59:58: hello world"
     )
@@ -323,7 +335,7 @@ def test_a_chat_that_is_carried_on_is_told_the_time_at_which_it_began() -> None:
 
 def test_tokenize_and_detokenize() -> None:
     def ids(**body: object) -> list[int]:
-        return DOOR.tokenize(parse(TokenizeRequest, msgspec.json.encode(body)))
+        return DOOR.tokenize(parse_body(TokenizeRequest, msgspec.json.encode(body)))
 
     assert ids(prompt="the cat") == TOKENIZER.encode("the cat")
     assert ids(messages=USER) == chat().requests[0].prompt
@@ -340,10 +352,10 @@ def test_tokenize_and_detokenize() -> None:
 
 
 def test_resume_goes_on_after_the_tokens() -> None:
-    assert complete(resume={"token_ids": [4, 5]}).requests[0].output == [4, 5]
-    assert complete(resume={"token_ids": []}).requests[0].output == []
+    assert complete(resume={"token_ids": [4, 5]}).requests[0].resumed_tokens == [4, 5]
+    assert complete(resume={"token_ids": []}).requests[0].resumed_tokens == []
     job = complete(n=2, resume={"token_ids": [[4], []]})
-    assert [r.output for r in job.requests] == [[4], []]
+    assert [r.resumed_tokens for r in job.requests] == [[4], []]
 
 
 @pytest.mark.parametrize(
@@ -366,9 +378,11 @@ def test_what_cannot_be_resumed(body: dict[str, Any], code: str) -> None:
 
 def test_an_end_that_did_not_count_can_be_resumed() -> None:
     end = TOKENIZER.eos_token_ids[0]
-    assert complete(resume={"token_ids": [end]}, ignore_eos=True).requests[0].output == [end]
+    assert complete(resume={"token_ids": [end]}, ignore_eos=True).requests[0].resumed_tokens == [
+        end
+    ]
     stop = complete(resume={"token_ids": [end]}, stop_token_ids=[end], min_tokens=3)
-    assert stop.requests[0].output == [end]
+    assert stop.requests[0].resumed_tokens == [end]
 
 
 # --- refusals ------------------------------------------------------------------------------------
@@ -405,7 +419,7 @@ TABLE = {
 }
 
 
-@pytest.mark.parametrize("name", sorted({*REFUSED, "echo"}))
+@pytest.mark.parametrize("name", sorted({*RESTRICTED_PARAMETERS, "echo"}))
 def test_what_we_cannot_honour_is_refused_by_name(name: str) -> None:
     call = complete if name == "suffix" else chat
     error = refused(call, **{name: TABLE[name]})
@@ -437,7 +451,7 @@ METADATA = {
 }
 
 
-@pytest.mark.parametrize("name", sorted({*HONOURED, *ACCEPTED_AS_METADATA}))
+@pytest.mark.parametrize("name", sorted({*HONOURED, *IGNORED_PARAMETERS}))
 def test_what_says_nothing_else_is_accepted(name: str) -> None:
     body: dict[str, Any] = {name: (HONOURED | METADATA)[name]}
     assert chat(seed=1, **body) == chat(seed=1)
@@ -460,17 +474,17 @@ USED_BY_THE_ANSWER = {
 
 @pytest.mark.parametrize("body_type", [ChatCompletionRequest, CompletionRequest])
 def test_no_parameter_is_ignored_silently(body_type: type[msgspec.Struct]) -> None:
-    decided = {*REFUSED, *ACCEPTED_AS_METADATA, *USED_BY_THE_DOOR, *USED_BY_THE_ANSWER}
+    decided = {*RESTRICTED_PARAMETERS, *IGNORED_PARAMETERS, *USED_BY_THE_DOOR, *USED_BY_THE_ANSWER}
     assert set(body_type.__struct_fields__) <= decided
 
 
-@pytest.mark.parametrize("name", sorted(RANGES))
+@pytest.mark.parametrize("name", sorted(PARAMETER_RANGES))
 def test_numbers_beside_their_range_are_refused_by_name(name: str) -> None:
     call = chat if name in {"top_logprobs", "max_completion_tokens"} else complete
-    allowed = RANGES[name]
+    allowed = PARAMETER_RANGES[name]
     for value in (
-        allowed.low if allowed.above_low else allowed.low - 1,
-        allowed.high + 1,
+        allowed.minimum if allowed.exclusive_minimum else allowed.minimum - 1,
+        allowed.maximum + 1,
     ):
         assert refused(call, **{name: value}).param == name
 
@@ -527,11 +541,11 @@ def test_values_that_do_not_fit_are_refused_by_name(name: str, value: object) ->
 def test_numbers_that_are_none_are_refused(name: str, value: float) -> None:
     body = msgspec.structs.replace(CompletionRequest(model="m", prompt=IDS), **{name: value})
     with pytest.raises(ApiError) as caught:
-        DOOR.completion(body, CONTEXT)
+        DOOR.prepare_completion(body, CONTEXT)
     assert caught.value.param == name
     bias = CompletionRequest(model="m", prompt=IDS, logit_bias={1: value})
     with pytest.raises(ApiError):
-        DOOR.completion(bias, CONTEXT)
+        DOOR.prepare_completion(bias, CONTEXT)
 
 
 @pytest.mark.parametrize(
@@ -604,7 +618,7 @@ def test_an_end_that_only_the_tokenizer_knows_ends_answers_too() -> None:
 
 def test_a_small_kv_cache_is_a_short_context() -> None:
     door = make_door(num_blocks=2)
-    assert door.context_tokens == 32
+    assert door.max_context_tokens == 32
     assert len(complete(door, prompt=[5] * 31, max_tokens=1).requests) == 1
     error = refused(lambda **body: complete(door, **body), prompt=[5] * 31, max_tokens=2)
     assert "KV cache" in error.message
@@ -625,7 +639,7 @@ def test_a_huge_prompt_is_refused_without_reading_it_all(text: str) -> None:
 
 def test_a_long_prompt_within_the_bound_on_characters_is_probed() -> None:
     tokenizer = CountingTokenizer(byte_level_backend())
-    tokenizer.longest_token = 10_000
+    tokenizer.max_token_chars = 10_000
     door = make_door(tokenizer)
     CountingTokenizer.encoded = 0
     assert refused(lambda **b: complete(door, **b), prompt="x " * 500_000).param == "prompt"
@@ -661,7 +675,7 @@ def test_a_long_prompt_within_the_bound_on_characters_is_probed() -> None:
 )
 def test_any_body_gives_servable_requests_or_a_400(body: dict[str, Any], prompt: Any) -> None:  # noqa: ANN401 - JSON
     try:
-        job = DOOR.completion(CompletionRequest(model="m", prompt=prompt, **body), CONTEXT)
+        job = DOOR.prepare_completion(CompletionRequest(model="m", prompt=prompt, **body), CONTEXT)
     except ApiError:
         return
     for request in job.requests:
@@ -683,15 +697,17 @@ def test_any_body_gives_servable_requests_or_a_400(body: dict[str, Any], prompt:
 
 
 def test_the_bundled_model_takes_chats_and_prompts() -> None:
-    tokenizer = Tokenizer.load(BUNDLED)
+    tokenizer = Tokenizer.load(BUNDLED_MODEL)
     assert tokenizer.eos_token_ids
-    ready = Ready(
+    ready = CoreReady(
         max_model_len=512, vocab_size=tokenizer.vocab_size, eos_token_ids=tokenizer.eos_token_ids,
         block_size=16, num_blocks=64, max_seqs=4, kv_bytes_per_token=1, parameters=1, load_s=0.0,
         backend="test",
         fingerprint="",
     )  # fmt: skip
-    door = Door(tokenizer, ChatTemplate.load(BUNDLED), ready, EngineConfig(model="m"))
+    door = RequestProcessor(
+        tokenizer, ChatTemplate.load(BUNDLED_MODEL), ready, EngineConfig(model="m")
+    )
     prompt = chat(door).requests[0].prompt
     assert "hello world" in tokenizer.decode(prompt)
     assert tokenizer.decode(tokenizer.encode("the cat, 你好", add_special_tokens=False)) == (

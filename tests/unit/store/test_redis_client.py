@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from argosy.store.redis_client import end
+from argosy.store.redis_client import cancel_task
 
 
 async def test_a_task_is_ended_though_it_loses_that_it_was_told() -> None:
@@ -21,6 +21,6 @@ async def test_a_task_is_ended_though_it_loses_that_it_was_told() -> None:
 
     task = asyncio.create_task(ask())
     await begun.wait()
-    await end(task)
+    await cancel_task(task)
     assert task.cancelled()
-    await end(task)
+    await cancel_task(task)

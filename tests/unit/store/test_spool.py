@@ -23,7 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from structlog.testing import capture_logs
 
 from argosy.policy import Rates
-from argosy.store import Slot, Spool, SpoolError, UsageRow, open_store
+from argosy.store import UsageLog, UsageLogError, UsageRecord, UsageSlot, open_store
 from argosy.store import usage_log as spool_module
 from argosy.store.usage_slots import SLOT_BYTES
 
@@ -41,8 +41,8 @@ Fate = tuple[str, Counts] | None
 """How a row ends and what it counted; None: there is none."""
 
 
-def row(request: str, **texts: Any) -> UsageRow:  # noqa: ANN401 - those that a row has
-    return UsageRow(
+def row(request: str, **texts: Any) -> UsageRecord:  # noqa: ANN401 - those that a row has
+    return UsageRecord(
         request=request,
         model="m",
         started_at=NOW,
@@ -52,9 +52,9 @@ def row(request: str, **texts: Any) -> UsageRow:  # noqa: ANN401 - those that a 
     )
 
 
-def fate(of: UsageRow) -> Fate:
+def fate(of: UsageRecord) -> Fate:
     counts = of.input_tokens, of.cached_tokens, of.output_tokens
-    assert of.nano_dollars == RATES.cost(*counts)
+    assert of.nano_dollars == RATES.cost_nano_dollars(*counts)
     return of.status, counts
 
 
@@ -96,26 +96,28 @@ class Crashes(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.small = mock.patch.multiple(spool_module, SLOTS=6, SPARE=2, BATCH=3)
+        self.small = mock.patch.multiple(
+            spool_module, SLOTS_PER_TABLE=6, MIN_SPARE_SLOTS=2, DRAIN_BATCH_RECORDS=3
+        )
         self.small.start()
         self.root = Path(tempfile.mkdtemp())
         self.lives = 0
         self.spool = self.open()
         self.begun = 0
-        self.running: dict[str, tuple[Slot, Counts]] = {}
+        self.running: dict[str, tuple[UsageSlot, Counts]] = {}
         self.fates: dict[str, set[Fate]] = {}
         """Of the requests that run no more: what may be."""
         self.store: dict[str, Fate] = {}
         self.kept: dict[str, Fate] = {}
         """What the store had at the last death."""
 
-    def open(self) -> Spool:
-        return Spool(self.root / str(self.lives), clock=lambda: NOW)
+    def open(self) -> UsageLog:
+        return UsageLog(self.root / str(self.lives), clock=lambda: NOW)
 
     def teardown(self) -> None:
         try:
             self.drain()
-            assert self.spool.waiting == 0
+            assert self.spool.pending_records == 0
             for request, fates in self.views().items():
                 if request not in self.running:
                     assert self.store.get(request) in fates
@@ -131,14 +133,14 @@ class Crashes(RuleBasedStateMachine):
     def begin(self) -> None:
         self.begun += 1
         request = f"r{self.begun}"
-        self.running[request] = self.spool.begin(row(request), RATES), (0, 0, 0)
+        self.running[request] = self.spool.allocate_slot(row(request), RATES), (0, 0, 0)
 
     @rule(which=st.integers(0, 50), counts=st.tuples(*[st.integers(1, 2**40)] * 3))
     @precondition(lambda self: self.running)
     def count(self, which: int, counts: Counts) -> None:
         request = self.pick(which)
         slot, _ = self.running[request]
-        slot.count(*counts)
+        slot.set_counts(*counts)
         self.running[request] = slot, counts
 
     @rule(which=st.integers(0, 50))
@@ -146,7 +148,7 @@ class Crashes(RuleBasedStateMachine):
     def end(self, which: int) -> None:
         request = self.pick(which)
         slot, counts = self.running.pop(request)
-        slot.end("completed", "there", NOW)
+        slot.finish("completed", "there", NOW)
         self.fates[request] = {("completed", counts)}
 
     @rule()
@@ -155,12 +157,12 @@ class Crashes(RuleBasedStateMachine):
 
     @rule(takes=st.booleans())
     def drain_into_a_store_that_fails(self, takes: bool) -> None:
-        def fail(rows: list[UsageRow]) -> None:
+        def fail(rows: list[UsageRecord]) -> None:
             if takes:
                 self.take(rows)
             raise OSError("down")
 
-        if self.spool.waiting:
+        if self.spool.pending_records:
             with pytest.raises(OSError, match="down"):
                 self.spool.drain(fail)
 
@@ -209,7 +211,7 @@ class Crashes(RuleBasedStateMachine):
         shutil.copytree(here, there)
         self.kept = dict(self.store)
 
-    def take(self, rows: list[UsageRow]) -> None:
+    def take(self, rows: list[UsageRecord]) -> None:
         for one in rows:
             assert self.store.setdefault(one.request, fate(one)) == fate(one)
 
@@ -233,22 +235,22 @@ TestCrashes.settings = settings(max_examples=30, stateful_step_count=30, deadlin
 
 
 @pytest.fixture
-def spool(tmp_path: Path) -> Iterator[Spool]:
-    opened = Spool(tmp_path / "usage", clock=lambda: NOW)
+def spool(tmp_path: Path) -> Iterator[UsageLog]:
+    opened = UsageLog(tmp_path / "usage", clock=lambda: NOW)
     yield opened
     opened.close()
 
 
-def test_a_row_says_all_that_its_request_was_and_used(spool: Spool) -> None:
+def test_a_row_says_all_that_its_request_was_and_used(spool: UsageLog) -> None:
     whose = {"organisation": "acme", "project": "web", "key": "k", "user": "ann"}
     begun = row("r", asked="next", route="canary", **whose)
-    slot = spool.begin(begun, RATES)
-    slot.count(100, 40, 7)
-    slot.end("stopped", "unix:/a.sock", NOW + 2)
-    rows: list[UsageRow] = []
+    slot = spool.allocate_slot(begun, RATES)
+    slot.set_counts(100, 40, 7)
+    slot.finish("stopped", "unix:/a.sock", NOW + 2)
+    rows: list[UsageRecord] = []
     assert spool.drain(rows.extend) == 1
     assert rows == [
-        UsageRow(
+        UsageRecord(
             request="r",
             organisation="acme",
             project="web",
@@ -282,10 +284,10 @@ def test_whatever_texts_come_the_row_can_be_read_and_the_request_is_known(
     request: str, user: str, asked: str, replica: str
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        spool = Spool(Path(folder))
+        spool = UsageLog(Path(folder))
         begun = row(request, user=user, organisation="o" * 200, asked=asked)
-        spool.begin(begun).end("failed", replica, NOW)
-        rows: list[UsageRow] = []
+        spool.allocate_slot(begun).finish("failed", replica, NOW)
+        rows: list[UsageRecord] = []
         spool.drain(rows.extend)
         spool.close()
     plain = request.replace("\0", "").encode("utf-8", "replace").decode()
@@ -298,12 +300,12 @@ def test_whatever_texts_come_the_row_can_be_read_and_the_request_is_known(
 
 
 def test_more_requests_than_a_table_has_slots_get_more_tables_and_give_them_back(
-    spool: Spool, tmp_path: Path
+    spool: UsageLog, tmp_path: Path
 ) -> None:
-    slots = [spool.begin(row(str(number))) for number in range(10_000)]
+    slots = [spool.allocate_slot(row(str(number))) for number in range(10_000)]
     assert len(list(tmp_path.glob("usage/*.usage"))) == 3
     for slot in slots:
-        slot.end("completed", "", NOW)
+        slot.finish("completed", "", NOW)
     seen: set[str] = set()
     assert spool.drain(lambda rows: seen.update(one.request for one in rows)) == 10_000
     assert len(seen) == 10_000
@@ -312,14 +314,14 @@ def test_more_requests_than_a_table_has_slots_get_more_tables_and_give_them_back
 
 
 def test_gateways_share_a_folder_and_one_takes_over_what_another_left(tmp_path: Path) -> None:
-    first, second = (Spool(tmp_path, clock=lambda: NOW) for _ in range(2))
-    first.begin(row("a")).count(5, 0, 1)
-    first.begin(row("b")).end("completed", "", NOW)
+    first, second = (UsageLog(tmp_path, clock=lambda: NOW) for _ in range(2))
+    first.allocate_slot(row("a")).set_counts(5, 0, 1)
+    first.allocate_slot(row("b")).finish("completed", "", NOW)
     assert second.recover() == []
-    assert second.waiting == 0
+    assert second.pending_records == 0
     first.close()
     assert [one.request for one in second.recover()] == ["a"]
-    rows: list[UsageRow] = []
+    rows: list[UsageRecord] = []
     second.drain(rows.extend)
     assert {one.request: (one.status, one.input_tokens) for one in rows} == {
         "a": ("interrupted", 5),
@@ -332,8 +334,8 @@ def test_gateways_share_a_folder_and_one_takes_over_what_another_left(tmp_path: 
 def test_what_could_not_be_taken_over_for_want_of_memory_is_taken_over_later(
     tmp_path: Path,
 ) -> None:
-    dead, spool = Spool(tmp_path), Spool(tmp_path)
-    dead.begin(row("a"))
+    dead, spool = UsageLog(tmp_path), UsageLog(tmp_path)
+    dead.allocate_slot(row("a"))
     dead.close()
     short = OSError(errno.ENOMEM, "Cannot allocate memory")
     with mock.patch("mmap.mmap", side_effect=short), pytest.raises(OSError):  # noqa: PT011
@@ -351,19 +353,21 @@ def test_what_the_version_before_left_is_read_and_its_file_used(tmp_path: Path) 
         + old_slot(1, "running", b"", 0.0)
         + old_slot(0, "free", b"unix:/b.sock", NOW + 1)
     )
-    spool = Spool(tmp_path, clock=lambda: NOW)
+    spool = UsageLog(tmp_path, clock=lambda: NOW)
     whose = {"organisation": "acme", "project": "web", "key": "k", "user": "ann"}
     used = {"input_tokens": 100, "cached_tokens": 40, "output_tokens": 7}
-    used["nano_dollars"] = RATES.cost(100, 40, 7)
+    used["nano_dollars"] = RATES.cost_nano_dollars(100, 40, 7)
     ended = row("ended", **whose, **used, replica="unix:/a.sock")
     ended = msgspec.structs.replace(ended, status="completed", ended_at=NOW + 2)
     running = msgspec.structs.replace(row("running", **whose, **used), ended_at=NOW + 60)
     assert spool.recover() == [running]
-    begun = spool.begin(row("new", asked="next", route="canary"))  # in a slot of the same file
+    begun = spool.allocate_slot(
+        row("new", asked="next", route="canary")
+    )  # in a slot of the same file
     assert b"next\0canary" in path.read_bytes()
     assert path.read_bytes().startswith(struct.pack("=Q", int.from_bytes(b"argosy\0\2")))
-    begun.end("completed", "", NOW)
-    rows: list[UsageRow] = []
+    begun.finish("completed", "", NOW)
+    rows: list[UsageRecord] = []
     spool.drain(rows.extend)
     assert {(one.request, one.asked, one.route) for one in rows} == {
         ("ended", "", ""),
@@ -387,9 +391,9 @@ def old_slot(state: int, request: str, replica: bytes, ended_at: float) -> bytes
 def test_rows_that_a_full_disk_never_took_are_lost_aloud(tmp_path: Path) -> None:
     full = OSError(errno.ENOSPC, "No space left on device")
     with mock.patch("os.posix_fallocate", side_effect=full):
-        spool = Spool(tmp_path)
-        slots = [spool.begin(row(str(number))) for number in range(3)]
-        slots[0].end("completed", "here", 1.0)
+        spool = UsageLog(tmp_path)
+        slots = [spool.allocate_slot(row(str(number))) for number in range(3)]
+        slots[0].finish("completed", "here", 1.0)
         with capture_logs() as logs:
             spool.close()
     (told,) = logs
@@ -398,14 +402,14 @@ def test_rows_that_a_full_disk_never_took_are_lost_aloud(tmp_path: Path) -> None
 
 def test_an_interrupted_row_ends_when_its_owner_was_last_seen(tmp_path: Path) -> None:
     now = NOW
-    first = Spool(tmp_path, clock=lambda: now)
-    first.begin(row("a"))
-    first.begin(row("ended")).end("completed", "", NOW)
+    first = UsageLog(tmp_path, clock=lambda: now)
+    first.allocate_slot(row("a"))
+    first.allocate_slot(row("ended")).finish("completed", "", NOW)
     now = NOW + 60
     first.drain(lambda _: None)
     first.close()
     now = NOW + 5000
-    second = Spool(tmp_path, clock=lambda: now)
+    second = UsageLog(tmp_path, clock=lambda: now)
     with capture_logs() as logs:
         assert [one.ended_at for one in second.recover()] == [NOW + 60]
     assert [(told["event"], told["interrupted"]) for told in logs] == [("usage_recovered", 1)]
@@ -414,16 +418,16 @@ def test_an_interrupted_row_ends_when_its_owner_was_last_seen(tmp_path: Path) ->
 
 
 def test_a_torn_row_costs_itself_only(tmp_path: Path) -> None:
-    first = Spool(tmp_path)
+    first = UsageLog(tmp_path)
     for name in ("torn by the power failure", "whole"):
-        first.begin(row(name)).count(1, 0, 1)
+        first.allocate_slot(row(name)).set_counts(1, 0, 1)
     first.close()
     (file,) = tmp_path.glob("*.usage")
     file.write_bytes(file.read_bytes().replace(b"torn by", b"\0\0\0\0\0\0\0"))
-    second = Spool(tmp_path)
+    second = UsageLog(tmp_path)
     with capture_logs() as logs:
         assert [one.request for one in second.recover()] == ["whole"]
-    assert [told["event"] for told in logs] == ["usage_row_unreadable", "usage_recovered"]
+    assert [told["event"] for told in logs] == ["usage_record_unreadable", "usage_recovered"]
     second.close()
 
 
@@ -438,38 +442,38 @@ def test_a_torn_row_costs_itself_only(tmp_path: Path) -> None:
 def test_a_row_with_a_damaged_word_keeps_no_other_from_the_store(
     tmp_path: Path, word: int, value: bytes
 ) -> None:
-    first = Spool(tmp_path)
-    slots = [first.begin(row(name), RATES) for name in ("damaged", "whole")]
+    first = UsageLog(tmp_path)
+    slots = [first.allocate_slot(row(name), RATES) for name in ("damaged", "whole")]
     for slot in slots:
-        slot.count(4, 2, 2)
-        slot.end("completed", "here", NOW)
+        slot.set_counts(4, 2, 2)
+        slot.finish("completed", "here", NOW)
     first.close()
     (file,) = tmp_path.glob("*.usage")
     content = bytearray(file.read_bytes())
     at = content.index(b"damaged") // SLOT_BYTES * SLOT_BYTES + word * 8
     content[at : at + len(value)] = value
     file.write_bytes(content)
-    second, store = Spool(tmp_path), open_store(f"sqlite:///{tmp_path}/store.db")
+    second, store = UsageLog(tmp_path), open_store(f"sqlite:///{tmp_path}/store.db")
     store.migrate()
     second.recover()
-    second.drain(store.usage.add)
-    assert "whole" in [one.request for rows in store.usage.rows() for one in rows]
-    assert second.waiting == 0
-    assert "whole" in "".join(store.usage.csv())
-    assert store.usage.report(["day"])
+    second.drain(store.ledger.add_records)
+    assert "whole" in [one.request for rows in store.ledger.iter_records() for one in rows]
+    assert second.pending_records == 0
+    assert "whole" in "".join(store.ledger.export_csv())
+    assert store.ledger.report(["day"])
     store.close()
     second.close()
 
 
 @pytest.mark.parametrize("size", [8, 100, SLOT_BYTES, SLOT_BYTES + 8])
 def test_a_file_that_was_cut_short_is_named(tmp_path: Path, size: int) -> None:
-    first = Spool(tmp_path)
-    first.begin(row("lost"))
+    first = UsageLog(tmp_path)
+    first.allocate_slot(row("lost"))
     first.close()
     (file,) = tmp_path.glob("*.usage")
     file.write_bytes(file.read_bytes()[:size])
-    second = Spool(tmp_path)
-    with pytest.raises(SpoolError, match=rf"{file.name} .*move the file away"):
+    second = UsageLog(tmp_path)
+    with pytest.raises(UsageLogError, match=rf"{file.name} .*move the file away"):
         second.recover()
     second.close()
 
@@ -479,16 +483,16 @@ def test_files_that_nobody_came_to_write_are_removed_and_strange_ones_are_named(
 ) -> None:
     empty = tmp_path / "0.usage"
     empty.touch()
-    spool = Spool(tmp_path)
+    spool = UsageLog(tmp_path)
     assert spool.recover() == []
     assert not empty.exists()
     (tmp_path / "1.usage").write_bytes(b"something else")
-    with pytest.raises(SpoolError, match=r"1\.usage holds usage that this version"):
+    with pytest.raises(UsageLogError, match=r"1\.usage holds usage that this version"):
         spool.recover()
     spool.close()
 
 
 def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(SpoolError, match="Name a folder that can be written"):
-        Spool(tmp_path / "file" / "usage")
+    with pytest.raises(UsageLogError, match="Name a folder that can be written"):
+        UsageLog(tmp_path / "file" / "usage")

@@ -22,7 +22,7 @@ class Shown(Collector):
         self._counted = counted
 
     def collect(self) -> Iterator[Metric]:
-        yield self._counted.family()
+        yield self._counted.metric_family()
 
 
 def lines(shown: Collector) -> list[str]:
@@ -40,7 +40,7 @@ def test_a_histogram_is_the_librarys(
     )
     ours = Histogram("x", "X.", buckets, "one", "two")
     for labels, values in observed:
-        ours.observe_all(labels, ())
+        ours.observe_many(labels, ())
         library.labels(*labels)
         for value in values:
             ours.observe(labels, value)
@@ -62,9 +62,9 @@ def test_a_counter_is_the_librarys(counted: list[tuple[tuple[str, str], int]]) -
 @given(st.lists(st.integers(0, 20_000)))
 def test_several_values_at_once_are_as_many_one_by_one(values: list[int]) -> None:
     one_by_one, at_once = (Histogram("x", "X.", TTFT_BUCKETS, "model") for _ in range(2))
-    at_once.observe_all(("m",), ())
-    at_once.observe_all(("m",), [value / 1024 for value in values])
-    one_by_one.observe_all(("m",), ())
+    at_once.observe_many(("m",), ())
+    at_once.observe_many(("m",), [value / 1024 for value in values])
+    one_by_one.observe_many(("m",), ())
     for value in values:
         one_by_one.observe(("m",), value / 1024)
     assert lines(Shown(at_once)) == lines(Shown(one_by_one))

@@ -11,11 +11,11 @@ import pytest
 
 PROGRAM = """
 import asyncio, logging, structlog
-from argosy.telemetry import configure_logs, name_request
-configure_logs("json")
+from argosy.telemetry import configure_logging, bind_request
+configure_logging("json")
 log = structlog.get_logger("argosy.test")
 async def answer():
-    name_request("req_1", "00-" + "a" * 32 + "-" + "b" * 16 + "-01")
+    bind_request("req_1", "00-" + "a" * 32 + "-" + "b" * 16 + "-01")
     log.info("served", route="/x")
     logging.getLogger("library").warning("look %s", "here")
     try:
@@ -60,8 +60,8 @@ def test_lines_for_people() -> None:
 
 HOSTILE = """
 import structlog
-from argosy.telemetry import configure_logs
-configure_logs("console")
+from argosy.telemetry import configure_logging
+configure_logging("console")
 log = structlog.get_logger("argosy.test")
 for path in ("/a\\x1b[2J\\0\\u202e", "/b\\n2026 [error] all is lost\\r"):
     log.warning("asked", path=path, text="grün")
@@ -77,8 +77,8 @@ def test_what_clients_sent_neither_steers_a_terminal_nor_looks_like_a_line() -> 
 
 NOBODY_READS = """
 import os, sys, structlog
-from argosy.telemetry import configure_logs
-configure_logs(sys.argv[1])
+from argosy.telemetry import configure_logging
+configure_logging(sys.argv[1])
 log = structlog.get_logger("argosy.test")
 log.info("before")
 reading, writing = os.pipe()
@@ -104,8 +104,8 @@ def test_what_cannot_be_logged_is_lost_and_nothing_else(log_format: str) -> None
 
 UNICODE_HAS_NOT = """
 import logging, structlog
-from argosy.telemetry import configure_logs
-configure_logs("json")
+from argosy.telemetry import configure_logging
+configure_logging("json")
 structlog.get_logger("argosy.test").error("full", folder="/srv/caf\\udce9", rows=2)
 logging.getLogger("library").warning("in %s", "/srv/caf\\udce9")
 """
@@ -122,8 +122,8 @@ def test_names_of_files_may_be_any_bytes() -> None:
 
 UNDER_A_LOOP = """
 import asyncio, os, signal, structlog, sys
-from argosy.telemetry import configure_logs
-configure_logs("json")
+from argosy.telemetry import configure_logging
+configure_logging("json")
 log = structlog.get_logger("argosy.test")
 async def main():
     log.info("first")
@@ -151,11 +151,11 @@ def test_lines_under_a_loop_come_soon_and_warnings_bring_all_before_them_at_once
 
 ONE_AFTER_ANOTHER = """
 import asyncio, os, time, structlog, uvloop
-from argosy.telemetry import configure_logs
+from argosy.telemetry import configure_logging
 reading, writing = os.pipe()
 os.set_blocking(reading, False)
 os.dup2(writing, 2)
-configure_logs("json")
+configure_logging("json")
 log = structlog.get_logger("argosy.test")
 async def written():
     async with asyncio.timeout(10):

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from argosy.engine.serving.core_messages import Stats
-from argosy.telemetry import Metrics, SequenceTimes
+from argosy.engine.serving.core_messages import CoreStats
+from argosy.telemetry import ReplicaMetrics, SequenceTimes
 
 TIMES = SequenceTimes(
-    arrived=10.0, submitted=10.1, queued_s=0.4, first_token=11.0, last_token=13.0, ended=13.5
+    arrived_at=10.0,
+    submitted_at=10.1,
+    queued_s=0.4,
+    first_token_at=11.0,
+    last_token_at=13.0,
+    ended_at=13.5,
 )
 
 
@@ -16,8 +21,8 @@ def shown(text: bytes) -> dict[str, float]:
 
 
 def test_phases_of_a_sequence() -> None:
-    metrics = Metrics("m")
-    metrics.sequence_ended("stop", TIMES, prompt_tokens=7, output_tokens=5, max_tokens=9)
+    metrics = ReplicaMetrics("m")
+    metrics.record_sequence_end("stop", TIMES, prompt_tokens=7, output_tokens=5, max_tokens=9)
     now = shown(metrics.exposition())
     label = '{model="m"}'
     assert now["argosy_request_duration_seconds_sum" + label] == 3.5
@@ -25,18 +30,23 @@ def test_phases_of_a_sequence() -> None:
     assert now["argosy_request_prefill_seconds_sum" + label] == 0.5
     assert now["argosy_request_decode_seconds_sum" + label] == 2.0
     assert now["argosy_time_per_output_token_seconds_sum" + label] == 0.5
-    assert now['argosy_requests_total{finish_reason="stop",model="m"}'] == 1
+    assert now['argosy_sequences_finished_total{finish_reason="stop",model="m"}'] == 1
     theirs = shown(metrics.vllm_exposition())
     assert theirs['vllm:request_decode_time_seconds_sum{engine="0",model_name="m"}'] == 2.0
     assert theirs['vllm:request_prompt_tokens_sum{engine="0",model_name="m"}'] == 7
 
 
 def test_a_sequence_that_never_ran_has_no_phases() -> None:
-    metrics = Metrics("m")
+    metrics = ReplicaMetrics("m")
     times = SequenceTimes(
-        arrived=1.0, submitted=1.0, queued_s=None, first_token=None, last_token=None, ended=2.0
+        arrived_at=1.0,
+        submitted_at=1.0,
+        queued_s=None,
+        first_token_at=None,
+        last_token_at=None,
+        ended_at=2.0,
     )
-    metrics.sequence_ended("cancelled", times, prompt_tokens=7, output_tokens=0, max_tokens=9)
+    metrics.record_sequence_end("cancelled", times, prompt_tokens=7, output_tokens=0, max_tokens=9)
     now = shown(metrics.exposition())
     assert now['argosy_request_duration_seconds_count{model="m"}'] == 1
     assert now['argosy_request_queue_seconds_count{model="m"}'] == 0
@@ -46,8 +56,8 @@ def test_a_sequence_that_never_ran_has_no_phases() -> None:
 
 
 def test_block_states_add_up() -> None:
-    metrics = Metrics("m")
-    metrics.refresh(Stats(blocks_total=100, blocks_used=30, blocks_cached=50), ready=True)
+    metrics = ReplicaMetrics("m")
+    metrics.update_stats(CoreStats(blocks_total=100, blocks_used=30, blocks_cached=50), ready=True)
     now = shown(metrics.exposition())
     states = {
         s: now[f'argosy_kv_blocks{{model="m",state="{s}"}}'] for s in ("used", "cached", "free")
@@ -57,23 +67,23 @@ def test_block_states_add_up() -> None:
 
 
 def test_counters_go_on_when_the_core_starts_again() -> None:
-    metrics = Metrics("m")
+    metrics = ReplicaMetrics("m")
     for total in (10, 15, 4):
-        metrics.refresh(Stats(preemptions_total=total), ready=True)
+        metrics.update_stats(CoreStats(preemptions_total=total), ready=True)
     assert shown(metrics.exposition())['argosy_preemptions_total{model="m"}'] == 19
 
 
 def test_the_phases_of_steps_are_counters() -> None:
-    metrics = Metrics("m")
+    metrics = ReplicaMetrics("m")
     for plan_s in (1.0, 1.5, 0.25):  # the core starts again before the last
-        metrics.refresh(Stats(phase_s_total={"plan": plan_s, "compute": 2.0}), ready=True)
+        metrics.update_stats(CoreStats(phase_s_total={"plan": plan_s, "compute": 2.0}), ready=True)
     now = shown(metrics.exposition())
     assert now['argosy_step_seconds_total{model="m",phase="plan"}'] == 1.75
     assert now['argosy_step_seconds_total{model="m",phase="compute"}'] == 2.0
 
 
 def test_no_name_has_a_colon_and_every_theirs_has_one() -> None:
-    metrics = Metrics("m")
+    metrics = ReplicaMetrics("m")
     assert not any(":" in name.split("{")[0] for name in shown(metrics.exposition()))
     theirs = shown(metrics.vllm_exposition())
     assert theirs

@@ -10,8 +10,16 @@ from dataclasses import dataclass
 
 import pytest
 
-from argosy.http_server import Exchange, Listener, Receive, Scope, Send, SlowReaderError, bind
-from argosy.http_server.http_exchange import PIECE_BYTES, WIRE
+from argosy.http_server import (
+    HttpExchange,
+    HttpServer,
+    Receive,
+    Scope,
+    Send,
+    SlowReaderError,
+    bind_tcp,
+)
+from argosy.http_server.http_exchange import MAX_PIECE_BYTES, TRANSPORT_KEY
 
 MIB = 1 << 20
 BODY = bytes(range(256)) * (8 * MIB // 256)
@@ -28,18 +36,18 @@ class Limits:
 
 @contextlib.asynccontextmanager
 async def asked(
-    handle: Callable[[Exchange], Awaitable[None]], limits: Limits
+    handle: Callable[[HttpExchange], Awaitable[None]], limits: Limits
 ) -> AsyncIterator[tuple[socket.socket, asyncio.Task[None]]]:
     """A client that has asked, and the task that answers it."""
     answering: asyncio.Future[asyncio.Task[None]] = asyncio.get_running_loop().create_future()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        task = asyncio.ensure_future(handle(Exchange(scope, receive, send, limits)))
+        task = asyncio.ensure_future(handle(HttpExchange(scope, receive, send, limits)))
         answering.set_result(task)
         await asyncio.wait({task})
 
-    listening = bind("127.0.0.1", 0)
-    listener = Listener(app)
+    listening = bind_tcp("127.0.0.1", 0)
+    listener = HttpServer(app)
     serving = asyncio.create_task(listener.serve(sockets=[listening]))
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -53,23 +61,23 @@ async def asked(
 class Slow:
     """As much of a `Wire` as is asked of one whose client is behind: so much waits, each time that it is looked."""
 
-    full = True
-    gone = False
+    is_backpressured = True
+    is_disconnected = False
     was_cut = False
 
     def __init__(self, unsent: list[int]) -> None:
         self.unsent_then = unsent
 
     @property
-    def unsent(self) -> int:
+    def unsent_bytes(self) -> int:
         return self.unsent_then.pop(0)
 
-    async def room(self) -> None:
+    async def wait_writable(self) -> None:
         await asyncio.Event().wait()
 
-    def push(self, data: bytes) -> None: ...
+    def write_nowait(self, data: bytes) -> None: ...
 
-    def cut(self) -> None:
+    def abort(self) -> None:
         self.was_cut = True
 
 
@@ -77,12 +85,12 @@ async def test_little_is_kept_for_who_takes_nothing() -> None:
     """Megabytes for each of thousands would be all memory that the kernel has for connections."""
     sent = 0
 
-    async def flood(exchange: Exchange) -> None:
+    async def flood(exchange: HttpExchange) -> None:
         nonlocal sent
         await exchange.start_stream()
         while True:
-            await exchange.write(bytes(PIECE_BYTES))
-            sent += PIECE_BYTES
+            await exchange.write(bytes(MAX_PIECE_BYTES))
+            sent += MAX_PIECE_BYTES
 
     async with asked(flood, Limits(slow_reader_timeout_s=0.05)) as (_, answering):
         with pytest.raises(SlowReaderError):
@@ -92,8 +100,8 @@ async def test_little_is_kept_for_who_takes_nothing() -> None:
 
 async def test_who_takes_a_little_is_not_cut_off_until_they_take_nothing() -> None:
     wire = Slow([300, 200, 100, 100])
-    exchange = Exchange(
-        {"method": "GET", "path": "/", "headers": [], "state": {WIRE: wire}},
+    exchange = HttpExchange(
+        {"method": "GET", "path": "/", "headers": [], "state": {TRANSPORT_KEY: wire}},
         *(None, None),  # type: ignore[arg-type] # nothing is asked of them
         Limits(slow_reader_timeout_s=0.001),
     )
@@ -105,14 +113,17 @@ async def test_who_takes_a_little_is_not_cut_off_until_they_take_nothing() -> No
 
 async def test_a_large_answer_waits_for_who_takes_nothing_no_longer_than_a_stream_does() -> None:
     async with asked(
-        lambda exchange: exchange.answer(200, BODY), Limits(slow_reader_timeout_s=0.05)
+        lambda exchange: exchange.send_response(200, BODY), Limits(slow_reader_timeout_s=0.05)
     ) as (_, answering):
         with pytest.raises(SlowReaderError):
             await answering
 
 
 async def test_a_large_answer_is_the_same_bytes_in_pieces() -> None:
-    async with asked(lambda exchange: exchange.answer(200, BODY), Limits()) as (client, answering):
+    async with asked(lambda exchange: exchange.send_response(200, BODY), Limits()) as (
+        client,
+        answering,
+    ):
         answer = await asyncio.to_thread(read, client)
         await answering
     head, _, body = answer.partition(b"\r\n\r\n")

@@ -6,7 +6,11 @@ import asyncio
 
 import pytest
 
-from argosy.http_server.http1_transport import HELD_BYTES, UNREAD_BYTES, RequestWire
+from argosy.http_server.http1_transport import (
+    MAX_COALESCED_BYTES,
+    MAX_PREFETCHED_BODY_BYTES,
+    Http1Transport,
+)
 
 SCOPE = {"method": "POST", "http_version": "1.1"}
 EVENTS = [(b"content-type", b"text/event-stream")]
@@ -29,40 +33,40 @@ class Kernel(asyncio.Transport):
 class Client:
     """An `Owner`."""
 
-    fixed_headers = ()
-    full = False
+    default_headers = ()
+    is_backpressured = False
 
     def __init__(self) -> None:
         self.held = False
         self.kernel = Kernel()
         self.transport: asyncio.Transport = self.kernel
 
-    def keep(self, count: int) -> bool:
-        del count
+    def add_unread_bytes(self, byte_count: int) -> bool:
+        del byte_count
         return True
 
-    def hold(self) -> None:
+    def pause_reading(self) -> None:
         self.held = True
 
-    def read_on(self) -> None:
+    def resume_reading(self) -> None:
         self.held = False
 
-    def answered(self, wire: RequestWire) -> None:
-        assert wire.ended
+    def on_response_complete(self, transport: Http1Transport) -> None:
+        assert transport.response_complete
 
-    def drop(self) -> None: ...
+    def abort(self) -> None: ...
 
 
-def begun() -> tuple[RequestWire, list[bytes]]:
+def begun() -> tuple[Http1Transport, list[bytes]]:
     client = Client()
-    wire = RequestWire(client, SCOPE, keep_alive=True, expects_continue=False)
-    wire.begin(200, EVENTS)
+    wire = Http1Transport(client, SCOPE, keep_alive=True, expects_continue=False)
+    wire.start_response(200, EVENTS)
     return wire, client.kernel.writes
 
 
 async def test_a_stream_begins_with_its_first_piece() -> None:
     wire, writes = begun()
-    wire.push(b"first")
+    wire.write_nowait(b"first")
     await asyncio.sleep(0)
     assert len(writes) == 1
     assert writes[0].endswith(b"\r\n\r\n5\r\nfirst\r\n")
@@ -78,8 +82,8 @@ async def test_a_head_does_not_wait_for_a_piece() -> None:
 async def test_the_last_piece_brings_the_end() -> None:
     wire, writes = begun()
     await asyncio.sleep(0)
-    wire.push(b"last")
-    wire.end()
+    wire.write_nowait(b"last")
+    wire.end_response()
     assert writes[1:] == [b"4\r\nlast\r\n0\r\n\r\n"]
     await asyncio.sleep(0)
     assert len(writes) == 2
@@ -88,25 +92,25 @@ async def test_the_last_piece_brings_the_end() -> None:
 async def test_much_at_once_does_not_pile_up() -> None:
     wire, writes = begun()
     for _ in range(100):
-        wire.push(bytes(HELD_BYTES))
-    assert sum(map(len, writes)) > 100 * HELD_BYTES
-    assert max(map(len, writes)) < 2 * HELD_BYTES
+        wire.write_nowait(bytes(MAX_COALESCED_BYTES))
+    assert sum(map(len, writes)) > 100 * MAX_COALESCED_BYTES
+    assert max(map(len, writes)) < 2 * MAX_COALESCED_BYTES
 
 
 async def test_a_large_body_that_came_at_once_does_not_hide_that_its_client_leaves() -> None:
     client = Client()
-    wire = RequestWire(client, SCOPE, keep_alive=True, expects_continue=False)
-    wire.came(bytes(UNREAD_BYTES + 1))
+    wire = Http1Transport(client, SCOPE, keep_alive=True, expects_continue=False)
+    wire.on_body(bytes(MAX_PREFETCHED_BODY_BYTES + 1))
     assert client.held
-    wire.all_came()
+    wire.on_body_complete()
     assert not client.held
 
 
 @pytest.mark.parametrize("value", [b"a\r\nx-other: b", b"a\nb", b"a\rb"])
 async def test_a_header_with_a_line_break_is_not_sent(value: bytes) -> None:
     client = Client()
-    wire = RequestWire(client, SCOPE, keep_alive=True, expects_continue=False)
+    wire = Http1Transport(client, SCOPE, keep_alive=True, expects_continue=False)
     with pytest.raises(ValueError, match="line break"):
-        wire.answer(200, [(b"x-some", value), (b"content-length", b"0")], b"")
+        wire.send_response(200, [(b"x-some", value), (b"content-length", b"0")], b"")
     await asyncio.sleep(0)
     assert not client.kernel.writes

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from argosy.engine.execution.checkpoint_config import ModelConfig, read_json
+from argosy.engine.execution.checkpoint_config import CheckpointConfig, read_json
 from argosy.engine.execution.model_architecture import (
     Activation,
-    LayerSpec,
-    ModelSpec,
-    MoeSpec,
-    RopeSpec,
+    LayerArchitecture,
+    ModelArchitecture,
+    MoeArchitecture,
+    RopeParams,
 )
-from argosy.engine.execution.model_families import FAMILIES, Family
-from argosy.engine.execution.rope_config import read_ropes, served_len
+from argosy.engine.execution.model_families import FAMILIES, ModelFamily
+from argosy.engine.execution.rope_config import max_supported_len, parse_ropes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,7 +24,7 @@ _ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
 }
-_OUTER_KEYS = (
+_TOP_LEVEL_KEYS = (
     "dtype",
     "torch_dtype",
     "bos_token_id",
@@ -36,7 +36,7 @@ _OUTER_KEYS = (
 _DTYPES = {"float32", "float16", "bfloat16"}
 
 
-def read_spec(path: Path) -> ModelSpec:
+def read_architecture(path: Path) -> ModelArchitecture:
     """Read config.json and generation_config.json in the directory `path`.
 
     Raises ValueError, with what to do, for a model that we cannot compute exactly as it was meant.
@@ -45,16 +45,16 @@ def read_spec(path: Path) -> ModelSpec:
     if not file.is_file():
         raise ValueError(f"{path} has no config.json; give a directory in Hugging Face layout")
     values = read_json(file)
-    architecture, family = _family(file, values)
+    architecture, family = _find_family(file, values)
     text = values.get("text_config")
     if isinstance(text, dict):
-        values = {key: values[key] for key in _OUTER_KEYS if key in values} | text
-    config = ModelConfig(file, values, family.defaults)
-    _refuse_unknown(config, family)
-    return _spec(architecture, family, config, _eos_token_ids(path, config))
+        values = {key: values[key] for key in _TOP_LEVEL_KEYS if key in values} | text
+    config = CheckpointConfig(file, values, family.defaults)
+    _reject_unsupported(config, family)
+    return _build_architecture(architecture, family, config, _eos_token_ids(path, config))
 
 
-def _family(file: Path, values: dict[str, object]) -> tuple[str, Family]:
+def _find_family(file: Path, values: dict[str, object]) -> tuple[str, ModelFamily]:
     names = values.get("architectures")
     for name in names if isinstance(names, list) else ():
         if name in FAMILIES:
@@ -62,7 +62,7 @@ def _family(file: Path, values: dict[str, object]) -> tuple[str, Family]:
     raise ValueError(f"{file}: architectures is {names}; Argosy serves {', '.join(FAMILIES)}")
 
 
-def _refuse_unknown(config: ModelConfig, family: Family) -> None:
+def _reject_unsupported(config: CheckpointConfig, family: ModelFamily) -> None:
     """Raise ValueError for settings that change the numbers in a way that we do not have."""
     if config.get("quantization_config") is not None:
         raise ValueError(
@@ -75,67 +75,73 @@ def _refuse_unknown(config: ModelConfig, family: Family) -> None:
         raise config.error("attn_logit_softcapping", "null for this architecture")
 
 
-def _eos_token_ids(path: Path, config: ModelConfig) -> tuple[int, ...]:
+def _eos_token_ids(path: Path, config: CheckpointConfig) -> tuple[int, ...]:
     """The ids that end an answer: generation_config.json's, else config.json's."""
     file = path / "generation_config.json"
     if file.is_file():
-        stated = ModelConfig(file, read_json(file), {}).token_ids("eos_token_id")
+        stated = CheckpointConfig(file, read_json(file), {}).token_ids("eos_token_id")
         if stated:
             return stated
     return config.token_ids("eos_token_id")
 
 
-def _spec(
-    architecture: str, family: Family, config: ModelConfig, eos_token_ids: tuple[int, ...]
-) -> ModelSpec:
+def _build_architecture(
+    architecture: str, family: ModelFamily, config: CheckpointConfig, eos_token_ids: tuple[int, ...]
+) -> ModelArchitecture:
     hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     kv_heads = config.optional_integer("num_key_value_heads") or heads
     if heads % kv_heads:
         raise config.error("num_key_value_heads", f"a divisor of the {heads} attention heads")
     head_dim = config.optional_integer("head_dim") or hidden // heads
-    ropes = read_ropes(config, head_dim)
-    moe = _moe(family, config)
-    layer_specs = _layer_specs(family, config, ropes, moe)
-    biased = family.bias == "stated" and config.flag("attention_bias")
-    scale = config.number("query_pre_attn_scalar") if family.gemma else head_dim
-    dtype = config.text("dtype") or config.text("torch_dtype") or "float32"
-    return ModelSpec(
+    ropes = parse_ropes(config, head_dim)
+    moe = _build_moe(family, config)
+    layer_specs = _build_layers(family, config, ropes, moe)
+    biased = family.attention_bias == "stated" and config.flag("attention_bias")
+    scale = config.number("query_pre_attn_scalar") if family.is_gemma else head_dim
+    dtype = config.string("dtype") or config.string("torch_dtype") or "float32"
+    return ModelArchitecture(
         family=architecture.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration"),
         architecture=architecture,
-        layers=len(layer_specs),
-        hidden=hidden,
-        intermediate=config.integer("intermediate_size"),
-        heads=heads,
-        kv_heads=kv_heads,
+        num_layers=len(layer_specs),
+        hidden_size=hidden,
+        intermediate_size=config.integer("intermediate_size"),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
         head_dim=head_dim,
         vocab_size=config.integer("vocab_size"),
-        max_model_len=served_len(config, ropes),
+        max_model_len=max_supported_len(config, ropes),
         eos_token_ids=eos_token_ids,
         bos_token_id=config.optional_integer("bos_token_id"),
         dtype=dtype if dtype in _DTYPES else "float32",
         activation=_activation(family, config),
-        norm=family.norm,
+        norm_kind=family.norm_kind,
         norm_eps=config.number("rms_norm_eps"),
-        norms=family.norms,
+        norm_positions=family.norm_positions,
         qk_norm=family.qk_norm,
-        qkv_bias=biased or family.bias == "qkv",
+        qkv_bias=biased or family.attention_bias == "qkv",
         o_bias=biased,
         mlp_bias=config.flag("mlp_bias"),
         attention_scale=float(scale) ** -0.5,
         attention_softcap=config.optional_number("attn_logit_softcapping")
-        if family.gemma
+        if family.is_gemma
         else None,
-        logit_softcap=config.optional_number("final_logit_softcapping") if family.gemma else None,
-        embed_scale=float(hidden) ** 0.5 if family.gemma else None,
-        tied=config.flag("tie_word_embeddings"),
+        logit_softcap=config.optional_number("final_logit_softcapping")
+        if family.is_gemma
+        else None,
+        embedding_scale=float(hidden) ** 0.5 if family.is_gemma else None,
+        tied_embeddings=config.flag("tie_word_embeddings"),
         ropes=ropes,
-        layer_specs=layer_specs,
+        layer_architectures=layer_specs,
         moe=moe,
     )
 
 
-def _activation(family: Family, config: ModelConfig) -> Activation:
-    name = config.text("hidden_activation") if family.gemma else config.text("hidden_act") or "silu"
+def _activation(family: ModelFamily, config: CheckpointConfig) -> Activation:
+    name = (
+        config.string("hidden_activation")
+        if family.is_gemma
+        else config.string("hidden_act") or "silu"
+    )
     if name not in _ACTIVATIONS:
         raise ValueError(
             f"{config.path}: activation {name!r} is unknown; Argosy has {', '.join(_ACTIVATIONS)}"
@@ -143,26 +149,29 @@ def _activation(family: Family, config: ModelConfig) -> Activation:
     return _ACTIVATIONS[name]
 
 
-def _moe(family: Family, config: ModelConfig) -> MoeSpec | None:
-    if family.moe is None:
+def _build_moe(family: ModelFamily, config: CheckpointConfig) -> MoeArchitecture | None:
+    if family.moe_style is None:
         return None
-    qwen = family.moe == "qwen"
+    qwen = family.moe_style == "qwen"
     stated = config.optional_integer("num_local_experts")
-    return MoeSpec(
-        experts=stated or config.integer("num_experts"),
-        active=config.integer("num_experts_per_tok"),
-        intermediate=config.integer("moe_intermediate_size" if qwen else "intermediate_size"),
-        normalize=config.flag("norm_topk_prob") if qwen else True,
+    return MoeArchitecture(
+        num_experts=stated or config.integer("num_experts"),
+        num_experts_per_token=config.integer("num_experts_per_tok"),
+        intermediate_size=config.integer("moe_intermediate_size" if qwen else "intermediate_size"),
+        normalize_weights=config.flag("norm_topk_prob") if qwen else True,
         round_weights=qwen,
     )
 
 
-def _layer_specs(
-    family: Family, config: ModelConfig, ropes: tuple[RopeSpec, ...], moe: MoeSpec | None
-) -> tuple[LayerSpec, ...]:
+def _build_layers(
+    family: ModelFamily,
+    config: CheckpointConfig,
+    ropes: tuple[RopeParams, ...],
+    moe: MoeArchitecture | None,
+) -> tuple[LayerArchitecture, ...]:
     count = config.integer("num_hidden_layers")
-    window = _window(family, config)
-    types = config.names("layer_types") or _layer_types(family, config, count, window)
+    window = _sliding_window(family, config)
+    types = config.strings("layer_types") or _layer_types(family, config, count, window)
     unknown = set(types) - {"full_attention", "sliding_attention"}
     if unknown or len(types) != count:
         raise config.error("layer_types", f"{count} times full_attention or sliding_attention")
@@ -173,31 +182,35 @@ def _layer_specs(
     step = config.optional_integer("decoder_sparse_step") or 1
     dense = {int(index) for index in config.numbers("mlp_only_layers")}
     return tuple(
-        LayerSpec(
-            window=window if kind == "sliding_attention" else None,
-            rope=len(ropes) - 1 if kind == "sliding_attention" else 0,
-            sparse=moe is not None and index not in dense and (index + 1) % step == 0,
+        LayerArchitecture(
+            sliding_window=window if kind == "sliding_attention" else None,
+            rope_index=len(ropes) - 1 if kind == "sliding_attention" else 0,
+            is_moe=moe is not None and index not in dense and (index + 1) % step == 0,
         )
         for index, kind in enumerate(types)
     )
 
 
-def _window(family: Family, config: ModelConfig) -> int | None:
-    if family.windows == "upper" and not config.flag("use_sliding_window"):
+def _sliding_window(family: ModelFamily, config: CheckpointConfig) -> int | None:
+    if family.sliding_windows == "upper" and not config.flag("use_sliding_window"):
         return None
     return config.optional_integer("sliding_window")
 
 
 def _layer_types(
-    family: Family, config: ModelConfig, count: int, window: int | None
+    family: ModelFamily, config: CheckpointConfig, count: int, window: int | None
 ) -> tuple[str, ...]:
     """Which layers slide, by the family's habit."""
     first = count
     period = count + 1
-    if window is not None and family.windows != "none":
-        upper = family.windows == "upper" and family.moe is None
+    if window is not None and family.sliding_windows != "none":
+        upper = family.sliding_windows == "upper" and family.moe_style is None
         first = config.integer("max_window_layers") if upper else 0
-        period = config.integer("sliding_window_pattern") if family.windows == "pattern" else period
+        period = (
+            config.integer("sliding_window_pattern")
+            if family.sliding_windows == "pattern"
+            else period
+        )
     return tuple(
         "sliding_attention" if i >= first and (i + 1) % period else "full_attention"
         for i in range(count)

@@ -13,35 +13,35 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-ALIGNMENT = 16
+ARRAY_ALIGNMENT_BYTES = 16
 """Bytes that every array begins at a multiple of: kernels are compiled for the alignment they see."""
 
 
-class Layout(NamedTuple):
+class ArrayLayout(NamedTuple):
     """How many 64-bit and then 32-bit integers each array has; equal layouts have equal addresses."""
 
-    longs: tuple[int, ...]
-    ints: tuple[int, ...]
+    int64_lengths: tuple[int, ...]
+    int32_lengths: tuple[int, ...]
 
-    def starts(self) -> list[int]:
+    def word_offsets(self) -> list[int]:
         """Where each array begins, and the end of the last, in 64-bit words."""
-        words = ALIGNMENT // 8
+        words = ARRAY_ALIGNMENT_BYTES // 8
         at, found = 0, [0]
-        for length in self.longs:
+        for length in self.int64_lengths:
             at += (length + words - 1) // words * words
             found.append(at)
-        for length in self.ints:
+        for length in self.int32_lengths:
             at += (length + 2 * words - 1) // (2 * words) * words
             found.append(at)
         return found
 
 
-def pack(
+def pack_arrays(
     longs: Sequence[NDArray[Any]], ints: Sequence[NDArray[Any]]
-) -> tuple[NDArray[np.int64], Layout]:
+) -> tuple[NDArray[np.int64], ArrayLayout]:
     """One buffer with these arrays, the first as 64-bit and the second as 32-bit integers."""
-    layout = Layout(tuple(map(len, longs)), tuple(map(len, ints)))
-    starts = layout.starts()
+    layout = ArrayLayout(tuple(map(len, longs)), tuple(map(len, ints)))
+    starts = layout.word_offsets()
     buffer = np.zeros(starts[-1], dtype=np.int64)
     for at, array in zip(starts, longs, strict=False):
         if len(array):
@@ -52,13 +52,14 @@ def pack(
     return buffer, layout
 
 
-def unpack(buffer: Tensor, layout: Layout) -> tuple[list[Tensor], list[Tensor]]:
+def unpack_arrays(buffer: Tensor, layout: ArrayLayout) -> tuple[list[Tensor], list[Tensor]]:
     """The arrays again, as views of the buffer (int64, and int32)."""
-    starts = layout.starts()
+    starts = layout.word_offsets()
     halves = buffer.view(torch.int32)
     nothing = buffer[:0]
     longs = [
-        buffer[at : at + n] if n else nothing for at, n in zip(starts, layout.longs, strict=False)
+        buffer[at : at + n] if n else nothing
+        for at, n in zip(starts, layout.int64_lengths, strict=False)
     ]
-    rest = zip(starts[len(layout.longs) :], layout.ints, strict=False)
+    rest = zip(starts[len(layout.int64_lengths) :], layout.int32_lengths, strict=False)
     return longs, [halves[2 * at : 2 * at + n] for at, n in rest]

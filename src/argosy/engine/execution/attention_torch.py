@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from argosy.engine.execution.huge_pages import huge_zeros
-from argosy.engine.execution.kv_cache_tensor import BlockStore
-from argosy.engine.execution.rope import rotated
+from argosy.engine.execution.kv_cache_tensor import KvCacheTensor
+from argosy.engine.execution.rope import apply_rope
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from argosy.engine.execution.batch import AttentionSpec, Batch, CacheShape
-    from argosy.engine.execution.rope import RopeRows
+    from argosy.engine.execution.batch import AttentionParams, Batch, KvCacheShape
+    from argosy.engine.execution.rope import RopeRotation
 
 
-class TorchAttention(BlockStore):
+class TorchAttention(KvCacheTensor):
     """Paged attention in plain torch: correct anywhere, slower than the native kernel.
 
     Tokens are grouped into units of QUERY_TILE neighbouring positions of one sequence, and keys
@@ -28,18 +28,18 @@ class TorchAttention(BlockStore):
 
     QUERY_TILE = 8
     KEY_TILE = 128
-    TILE_BYTES = 32 << 20
+    MAX_TILE_BYTES = 32 << 20
     """Most memory for one gathered key tile; units beyond it are done in a next turn."""
 
-    def __init__(self, shape: CacheShape) -> None:
-        block_size, kv_heads, head_dim = shape.block_size, shape.kv_heads, shape.head_dim
-        sizes = (shape.layers, shape.num_blocks, block_size, kv_heads, head_dim)
+    def __init__(self, shape: KvCacheShape) -> None:
+        block_size, kv_heads, head_dim = shape.block_size, shape.num_kv_heads, shape.head_dim
+        sizes = (shape.num_layers, shape.num_blocks, block_size, kv_heads, head_dim)
         super().__init__(huge_zeros(sizes, shape.dtype), huge_zeros(sizes, shape.dtype))
         self._block_size = block_size
         self._tile_blocks = max(1, self.KEY_TILE // block_size)
         self._tile = self._tile_blocks * block_size
         unit_bytes = self._tile * kv_heads * head_dim * 4
-        self._units_at_once = max(1, self.TILE_BYTES // unit_bytes)
+        self._max_units = max(1, self.MAX_TILE_BYTES // unit_bytes)
 
     @property
     def name(self) -> str:
@@ -52,18 +52,18 @@ class TorchAttention(BlockStore):
         k: Tensor,
         v: Tensor,
         batch: Batch,
-        spec: AttentionSpec,
-        rope: RopeRows | None,
+        params: AttentionParams,
+        rope: RopeRotation | None,
     ) -> Tensor:
         """See `Attention`."""
         if rope is not None:
-            q, k = rotated(q, rope), rotated(k, rope)
-        keys, values = self.keys[spec.layer], self.values[spec.layer]
-        keys.flatten(0, 1).index_copy_(0, batch.slots, k.to(keys.dtype))
-        values.flatten(0, 1).index_copy_(0, batch.slots, v.to(values.dtype))
+            q, k = apply_rope(q, rope), apply_rope(k, rope)
+        keys, values = self.keys[params.layer], self.values[params.layer]
+        keys.flatten(0, 1).index_copy_(0, batch.slot_mapping, k.to(keys.dtype))
+        values.flatten(0, 1).index_copy_(0, batch.slot_mapping, v.to(values.dtype))
 
         _, heads, head_dim = q.shape
-        counts = batch.cu_q.long().diff()
+        counts = batch.query_start_loc.long().diff()
         sequence = torch.repeat_interleave(torch.arange(len(counts)), counts)
         tile = batch.positions // self.QUERY_TILE
         marks, unit = torch.unique_consecutive(
@@ -71,13 +71,13 @@ class TorchAttention(BlockStore):
         )
         place = (unit, batch.positions % self.QUERY_TILE)
         padded = torch.zeros(len(marks), self.QUERY_TILE, heads, head_dim)
-        padded[place] = q.float() * spec.scale
+        padded[place] = q.float() * params.scale
         # One matrix a KV head: the heads that share it stand among the rows.
         units = padded.unflatten(2, (keys.shape[2], -1)).transpose(1, 2).flatten(2, 3)
         parts = [
-            self._attend(part, mark[:, 0], mark[:, 1], batch, spec)
+            self._attend(part, mark[:, 0], mark[:, 1], batch, params)
             for part, mark in zip(
-                units.split(self._units_at_once), marks.split(self._units_at_once), strict=True
+                units.split(self._max_units), marks.split(self._max_units), strict=True
             )
         ]
         out = torch.cat(parts).unflatten(2, (self.QUERY_TILE, -1)).transpose(1, 2).flatten(2, 3)
@@ -85,13 +85,17 @@ class TorchAttention(BlockStore):
         return rows.to(q.dtype)
 
     def _attend(
-        self, q: Tensor, sequence: Tensor, tile: Tensor, batch: Batch, spec: AttentionSpec
+        self, q: Tensor, sequence: Tensor, tile: Tensor, batch: Batch, spec: AttentionParams
     ) -> Tensor:
         """Online softmax of units q [U, kv_heads, rows, D] over their sequences' key tiles."""
         length = batch.seq_lens.long()[sequence]
         row = tile[:, None] * self.QUERY_TILE + torch.arange(self.QUERY_TILE)
         row = row.repeat_interleave(q.shape[2] // self.QUERY_TILE, 1)  # the position of each row
-        oldest = row[:, 0] - (spec.window - 1) if spec.window else torch.zeros_like(length)
+        oldest = (
+            row[:, 0] - (spec.sliding_window - 1)
+            if spec.sliding_window
+            else torch.zeros_like(length)
+        )
         first = oldest.clamp(min=0) // self._tile
         last = torch.minimum(row[:, -1], length - 1) // self._tile
         peak = torch.full(q.shape[:3], -torch.inf)
@@ -101,13 +105,13 @@ class TorchAttention(BlockStore):
             active = ((first <= index) & (index <= last)).nonzero().flatten()
             if active.numel() == 0:
                 continue
-            pages = self._pages(batch.page_table, sequence[active], length[active], index)
+            pages = self._tile_blocks_of(batch.block_table, sequence[active], length[active], index)
             at = index * self._tile + torch.arange(self._tile)
             held = at < length[active, None]
             scores = torch.matmul(q[active], self._gather(self.keys, spec, pages, held).mT)
             if spec.softcap:
                 scores = spec.softcap * torch.tanh(scores / spec.softcap)
-            seen = _visible(at, row[active, :, None], spec.window) & held[:, None]
+            seen = _visible(at, row[active, :, None], spec.sliding_window) & held[:, None]
             scores.masked_fill_(~seen[:, None], -torch.inf)
             before = peak[active]
             now = torch.maximum(before, scores.amax(-1))
@@ -121,14 +125,16 @@ class TorchAttention(BlockStore):
         # Adding zero turns -0.0, which depends on how many masked keys were summed, into 0.0.
         return out / total[..., None] + 0.0
 
-    def _pages(self, table: Tensor, sequence: Tensor, length: Tensor, index: int) -> Tensor:
+    def _tile_blocks_of(
+        self, table: Tensor, sequence: Tensor, length: Tensor, index: int
+    ) -> Tensor:
         """Blocks of key tile `index` of each sequence: [U, tile_blocks]; 0 beyond its length."""
         column = index * self._tile_blocks + torch.arange(self._tile_blocks)
         inside = column * self._block_size < length[:, None]
         pages = table[sequence[:, None], column.clamp(max=table.shape[1] - 1)]
         return pages.long().masked_fill(~inside, 0)
 
-    def _gather(self, cache: Tensor, spec: AttentionSpec, pages: Tensor, held: Tensor) -> Tensor:
+    def _gather(self, cache: Tensor, spec: AttentionParams, pages: Tensor, held: Tensor) -> Tensor:
         """One key tile of a cache in float32: [U, kv_heads, tile, D].
 
         Zero where not held: a block may still have another sequence's values there, and those

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from argosy.engine.execution.rope import RopeRows
+    from argosy.engine.execution.rope import RopeRotation
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,13 +20,13 @@ class Batch:
     """[T] int64."""
     positions: Tensor
     """[T] int64: absolute position of each token in its sequence."""
-    cu_q: Tensor
+    query_start_loc: Tensor
     """[S + 1] int32: chunk i holds flat tokens cu_q[i] .. cu_q[i + 1]."""
     seq_lens: Tensor
     """[S] int32: tokens of sequence i with KV once this step is done (start + count)."""
-    page_table: Tensor
+    block_table: Tensor
     """[S, P] int32: KV blocks of each sequence in order; entries past its length are not read."""
-    slots: Tensor
+    slot_mapping: Tensor
     """[T] int64: where each token's KV goes: block * block_size + offset."""
     rows: Tensor
     """[S] int64: the sequence's permanent row."""
@@ -35,13 +35,13 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class CacheShape:
+class KvCacheShape:
     """The sizes of a paged KV cache, and how many heads ask it. ValueError: heads that do not divide."""
 
-    layers: int
-    heads: int
+    num_layers: int
+    num_heads: int
     """Of queries; each KV head serves as many of them."""
-    kv_heads: int
+    num_kv_heads: int
     head_dim: int
     num_blocks: int
     block_size: int
@@ -50,20 +50,20 @@ class CacheShape:
     """Of the keys and values that are kept."""
 
     def __post_init__(self) -> None:
-        if self.heads % self.kv_heads:
+        if self.num_heads % self.num_kv_heads:
             raise ValueError(
-                f"{self.heads} heads do not divide among {self.kv_heads} KV heads; "
+                f"{self.num_heads} heads do not divide among {self.num_kv_heads} KV heads; "
                 "fix the model's config"
             )
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionSpec:
+class AttentionParams:
     """The attention of one layer."""
 
     layer: int
     scale: float
-    window: int | None = None
+    sliding_window: int | None = None
     """A token sees itself and the `window - 1` tokens before it; None: all before it."""
     softcap: float | None = None
     """Scores become softcap * tanh(scores / softcap)."""
@@ -83,8 +83,8 @@ class Attention(Protocol):
         k: Tensor,
         v: Tensor,
         batch: Batch,
-        spec: AttentionSpec,
-        rope: RopeRows | None,
+        params: AttentionParams,
+        rope: RopeRotation | None,
     ) -> Tensor:
         """Rotate q and k, write k and v into the cache at `batch.slots`, then attend causally.
 
@@ -96,7 +96,7 @@ class Attention(Protocol):
         """
         ...
 
-    def reach(self, block: int) -> None:
+    def ensure_block(self, block: int) -> None:
         """Blocks up to this one are used from now on."""
         ...
 

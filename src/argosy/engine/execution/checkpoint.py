@@ -9,19 +9,19 @@ from pathlib import Path
 
 from argosy.engine.execution.checkpoint_config import read_json
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-WANTED = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+DOWNLOAD_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 """What is fetched from the hub: configuration, weights, templates, tokenizer files."""
-UNWANTED = ("consolidated*", "*/*")
+IGNORED_PATTERNS = ("consolidated*", "*/*")
 """What is not: weights in other layouts, and folders of them."""
-_HEADER_LIMIT = 100 << 20
-_PIECE_BYTES = 16 * 1024
-_PIECES = 1024
+_MAX_HEADER_BYTES = 100 << 20
+_DIGEST_SAMPLE_BYTES = 16 * 1024
+_MAX_DIGEST_SAMPLES = 1024
 """Of a file, evenly spread: all of a small one, and some of every matrix of a large one."""
 
 
-def locate(model: str, revision: str | None) -> Path:
+def resolve_model_path(model: str, revision: str | None) -> Path:
     """The directory that holds `model`: a path as it is, a hub name as a local snapshot of it.
 
     A name is looked up with huggingface_hub, which honours HF_HOME, HF_TOKEN and HF_HUB_OFFLINE.
@@ -36,10 +36,10 @@ def locate(model: str, revision: str | None) -> Path:
         raise ValueError(f"{path} is a file; give the directory that it lies in")
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
         raise ValueError(f"there is no directory {path}; check the path")
-    return _fetch(model, revision)
+    return _download(model, revision)
 
 
-def _fetch(model: str, revision: str | None) -> Path:
+def _download(model: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -53,8 +53,8 @@ def _fetch(model: str, revision: str | None) -> Path:
         folder = snapshot_download(
             model,
             revision=revision,
-            allow_patterns=list(WANTED),
-            ignore_patterns=list(UNWANTED),
+            allow_patterns=list(DOWNLOAD_PATTERNS),
+            ignore_patterns=list(IGNORED_PATTERNS),
         )
     except GatedRepoError as error:
         remedy = "accept its terms on the hub and set HF_TOKEN to your token"
@@ -74,7 +74,7 @@ def _fetch(model: str, revision: str | None) -> Path:
     return Path(folder)
 
 
-def fingerprint(path: Path) -> str:
+def checkpoint_fingerprint(path: Path) -> str:
     """Tells one state of a checkpoint's files on this machine from another, and from other checkpoints.
 
     Names, sizes and modification times are alike in files unpacked from archives; no two files share an inode, and
@@ -89,19 +89,19 @@ def fingerprint(path: Path) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def digest(path: Path) -> str:
+def checkpoint_digest(path: Path) -> str:
     """Tells a checkpoint from others by what is in its files, wherever they lie: names, sizes, and a part of each.
 
     Training, or merging an adapter, changes all of the matrices that it touches.
     """
     found = hashlib.sha256()
-    for file in sorted({file for pattern in WANTED for file in path.glob(pattern)}):
+    for file in sorted({file for pattern in DOWNLOAD_PATTERNS for file in path.glob(pattern)}):
         with file.open("rb") as stream:
             size = stream.seek(0, os.SEEK_END)
             found.update(f"{file.name} {size}\n".encode())
-            for start in range(0, size, max(_PIECE_BYTES, -(-size // _PIECES))):
+            for start in range(0, size, max(_DIGEST_SAMPLE_BYTES, -(-size // _MAX_DIGEST_SAMPLES))):
                 stream.seek(start)
-                found.update(stream.read(_PIECE_BYTES))
+                found.update(stream.read(_DIGEST_SAMPLE_BYTES))
     return found.hexdigest()[:32]
 
 
@@ -110,9 +110,9 @@ def tensor_files(path: Path) -> dict[str, Path]:
 
     Raises ValueError when there are none, the index is unreadable, or a shard that it names is gone.
     """
-    index = path / INDEX
+    index = path / INDEX_FILE
     if not index.is_file():
-        return dict.fromkeys(_header(_single(path)), path / SINGLE)
+        return dict.fromkeys(_read_tensor_names(_single_file(path)), path / SINGLE_FILE)
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise ValueError(f"{index} has no weight_map; fetch the model again")  # noqa: TRY004
@@ -120,29 +120,31 @@ def tensor_files(path: Path) -> dict[str, Path]:
     missing = sorted({file.name for file in files.values() if not file.is_file()})
     if missing:
         raise ValueError(
-            f"{path} lacks {', '.join(missing)} named by {INDEX}; fetch the model again"
+            f"{path} lacks {', '.join(missing)} named by {INDEX_FILE}; fetch the model again"
         )
     return files
 
 
-def _single(path: Path) -> Path:
-    single = path / SINGLE
+def _single_file(path: Path) -> Path:
+    single = path / SINGLE_FILE
     if single.is_file():
         return single
     others = sorted(file.name for file in path.glob("*.bin"))
     if others:
         raise ValueError(
-            f"{path} holds {others[0]} but no {SINGLE}; convert it with transformers' save_pretrained"
+            f"{path} holds {others[0]} but no {SINGLE_FILE}; convert it with transformers' save_pretrained"
         )
-    raise ValueError(f"{path} has neither {SINGLE} nor {INDEX}; fetch the model's weights")
+    raise ValueError(
+        f"{path} has neither {SINGLE_FILE} nor {INDEX_FILE}; fetch the model's weights"
+    )
 
 
-def _header(file: Path) -> list[str]:
+def _read_tensor_names(file: Path) -> list[str]:
     """Tensor names of a safetensors file: a 64-bit little-endian length, then that much JSON."""
     try:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
-            if not 0 < length <= _HEADER_LIMIT:
+            if not 0 < length <= _MAX_HEADER_BYTES:
                 raise ValueError(f"its header is said to have {length} bytes")  # noqa: TRY301
             names = json.loads(stream.read(length))
     except (OSError, ValueError) as error:

@@ -23,7 +23,7 @@ def read_json(path: Path) -> dict[str, object]:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelConfig:
+class CheckpointConfig:
     """The values of a config.json over its family's defaults; null counts as absent.
 
     Every method raises ValueError, naming the file and the key, when the value has another type.
@@ -86,7 +86,7 @@ class ModelConfig:
             raise self.error(key, "a list of numbers")
         return tuple(float(item) for item in items)
 
-    def names(self, key: str) -> tuple[str, ...]:
+    def strings(self, key: str) -> tuple[str, ...]:
         """A list of strings; empty when absent."""
         value = self.get(key)
         items = [] if value is None else value
@@ -102,7 +102,7 @@ class ModelConfig:
             raise self.error(key, "a token id or a list of them")
         return tuple(items)
 
-    def text(self, key: str) -> str | None:
+    def string(self, key: str) -> str | None:
         """A string or None."""
         value = self.get(key)
         if value is not None and not isinstance(value, str):
@@ -116,11 +116,11 @@ class ModelConfig:
             raise self.error(key, "true or false")
         return bool(value)
 
-    def within(self, values: Mapping[str, object]) -> ModelConfig:
+    def with_values(self, values: Mapping[str, object]) -> CheckpointConfig:
         """The same file, but the values of one of its sections, without defaults."""
-        return ModelConfig(self.path, values, {})
+        return CheckpointConfig(self.path, values, {})
 
-    def error(self, key: str, wanted: str) -> ValueError:
+    def error(self, key: str, expected: str) -> ValueError:
         """The error for a value that is not what it must be."""
         found = "is missing" if self.get(key) is None else f"is {self.get(key)!r}"
-        return ValueError(f"{self.path}: {key} {found}; it must be {wanted}")
+        return ValueError(f"{self.path}: {key} {found}; it must be {expected}")

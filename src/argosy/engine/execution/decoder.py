@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from argosy.engine.execution.batch import CacheShape
-from argosy.engine.execution.layers import Layer, Mlp, Part, Projection, RmsNorm
-from argosy.engine.execution.moe import Mixture
-from argosy.engine.execution.rope import rope_rows, rope_table
+from argosy.engine.execution.batch import KvCacheShape
+from argosy.engine.execution.layers import DecoderLayer, LoadableModule, Mlp, Projection, RmsNorm
+from argosy.engine.execution.moe import MixtureOfExperts
+from argosy.engine.execution.rope import build_rope_table, gather_rope_rotation
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from argosy.engine.engine_config import WeightFormat
     from argosy.engine.execution.batch import Attention, Batch
     from argosy.engine.execution.device import Device
-    from argosy.engine.execution.model_architecture import LayerSpec, ModelSpec
+    from argosy.engine.execution.model_architecture import LayerArchitecture, ModelArchitecture
 
 
-class Embedding(Part):
+class Embedding(LoadableModule):
     """A row for each token, times `scale` where the family scales."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, architecture: ModelArchitecture) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(spec.vocab_size, spec.hidden))
-        self._scale = spec.embed_scale
+        self.weight = nn.Parameter(torch.empty(architecture.vocab_size, architecture.hidden_size))
+        self._scale = architecture.embedding_scale
 
-    def settle(self, device: Device) -> None:
+    def process_weights_after_loading(self, device: Device) -> None:
         """Round the scale as the weights are."""
         del device
         if self._scale is not None:
@@ -47,45 +47,50 @@ class Decoder(nn.Module):
 
     def __init__(
         self,
-        spec: ModelSpec,
+        architecture: ModelArchitecture,
         device: Device,
         dtype: torch.dtype,
         quantize: WeightFormat | None = None,
     ) -> None:
         super().__init__()
-        self.spec = spec
+        self.architecture = architecture
         self._device = device
         self._dtype = dtype
         with torch.device("meta"):
-            self.embed = Embedding(spec)
+            self.embed = Embedding(architecture)
             self.layers = nn.ModuleList(
-                Layer(spec, layer, index, _mlp(spec, layer))
-                for index, layer in enumerate(spec.layer_specs)
+                DecoderLayer(architecture, layer, index, _build_mlp(architecture, layer))
+                for index, layer in enumerate(architecture.layer_architectures)
             )
-            self.norm = RmsNorm(spec.hidden, spec.norm, spec.norm_eps)
-            self.head = Projection(spec.hidden, spec.vocab_size, bias=False)
+            self.norm = RmsNorm(
+                architecture.hidden_size, architecture.norm_kind, architecture.norm_eps
+            )
+            self.head = Projection(architecture.hidden_size, architecture.vocab_size, bias=False)
         for place, module in self.named_modules():
             if isinstance(module, Projection):
-                module.form = form_at(place, quantize)
-        self._ropes = [
-            rope_table(rope, spec.max_model_len).to(device.torch_device) for rope in spec.ropes
+                module.weight_format = weight_format_for(place, quantize)
+        self._rope_tables = [
+            build_rope_table(rope, architecture.max_model_len).to(device.torch_device)
+            for rope in architecture.ropes
         ]
-        self._stack: list[Layer] = [layer for layer in self.layers if isinstance(layer, Layer)]
+        self._layers: list[DecoderLayer] = [
+            layer for layer in self.layers if isinstance(layer, DecoderLayer)
+        ]
 
-    def attention_for(
+    def create_attention(
         self, num_blocks: int, block_size: int, dtype: torch.dtype | None = None
     ) -> Attention:
         """Allocate a KV cache for this model, in its own dtype or another, and the attention over it."""
-        shape = CacheShape(
-            layers=self.spec.layers,
-            heads=self.spec.heads,
-            kv_heads=self.spec.kv_heads,
-            head_dim=self.spec.head_dim,
+        shape = KvCacheShape(
+            num_layers=self.architecture.num_layers,
+            num_heads=self.architecture.num_heads,
+            num_kv_heads=self.architecture.num_kv_heads,
+            head_dim=self.architecture.head_dim,
             num_blocks=num_blocks,
             block_size=block_size,
             dtype=dtype or self._dtype,
         )
-        return self._device.attention(shape)
+        return self._device.create_attention(shape)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, attention: Attention) -> Tensor:
@@ -94,29 +99,29 @@ class Decoder(nn.Module):
         Writes the keys and values of every token of the batch through `attention`.
         """
         x = self.embed.forward(batch.token_ids)
-        rows = [rope_rows(table, batch.positions) for table in self._ropes]
-        for layer in self._stack:
-            layer.forward(x, rows[layer.rope], batch, attention)
+        rows = [gather_rope_rotation(table, batch.positions) for table in self._rope_tables]
+        for layer in self._layers:
+            layer.forward(x, rows[layer.rope_index], batch, attention)
         if not batch.logit_index.numel():
-            return torch.empty(0, self.spec.vocab_size, device=x.device)
+            return torch.empty(0, self.architecture.vocab_size, device=x.device)
         last = self.norm.forward(x.index_select(0, batch.logit_index))
         logits = self.head.forward(last).float()
-        cap = self.spec.logit_softcap
+        cap = self.architecture.logit_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
 
-def form_at(place: str, quantize: WeightFormat | None) -> WeightFormat | None:
+def weight_format_for(module_name: str, quantize: WeightFormat | None) -> WeightFormat | None:
     """The format of the projection at `place` (its module's name) in a model quantized so.
 
     The head keeps 8 bits, since each of its errors is an error of a logit. Routers stay as they are: they are
     small, and choose. So does the embedding, of which a token reads one row, mapped from the checkpoint.
     """
-    if place.endswith("router"):
+    if module_name.endswith("router"):
         return None
-    return "int8" if place == "head" and quantize == "int4" else quantize
+    return "int8" if module_name == "head" and quantize == "int4" else quantize
 
 
-def _mlp(spec: ModelSpec, layer: LayerSpec) -> nn.Module:
-    if layer.sparse and spec.moe is not None:
-        return Mixture(spec.hidden, spec.moe, spec.activation)
-    return Mlp(spec.hidden, spec.intermediate, spec.mlp_bias, spec.activation)
+def _build_mlp(spec: ModelArchitecture, layer: LayerArchitecture) -> nn.Module:
+    if layer.is_moe and spec.moe is not None:
+        return MixtureOfExperts(spec.hidden_size, spec.moe, spec.activation)
+    return Mlp(spec.hidden_size, spec.intermediate_size, spec.mlp_bias, spec.activation)

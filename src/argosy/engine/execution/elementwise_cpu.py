@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch.nn import functional as F
 
-from argosy.engine.execution.native_calls import GateCall, NormCall
+from argosy.engine.execution.native_calls import GatedActivationCall, NormCall
 from argosy.engine.execution.native_kernels import Kernels, load_kernels
-from argosy.native import NativeUnavailable
+from argosy.native import NativeUnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from argosy.engine.execution.model_architecture import Activation, NormKind
 
-GATE_ROWS = 32
+GATE_CHUNK_ROWS = 32
 """Rows that a torch gate handles at a time, so that its float32 intermediates stay in the cache."""
 
 
@@ -37,58 +37,60 @@ class Norm(Protocol):
         """[T, size] or [T, heads, size], its last two dimensions contiguous, to the same shape."""
         ...
 
-    def after_adding(self, x: Tensor, mixed: Tensor) -> Tensor:
+    def add_and_norm(self, x: Tensor, delta: Tensor) -> Tensor:
         """Add mixed to x [T, size], in place and rounded, and norm that."""
         ...
 
 
-class RowOps(Protocol):
+class ElementwiseOps(Protocol):
     """The operations on rows that a device offers."""
 
-    def norm(self, kind: NormKind, weight: Tensor, eps: float) -> Norm:
+    def create_norm(self, kind: NormKind, weight: Tensor, eps: float) -> Norm:
         """The norm with weight [size], which says the dtype."""
         ...
 
-    def gate(self, activation: Activation) -> Callable[[Tensor], Tensor]:
+    def create_gated_activation(self, activation: Activation) -> Callable[[Tensor], Tensor]:
         """[T, 2 * size] to activation(first half) * second half, [T, size]."""
         ...
 
 
-def cpu_rows(threads: int, kernels: Callable[[], Kernels] = load_kernels) -> RowOps:
+def create_cpu_elementwise_ops(
+    threads: int, kernels: Callable[[], Kernels] = load_kernels
+) -> ElementwiseOps:
     """The native operations where they can be had, else torch's."""
     try:
-        return NativeRows(kernels(), threads)
-    except NativeUnavailable:
-        return TorchRows()  # the attention's log line says why
+        return NativeElementwiseOps(kernels(), threads)
+    except NativeUnavailableError:
+        return TorchElementwiseOps()  # the attention's log line says why
 
 
-def scale_of(kind: NormKind, weight: Tensor) -> Tensor:
+def norm_scale(kind: NormKind, weight: Tensor) -> Tensor:
     """What a norm multiplies by, float32: the weight, or 1 + weight where it is stored so."""
     wide = weight.detach().float()
     return wide + 1.0 if kind == "offset" else wide.contiguous()
 
 
 @dataclass(frozen=True, slots=True)
-class NativeRows:
+class NativeElementwiseOps:
     """csrc/rows.cpp for bfloat16 and float32, torch for other dtypes; for one thread at a time."""
 
     kernels: Kernels
     threads: int
 
-    def norm(self, kind: NormKind, weight: Tensor, eps: float) -> Norm:
+    def create_norm(self, kind: NormKind, weight: Tensor, eps: float) -> Norm:
         """See `RowOps`."""
         if weight.dtype not in self.kernels.norm:
             return TorchNorm(kind, weight, eps)
         return _NativeNorm(self, kind, weight, eps)
 
-    def gate(self, activation: Activation) -> Callable[[Tensor], Tensor]:
+    def create_gated_activation(self, activation: Activation) -> Callable[[Tensor], Tensor]:
         """See `RowOps`."""
-        functions = self.kernels.gate[activation]
-        call = GateCall(threads=self.threads)
+        functions = self.kernels.gated_activation[activation]
+        call = GatedActivationCall(threads=self.threads)
 
         def compute(x: Tensor) -> Tensor:
             if x.dtype not in functions:
-                return TorchRows().gate(activation)(x)
+                return TorchElementwiseOps().create_gated_activation(activation)(x)
             x = x.contiguous()
             rows, size = len(x), x.shape[1] // 2
             out = torch.empty((rows, size), dtype=x.dtype)
@@ -102,9 +104,11 @@ class NativeRows:
 class _NativeNorm:
     """A norm by csrc/rows.cpp; its call is kept and refilled, so it serves one thread at a time."""
 
-    def __init__(self, ops: NativeRows, kind: NormKind, weight: Tensor, eps: float) -> None:
+    def __init__(
+        self, ops: NativeElementwiseOps, kind: NormKind, weight: Tensor, eps: float
+    ) -> None:
         self._run = ops.kernels.norm[weight.dtype]
-        self._scale = scale_of(kind, weight)
+        self._scale = norm_scale(kind, weight)
         self._call = NormCall(
             weight=self._scale.data_ptr(),
             size=len(weight),
@@ -116,8 +120,8 @@ class _NativeNorm:
     def __call__(self, x: Tensor) -> Tensor:
         return self._compute(x, None)
 
-    def after_adding(self, x: Tensor, mixed: Tensor) -> Tensor:
-        return self._compute(x, mixed.contiguous().data_ptr())
+    def add_and_norm(self, x: Tensor, delta: Tensor) -> Tensor:
+        return self._compute(x, delta.contiguous().data_ptr())
 
     def _compute(self, x: Tensor, added: int | None) -> Tensor:
         call = self._call
@@ -134,20 +138,20 @@ class _NativeNorm:
 
 
 @dataclass(frozen=True, slots=True)
-class TorchRows:
+class TorchElementwiseOps:
     """The same in plain torch."""
 
-    def norm(self, kind: NormKind, weight: Tensor, eps: float) -> Norm:
+    def create_norm(self, kind: NormKind, weight: Tensor, eps: float) -> Norm:
         """See `RowOps`."""
         return TorchNorm(kind, weight, eps)
 
-    def gate(self, activation: Activation) -> Callable[[Tensor], Tensor]:
+    def create_gated_activation(self, activation: Activation) -> Callable[[Tensor], Tensor]:
         """See `RowOps`."""
         activate = _ACTIVATIONS[activation]
 
         def compute(x: Tensor) -> Tensor:
             parts = []
-            for rows in x.split(GATE_ROWS):
+            for rows in x.split(GATE_CHUNK_ROWS):
                 gate, up = rows.chunk(2, -1)
                 parts.append(activate(gate.float()).mul_(up).to(up.dtype))
             return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -159,20 +163,20 @@ class TorchNorm:
     """A norm in plain torch."""
 
     def __init__(self, kind: NormKind, weight: Tensor, eps: float) -> None:
-        self._narrow = weight.detach() if kind == "narrow" else None
-        self._scale = scale_of(kind, weight)
+        self._rounded_weight = weight.detach() if kind == "narrow" else None
+        self._scale = norm_scale(kind, weight)
         self._eps = eps
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `Norm`."""
         shape = (x.shape[-1],)
-        if self._narrow is not None:
-            return F.rms_norm(x, shape, None, self._eps).mul_(self._narrow)
+        if self._rounded_weight is not None:
+            return F.rms_norm(x, shape, None, self._eps).mul_(self._rounded_weight)
         return F.rms_norm(x.float(), shape, None, self._eps).mul_(self._scale).to(x.dtype)
 
-    def after_adding(self, x: Tensor, mixed: Tensor) -> Tensor:
+    def add_and_norm(self, x: Tensor, delta: Tensor) -> Tensor:
         """See `Norm`."""
-        return self(x.add_(mixed))
+        return self(x.add_(delta))
 
 
 def _silu(x: Tensor) -> Tensor:

@@ -8,52 +8,56 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from argosy.engine.engine_config import EngineConfig, EngineLimits, resolve
-from argosy.engine.execution.architecture_config import read_spec
-from argosy.engine.execution.checkpoint import digest, fingerprint, locate
+from argosy.engine.engine_config import EngineConfig, EngineLimits, resolve_limits
+from argosy.engine.execution.architecture_config import read_architecture
+from argosy.engine.execution.checkpoint import (
+    checkpoint_digest,
+    checkpoint_fingerprint,
+    resolve_model_path,
+)
 from argosy.engine.execution.decoder import Decoder
-from argosy.engine.execution.device import Device, cpu_device
+from argosy.engine.execution.device import Device, create_cpu_device
 from argosy.engine.execution.executor import Executor, TorchExecutor
-from argosy.engine.execution.model_architecture import ModelSpec
-from argosy.engine.execution.pack_cache import PackCache, open_packs
+from argosy.engine.execution.model_architecture import ModelArchitecture
+from argosy.engine.execution.pack_cache import PackCache, open_pack_cache
 from argosy.engine.execution.weight_loader import load_decoder
-from argosy.engine.scheduling import Admission, Plan
+from argosy.engine.scheduling import AdmittedSequence, StepPlan
 from argosy.protocol import SamplingParams
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-WARM = SamplingParams(max_tokens=1, temperature=0.0)
-COSTLY = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, logprobs=1)
+WARMUP_PARAMS = SamplingParams(max_tokens=1, temperature=0.0)
+COSTLIEST_PARAMS = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, logprobs=1)
 
 
 @dataclass(frozen=True, slots=True)
-class Built:
+class LoadedExecutor:
     """A loaded model and what it turned out to be."""
 
     executor: Executor
-    spec: ModelSpec
+    architecture: ModelArchitecture
     limits: EngineLimits
     kv_bytes_per_token: int
     load_s: float
     backend: str
     fingerprint: str
     digest: str
-    inflight: int
+    max_steps_in_flight: int
     """Steps under way while the next one is planned."""
     ridge_tokens: int
     """See `Device`."""
 
 
-def build(config: EngineConfig, progress: Callable[[str, float], None]) -> Built:
+def load_executor(config: EngineConfig, progress: Callable[[str, float], None]) -> LoadedExecutor:
     """Load the model and size its KV cache. Raises ValueError or OSError with the remedy."""
     begin = time.monotonic()
-    path = locate(config.model, config.revision)
-    state = fingerprint(path)
-    spec = _within(read_spec(path), config)
+    path = resolve_model_path(config.model, config.revision)
+    state = checkpoint_fingerprint(path)
+    spec = _limit_context(read_architecture(path), config)
     progress("preparing the kernels", 0.0)  # which are compiled at the first start
     device = choose_device(config)
     dtype = device.default_dtype if config.dtype == "auto" else DTYPES[config.dtype]
-    held = " ".join([_name(dtype), *([config.quantize] if config.quantize else [])])
-    with _packs(config, spec, (state, held, device.packing(dtype))) as packs:
+    held = " ".join([_dtype_name(dtype), *([config.quantize] if config.quantize else [])])
+    with _open_pack_cache(config, spec, (state, held, device.weight_layout_id(dtype))) as packs:
         decoder = load_decoder(
             path,
             spec,
@@ -61,32 +65,34 @@ def build(config: EngineConfig, progress: Callable[[str, float], None]) -> Built
             dtype,
             lambda done: progress("loading weights", done),
             quantize=config.quantize,
-            packs=packs,
+            pack_cache=packs,
         )
     kv_dtype = torch.float8_e4m3fn if config.kv_dtype == "fp8" else dtype
-    parts = _Parts(decoder, kv_dtype, device)
+    parts = _ExecutorFactory(decoder, kv_dtype, device)
     if kv_dtype != dtype:
-        held += f", KV {_name(kv_dtype)}"
-    limits = _sized(config, parts, f"{state} {held}", packs.mapped_bytes)
-    executor = parts.executor(limits)
+        held += f", KV {_dtype_name(kv_dtype)}"
+    limits = _resolve_limits(config, parts, f"{state} {held}", packs.mapped_bytes)
+    executor = parts.create_executor(limits)
     if config.warmup:
-        _warm_up(executor, limits, device.warm_sizes, progress)
-    return Built(
+        _warm_up(executor, limits, device.warmup_sizes, progress)
+    return LoadedExecutor(
         executor=executor,
-        spec=spec,
+        architecture=spec,
         limits=limits,
         kv_bytes_per_token=parts.kv_bytes_per_token,
         load_s=time.monotonic() - begin,
         fingerprint=f"{state} {held}",
-        digest=digest(path),
-        inflight=device.inflight if config.inflight is None else config.inflight,
+        digest=checkpoint_digest(path),
+        max_steps_in_flight=device.max_steps_in_flight
+        if config.max_steps_in_flight is None
+        else config.max_steps_in_flight,
         ridge_tokens=device.ridge_tokens,
         backend=f"{device.name} {held} {executor.attention_name}",
     )
 
 
 @dataclass(frozen=True, slots=True)
-class _Parts:
+class _ExecutorFactory:
     """What executors of one model are made of."""
 
     decoder: Decoder
@@ -96,28 +102,32 @@ class _Parts:
     @property
     def kv_bytes_per_token(self) -> int:
         """Keys and values of all layers."""
-        return self.decoder.spec.kv_bytes_per_token(self.kv_dtype.itemsize)
+        return self.decoder.architecture.kv_bytes_per_token(self.kv_dtype.itemsize)
 
-    def executor(self, limits: EngineLimits) -> TorchExecutor:
+    def create_executor(self, limits: EngineLimits) -> TorchExecutor:
         """An executor with a KV cache of its own."""
-        spec = self.decoder.spec
+        spec = self.decoder.architecture
         return TorchExecutor(
             self.decoder,
-            self.decoder.attention_for(limits.num_blocks, limits.block_size, self.kv_dtype),
+            self.decoder.create_attention(limits.num_blocks, limits.block_size, self.kv_dtype),
             limits=limits,
             vocab_size=spec.vocab_size,
             eos_token_ids=list(spec.eos_token_ids),
             device=self.device,
-            recorder=None if spec.moe else self.device.recorder,  # experts are counted on the host
+            graph_capturer=None
+            if spec.moe
+            else self.device.graph_capturer,  # experts are counted on the host
         )
 
 
-def _sized(config: EngineConfig, parts: _Parts, key: str, mapped_bytes: int) -> EngineLimits:
+def _resolve_limits(
+    config: EngineConfig, factory: _ExecutorFactory, key: str, mapped_bytes: int
+) -> EngineLimits:
     """What fits beside the largest step and the packed weights that are mapped. ValueError: nothing does.
 
     key: tells the model and its formats apart, see `Device.working_bytes`.
     """
-    device, model_max_len = parts.device, parts.decoder.spec.max_model_len
+    device, model_max_len = factory.device, factory.decoder.architecture.max_model_len
     probe = EngineLimits(
         max_model_len=model_max_len,
         max_seqs=config.max_seqs,
@@ -127,14 +137,14 @@ def _sized(config: EngineConfig, parts: _Parts, key: str, mapped_bytes: int) -> 
         host_blocks=0,
     )
     working_bytes = device.working_bytes(
-        f"{key} {probe}", lambda: _largest_step(parts.executor(probe), probe)
+        f"{key} {probe}", lambda: _run_largest_step(factory.create_executor(probe), probe)
     )
-    return resolve(
+    return resolve_limits(
         config,
         model_max_len=model_max_len,
-        kv_bytes_per_token=parts.kv_bytes_per_token,
+        kv_bytes_per_token=factory.kv_bytes_per_token,
         free_bytes=max(0, device.free_bytes() - mapped_bytes - working_bytes),
-        kv_share=device.kv_share / (1 + config.neighbours),
+        kv_memory_fraction=device.kv_share / (1 + config.colocated_replicas),
     )
 
 
@@ -145,14 +155,14 @@ def _warm_up(
     progress: Callable[[str, float], None],
 ) -> None:
     """Take every code path that has a first time: a prefill of each of these sizes that fits."""
-    fitting = [size for size in sizes if size <= _longest(limits)]
+    fitting = [size for size in sizes if size <= _max_prefill_tokens(limits)]
     for number, size in enumerate(fitting):
-        _prefill(executor, limits, [size], WARM)
+        _run_prefill(executor, limits, [size], WARMUP_PARAMS)
         progress("warming up", (number + 1) / len(fitting))
     executor.reset()
 
 
-def _within(spec: ModelSpec, config: EngineConfig) -> ModelSpec:
+def _limit_context(spec: ModelArchitecture, config: EngineConfig) -> ModelArchitecture:
     """The model limited to the length asked for; its rope tables are built for that length."""
     asked = config.max_model_len
     if asked is None or asked >= spec.max_model_len:
@@ -163,52 +173,56 @@ def _within(spec: ModelSpec, config: EngineConfig) -> ModelSpec:
 def choose_device(config: EngineConfig) -> Device:
     """The device that the settings name; "auto" takes a GPU where torch sees one."""
     if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
-        return cpu_device(config.threads, config.neighbours)
-    from argosy.engine.execution.gpu.cuda_runtime import cuda_device
+        return create_cpu_device(config.threads, config.colocated_replicas)
+    from argosy.engine.execution.gpu.cuda_runtime import create_cuda_device
 
-    return cuda_device()
+    return create_cuda_device()
 
 
-def _packs(config: EngineConfig, spec: ModelSpec, identity: tuple[str, str, str]) -> PackCache:
+def _open_pack_cache(
+    config: EngineConfig, spec: ModelArchitecture, identity: tuple[str, str, str]
+) -> PackCache:
     """The packed weights of this checkpoint, dtype and packing."""
     if not identity[-1]:
         return PackCache()
-    return open_packs(identity, need_bytes=spec.parameters * 2, limit_bytes=config.pack_cache_bytes)
+    return open_pack_cache(
+        identity, required_bytes=spec.num_parameters * 2, limit_bytes=config.pack_cache_bytes
+    )
 
 
-def _name(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _longest(limits: EngineLimits) -> int:
+def _max_prefill_tokens(limits: EngineLimits) -> int:
     """The longest prefill that one step can do."""
     return min(limits.max_model_len - 1, limits.max_step_tokens)
 
 
-def _largest_step(executor: TorchExecutor, limits: EngineLimits) -> None:
+def _run_largest_step(executor: TorchExecutor, limits: EngineLimits) -> None:
     """Fill the token budget with as many sequences as may run, each sampled in the costliest way."""
     left, counts = limits.max_step_tokens, []
     for others in reversed(range(limits.max_seqs)):
-        counts.append(min(_longest(limits), left - others))
+        counts.append(min(_max_prefill_tokens(limits), left - others))
         left -= counts[-1]
-    _prefill(executor, limits, counts, COSTLY)
+    _run_prefill(executor, limits, counts, COSTLIEST_PARAMS)
 
 
-def _prefill(
+def _run_prefill(
     executor: TorchExecutor, limits: EngineLimits, counts: list[int], params: SamplingParams
 ) -> None:
     """Compute sequences of so many tokens in one step, all in block 0: what it gives means nothing."""
     rows = list(range(len(counts)))
     blocks = [[0] * -(-count // limits.block_size) for count in counts]
-    plan = Plan(
+    plan = StepPlan(
         0,
         rows=rows,
         starts=[0] * len(rows),
         counts=counts,
-        samples=[True] * len(rows),
-        admitted=[
-            Admission(row, [0] * count, count, params, pages)
+        sample_flags=[True] * len(rows),
+        admissions=[
+            AdmittedSequence(row, [0] * count, count, params, pages)
             for row, count, pages in zip(rows, counts, blocks, strict=True)
         ],
     )
-    executor.launch(plan).result()
+    executor.submit(plan).result()

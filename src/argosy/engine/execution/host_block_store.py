@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class HostStore:
+class HostBlockStore:
     """Slot -> the bytes of one KV block of all layers."""
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class HostStore:
         self.blocks[slot] = data
         self._checksums[slot] = _checksum(data)
 
-    def load(self, slot: int) -> Tensor | None:
+    def pop(self, slot: int) -> Tensor | None:
         """The slot's block, given up by the store; None when it is missing or not what was saved."""
         data = self.blocks.pop(slot, None)
         if data is None or _checksum(data) != self._checksums.pop(slot):

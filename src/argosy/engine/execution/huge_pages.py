@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-HUGE = 2 << 20
+HUGE_PAGE_BYTES = 2 << 20
 """Bytes of a large page."""
-POPULATE_WRITE = 23
+MADV_POPULATE_WRITE = 23
 """`MADV_POPULATE_WRITE`, since Linux 5.14: take the pages now, and leave what is in them."""
 
 
@@ -42,7 +42,7 @@ def huge_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
-class Ahead:
+class PagePrefaulter:
     """Takes the pages of tables before their rows are used. Memory is taken as it is needed, not all of it at once.
 
     Tables are of one shape and dtype, contiguous and on the CPU; row i of each is used together with row i of the
@@ -53,39 +53,39 @@ class Ahead:
     def __init__(self, tables: Sequence[Tensor]) -> None:
         self._tables = tables
         self._rows = len(tables[0]) if tables else 0
-        self._width = tables[0].stride(0) * tables[0].itemsize if tables else 0
+        self._row_bytes = tables[0].stride(0) * tables[0].itemsize if tables else 0
         """Bytes of a row."""
-        self._step = max(1, HUGE // max(1, self._width))
+        self._page_rows = max(1, HUGE_PAGE_BYTES // max(1, self._row_bytes))
         """Rows for which one large page lasts."""
-        self._asked = 0
-        self._worker: ThreadPoolExecutor | None = None
+        self._requested_rows = 0
+        self._executor: ThreadPoolExecutor | None = None
         if sys.platform == "linux" and self._rows:
             self._madvise = ctypes.CDLL(None).madvise  # does not hold the interpreter's lock
             self._madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-            self._worker = ThreadPoolExecutor(1, thread_name_prefix="pages")
+            self._executor = ThreadPoolExecutor(1, thread_name_prefix="pages")
 
-    def reach(self, row: int) -> Future[bool] | None:
+    def ensure(self, row: int) -> Future[bool] | None:
         """Rows up to this one are used now: the pages of those after it are taken, if that was not asked before.
 
         The future tells whether the system did it; None: there was nothing to do.
         """
-        end = min(self._rows, (row // self._step + 3) * self._step)
-        if self._worker is None or end <= self._asked:
+        end = min(self._rows, (row // self._page_rows + 3) * self._page_rows)
+        if self._executor is None or end <= self._requested_rows:
             return None
-        begin, self._asked = self._asked, end
+        begin, self._requested_rows = self._requested_rows, end
         try:
-            return self._worker.submit(self._take, begin, end)
+            return self._executor.submit(self._prefault, begin, end)
         except RuntimeError:  # no thread is left for it, or the process is about to end
-            self._worker = None
+            self._executor = None
             return None
 
-    def _take(self, begin: int, end: int) -> bool:
-        for row in range(begin, end, self._step):
+    def _prefault(self, begin: int, end: int) -> bool:
+        for row in range(begin, end, self._page_rows):
             for table in self._tables:
-                start = table.data_ptr() + row * self._width
-                stop = table.data_ptr() + min(row + self._step, end) * self._width
+                start = table.data_ptr() + row * self._row_bytes
+                stop = table.data_ptr() + min(row + self._page_rows, end) * self._row_bytes
                 start -= start % mmap.PAGESIZE
-                if self._madvise(start, stop - start, POPULATE_WRITE) != 0:
-                    self._asked = self._rows  # it will not be able to do the others either
+                if self._madvise(start, stop - start, MADV_POPULATE_WRITE) != 0:
+                    self._requested_rows = self._rows  # it will not be able to do the others either
                     return False
         return True

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-VARIABLE = "ARGOSY_CPU_ISA"
+ISA_VARIABLE = "ARGOSY_CPU_ISA"
 """The environment variable that names the instruction set, for tests and for doubtful machines."""
-TORCH = "torch"
+TORCH_PATH = "torch"
 """The name that asks for torch's operations instead of the native kernels."""
 
 
@@ -20,9 +20,9 @@ class Isa:
     """One way to compile the kernels."""
 
     name: str
-    needs: frozenset[str]
+    required_features: frozenset[str]
     """Features of /proc/cpuinfo."""
-    flags: tuple[str, ...]
+    compiler_flags: tuple[str, ...]
     """For the compiler."""
 
 
@@ -40,37 +40,41 @@ ISAS = (
     Isa("generic", frozenset(), () if platform.machine() == "x86_64" else ("-march=native",)),
 )
 """The fastest first."""
-EMULATED = Isa("amx_emulated", _AVX2, ("-march=x86-64-v3", "-DARGOSY_AMX_EMULATED"))
+EMULATED_AMX = Isa("amx_emulated", _AVX2, ("-march=x86-64-v3", "-DARGOSY_AMX_EMULATED"))
 """The code of "amx" with the matrix unit in software: to test it on any machine, not to serve."""
 
-_LISTS = ("flags", "Features")
+_CPUINFO_KEYS = ("flags", "Features")
 """How /proc/cpuinfo calls the list of features, on x86 and on ARM."""
 
 
 def available_isas() -> list[Isa]:
     """What this CPU can run, the fastest first."""
-    return [isa for isa in ISAS if isa.needs <= cpu_features()]
+    return [isa for isa in ISAS if isa.required_features <= cpu_features()]
 
 
-def wanted_isas(name: str | None) -> list[Isa]:
+def candidate_isas(name: str | None) -> list[Isa]:
     """What to try in order: the one of that name, or of $ARGOSY_CPU_ISA, else all that can run.
 
     Empty where torch is asked for. Raises ValueError for a name that this CPU cannot run.
     """
-    name = name or os.environ.get(VARIABLE)
+    name = name or os.environ.get(ISA_VARIABLE)
     if not name:
         return available_isas()
-    if name == TORCH:
+    if name == TORCH_PATH:
         return []
     runnable = {
-        isa.name: isa for isa in (*available_isas(), EMULATED) if isa.needs <= cpu_features()
+        isa.name: isa
+        for isa in (*available_isas(), EMULATED_AMX)
+        if isa.required_features <= cpu_features()
     }
     if name not in runnable:
-        known = {isa.name: isa for isa in (*ISAS, EMULATED)}
-        lacking = sorted(known[name].needs - cpu_features()) if name in known else []
+        known = {isa.name: isa for isa in (*ISAS, EMULATED_AMX)}
+        lacking = sorted(known[name].required_features - cpu_features()) if name in known else []
         why = f"this CPU lacks {', '.join(lacking)}" if lacking else "there is no such path"
-        choices = ", ".join((*runnable, TORCH))
-        raise ValueError(f"{VARIABLE} is {name!r}, but {why}; unset it or choose one of {choices}")
+        choices = ", ".join((*runnable, TORCH_PATH))
+        raise ValueError(
+            f"{ISA_VARIABLE} is {name!r}, but {why}; unset it or choose one of {choices}"
+        )
     return [runnable[name]]
 
 
@@ -83,14 +87,14 @@ def cpu_features() -> frozenset[str]:
         return frozenset()
     lines = (line.partition(":") for line in text.splitlines())
     features = next(
-        (set(value.split()) for name, _, value in lines if name.strip() in _LISTS), set()
+        (set(value.split()) for name, _, value in lines if name.strip() in _CPUINFO_KEYS), set()
     )
-    if "amx_tile" in features and not _tiles_allowed():
+    if "amx_tile" in features and not _request_amx_permission():
         features -= {"amx_tile", "amx_bf16", "amx_int8"}
     return frozenset(features)
 
 
-def _tiles_allowed() -> bool:
+def _request_amx_permission() -> bool:
     """Ask the kernel for the use of AMX's tiles in this process (arch_prctl(2), since Linux 5.16)."""
     arch_prctl, request_permission, tile_data = 158, 0x1023, 18
     return int(ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data)) == 0

@@ -6,25 +6,25 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from argosy.engine.execution.huge_pages import Ahead
+from argosy.engine.execution.huge_pages import PagePrefaulter
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class BlockStore:
+class KvCacheTensor:
     """The KV memory of all layers, cut into blocks whose inside is the kernel's own affair."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         """keys, values: [layers, num_blocks, ...], contiguous, of one dtype and shape."""
         self.keys = keys
         self.values = values
-        self._ahead = Ahead([*keys, *values] if keys.device.type == "cpu" else [])
-        self.reach(0)
+        self._prefaulter = PagePrefaulter([*keys, *values] if keys.device.type == "cpu" else [])
+        self.ensure_block(0)
 
-    def reach(self, block: int) -> None:
+    def ensure_block(self, block: int) -> None:
         """Blocks up to this one are used now; memory for some more is taken meanwhile."""
-        self._ahead.reach(block)
+        self._prefaulter.ensure(block)
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         """Copy whole blocks, all layers: (source, destination), in order."""

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from argosy.engine.execution.batch import AttentionSpec
-from argosy.engine.execution.pack_cache import in_memory
+from argosy.engine.execution.batch import AttentionParams
+from argosy.engine.execution.pack_cache import pack_in_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,48 +24,50 @@ if TYPE_CHECKING:
     from argosy.engine.execution.elementwise_cpu import Norm
     from argosy.engine.execution.model_architecture import (
         Activation,
-        LayerSpec,
-        ModelSpec,
+        LayerArchitecture,
+        ModelArchitecture,
         NormKind,
-        NormPlace,
+        NormPosition,
     )
-    from argosy.engine.execution.pack_cache import Keep
-    from argosy.engine.execution.rope import RopeRows
+    from argosy.engine.execution.pack_cache import PackedWeightProvider
+    from argosy.engine.execution.rope import RopeRotation
 
 
-class Part(nn.Module):
+class LoadableModule(nn.Module):
     """A module whose own parameters are declared on `meta` and assigned by the loader.
 
     Parts are called by their `forward`: hooks, which a plain call looks for, have no use here.
     """
 
-    def settle(self, device: Device) -> None:
+    def process_weights_after_loading(self, device: Device) -> None:
         """Turn the assigned parameters into what computing wants; called once."""
 
 
-class Projection(Part):
+class Projection(LoadableModule):
     """x @ weight.T + bias, in the packing that the device likes, the weight rounded to `form`."""
 
     def __init__(self, cols: int, rows: int, bias: bool) -> None:  # noqa: FBT001 - data of a spec
         super().__init__()
         self.weight: nn.Parameter | None = nn.Parameter(torch.empty(rows, cols))
         self.bias = nn.Parameter(torch.empty(rows)) if bias else None
-        self.form: WeightFormat | None = None
-        self._packed: Callable[[Tensor], Tensor]
+        self.weight_format: WeightFormat | None = None
+        self._linear: Callable[[Tensor], Tensor]
 
-    def settle(self, device: Device, keep: Keep = in_memory) -> None:
+    def process_weights_after_loading(
+        self, device: Device, get_packed: PackedWeightProvider = pack_in_memory
+    ) -> None:
         """Pack the weight, or take from `keep` what it packs to, and let go of the plain one."""
         if self.weight is None:
             raise RuntimeError("settle was called twice")
-        self._packed = device.linear(self.weight, self.bias, self.form, keep)
+        self._linear = device.create_linear(self.weight, self.bias, self.weight_format, get_packed)
         self.weight = self.bias = None
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, cols] to [T, rows]."""
-        return self._packed(x)
+        return self._linear(x)
 
 
-class RmsNorm(Part):
+class RmsNorm(LoadableModule):
     """RMS norm over the last dimension, of the kind that the family has."""
 
     def __init__(self, size: int, kind: NormKind, eps: float) -> None:
@@ -75,23 +77,23 @@ class RmsNorm(Part):
         self._eps = eps
         self._norm: Norm
 
-    def settle(self, device: Device) -> None:
+    def process_weights_after_loading(self, device: Device) -> None:
         """Hand the weight to the device."""
         if self.weight is None:
             raise RuntimeError("settle was called twice")
-        self._norm = device.rows.norm(self._kind, self.weight, self._eps)
+        self._norm = device.elementwise_ops.create_norm(self._kind, self.weight, self._eps)
         self.weight = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Norm over the last dimension, which has `size` elements."""
         return self._norm(x)
 
-    def after_adding(self, x: Tensor, mixed: Tensor) -> Tensor:
+    def add_and_norm(self, x: Tensor, delta: Tensor) -> Tensor:
         """Add mixed to x [T, size], in place, and norm that."""
-        return self._norm.after_adding(x, mixed)
+        return self._norm.add_and_norm(x, delta)
 
 
-class Gate(Part):
+class GatedActivation(LoadableModule):
     """activation(first half) * second half of each row."""
 
     def __init__(self, activation: Activation) -> None:
@@ -99,9 +101,9 @@ class Gate(Part):
         self._activation = activation
         self._compute: Callable[[Tensor], Tensor]
 
-    def settle(self, device: Device) -> None:
+    def process_weights_after_loading(self, device: Device) -> None:
         """Take the device's."""
-        self._compute = device.rows.gate(self._activation)
+        self._compute = device.elementwise_ops.create_gated_activation(self._activation)
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, 2 * size] to [T, size]."""
@@ -121,45 +123,53 @@ class Mlp(nn.Module):
         super().__init__()
         self.gate_up = Projection(hidden, 2 * intermediate, bias)
         self.down = Projection(intermediate, hidden, bias)
-        self.gate = Gate(activation)
+        self.gate = GatedActivation(activation)
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, hidden] to [T, hidden]."""
         return self.down.forward(self.gate.forward(self.gate_up.forward(x)))
 
 
-class QkPlain(nn.Module):
+class NoQkNorm(nn.Module):
     """Queries and keys as they come out of their projection."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, architecture: ModelArchitecture) -> None:
         super().__init__()
-        del spec
+        del architecture
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Queries [T, heads, head_dim] and keys [T, kv_heads, head_dim] to the same shapes."""
         return q, k
 
 
-class QkHeadNorm(nn.Module):
+class PerHeadQkNorm(nn.Module):
     """Queries and keys normalised over each head."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, architecture: ModelArchitecture) -> None:
         super().__init__()
-        self.q_norm = RmsNorm(spec.head_dim, spec.norm, spec.norm_eps)
-        self.k_norm = RmsNorm(spec.head_dim, spec.norm, spec.norm_eps)
+        self.q_norm = RmsNorm(architecture.head_dim, architecture.norm_kind, architecture.norm_eps)
+        self.k_norm = RmsNorm(architecture.head_dim, architecture.norm_kind, architecture.norm_eps)
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Queries [T, heads, head_dim] and keys [T, kv_heads, head_dim] to the same shapes."""
         return self.q_norm.forward(q), self.k_norm.forward(k)
 
 
-class QkFullNorm(nn.Module):
+class FullQkNorm(nn.Module):
     """Queries normalised over all their heads together, and so keys."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, architecture: ModelArchitecture) -> None:
         super().__init__()
-        self.q_norm = RmsNorm(spec.heads * spec.head_dim, spec.norm, spec.norm_eps)
-        self.k_norm = RmsNorm(spec.kv_heads * spec.head_dim, spec.norm, spec.norm_eps)
+        self.q_norm = RmsNorm(
+            architecture.num_heads * architecture.head_dim,
+            architecture.norm_kind,
+            architecture.norm_eps,
+        )
+        self.k_norm = RmsNorm(
+            architecture.num_kv_heads * architecture.head_dim,
+            architecture.norm_kind,
+            architecture.norm_eps,
+        )
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Queries [T, heads, head_dim] and keys [T, kv_heads, head_dim] to the same shapes."""
@@ -167,64 +177,80 @@ class QkFullNorm(nn.Module):
         return flat_q.view(q.shape), flat_k.view(k.shape)
 
 
-QK_NORMS: dict[str | None, type[QkPlain | QkHeadNorm | QkFullNorm]] = {
-    None: QkPlain,
-    "head": QkHeadNorm,
-    "full": QkFullNorm,
+QK_NORMS: dict[str | None, type[NoQkNorm | PerHeadQkNorm | FullQkNorm]] = {
+    None: NoQkNorm,
+    "head": PerHeadQkNorm,
+    "full": FullQkNorm,
 }
 
 
-class Skip(Part):
+class IdentityNorm(LoadableModule):
     """Where a family has no norm."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Give x back."""
         return x
 
-    def after_adding(self, x: Tensor, mixed: Tensor) -> Tensor:
+    def add_and_norm(self, x: Tensor, delta: Tensor) -> Tensor:
         """Add mixed to x, in place."""
-        return x.add_(mixed)
+        return x.add_(delta)
 
 
-class Layer(nn.Module):
+class DecoderLayer(nn.Module):
     """One decoder layer: attention and MLP, each between the norms that the family has."""
 
-    def __init__(self, spec: ModelSpec, layer: LayerSpec, index: int, mlp: nn.Module) -> None:
+    def __init__(
+        self, architecture: ModelArchitecture, layer: LayerArchitecture, index: int, mlp: nn.Module
+    ) -> None:
         super().__init__()
         self.qkv = Projection(
-            spec.hidden, (spec.heads + 2 * spec.kv_heads) * spec.head_dim, spec.qkv_bias
+            architecture.hidden_size,
+            (architecture.num_heads + 2 * architecture.num_kv_heads) * architecture.head_dim,
+            architecture.qkv_bias,
         )
-        self.qk = QK_NORMS[spec.qk_norm](spec)
-        self.o = Projection(spec.heads * spec.head_dim, spec.hidden, spec.o_bias)
+        self.qk = QK_NORMS[architecture.qk_norm](architecture)
+        self.o = Projection(
+            architecture.num_heads * architecture.head_dim,
+            architecture.hidden_size,
+            architecture.o_bias,
+        )
         self.mlp = mlp
-        self.attention_in = _norm(spec, "attention_in")
-        self.attention_out = _norm(spec, "attention_out")
-        self.mlp_in = _norm(spec, "mlp_in")
-        self.mlp_out = _norm(spec, "mlp_out")
-        self.rope = layer.rope
-        self._split = (spec.heads, spec.kv_heads, spec.kv_heads)
-        self._head_dim = spec.head_dim
-        self._attention = AttentionSpec(
+        self.attention_in = _build_norm(architecture, "attention_in")
+        self.attention_out = _build_norm(architecture, "attention_out")
+        self.mlp_in = _build_norm(architecture, "mlp_in")
+        self.mlp_out = _build_norm(architecture, "mlp_out")
+        self.rope_index = layer.rope_index
+        self._head_counts = (
+            architecture.num_heads,
+            architecture.num_kv_heads,
+            architecture.num_kv_heads,
+        )
+        self._head_dim = architecture.head_dim
+        self._attention_params = AttentionParams(
             layer=index,
-            scale=spec.attention_scale,
-            window=layer.window,
-            softcap=spec.attention_softcap,
+            scale=architecture.attention_scale,
+            sliding_window=layer.sliding_window,
+            softcap=architecture.attention_softcap,
         )
 
-    def forward(self, x: Tensor, rope: RopeRows, batch: Batch, attention: Attention) -> Tensor:
+    def forward(self, x: Tensor, rope: RopeRotation, batch: Batch, attention: Attention) -> Tensor:
         """Add the layer to the residual stream x [T, hidden], in place; returns x."""
         mixed = self._attend(self.attention_in.forward(x), rope, batch, attention)
-        normed = self.mlp_in.after_adding(x, self.attention_out.forward(mixed))
+        normed = self.mlp_in.add_and_norm(x, self.attention_out.forward(mixed))
         mixed = self.mlp.forward(normed)
         return x.add_(self.mlp_out.forward(mixed))
 
-    def _attend(self, x: Tensor, rope: RopeRows, batch: Batch, attention: Attention) -> Tensor:
+    def _attend(self, x: Tensor, rope: RopeRotation, batch: Batch, attention: Attention) -> Tensor:
         heads = self.qkv.forward(x).view(len(x), -1, self._head_dim)
-        q, k, v = heads.split_with_sizes(self._split, 1)
+        q, k, v = heads.split_with_sizes(self._head_counts, 1)
         q, k = self.qk.forward(q, k)
-        mixed = attention(q, k, v, batch, self._attention, rope)
+        mixed = attention(q, k, v, batch, self._attention_params, rope)
         return self.o.forward(mixed.flatten(1))
 
 
-def _norm(spec: ModelSpec, place: NormPlace) -> RmsNorm | Skip:
-    return RmsNorm(spec.hidden, spec.norm, spec.norm_eps) if place in spec.norms else Skip()
+def _build_norm(spec: ModelArchitecture, position: NormPosition) -> RmsNorm | IdentityNorm:
+    return (
+        RmsNorm(spec.hidden_size, spec.norm_kind, spec.norm_eps)
+        if position in spec.norm_positions
+        else IdentityNorm()
+    )

@@ -10,19 +10,22 @@ from torch.nn import functional as F
 
 from argosy.engine.execution.native_calls import LinearCall
 from argosy.engine.execution.native_kernels import Kernels, load_kernels
-from argosy.engine.execution.pack_cache import in_memory
-from argosy.native import NativeUnavailable
+from argosy.engine.execution.pack_cache import pack_in_memory
+from argosy.native import NativeUnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
-    from argosy.engine.execution.pack_cache import Keep
+    from argosy.engine.execution.pack_cache import PackedWeightProvider
 
 
-def cpu_linear(
-    weight: Tensor, bias: Tensor | None, threads: int, keep: Keep = in_memory
+def create_cpu_linear(
+    weight: Tensor,
+    bias: Tensor | None,
+    threads: int,
+    get_packed: PackedWeightProvider = pack_in_memory,
 ) -> Callable[[Tensor], Tensor]:
     """Pack weight [N, K] and bias [N]; the result maps [T, K] to [T, N] in their dtype.
 
@@ -31,14 +34,16 @@ def cpu_linear(
     """
     if weight.dtype == torch.bfloat16:
         try:
-            return NativeLinear(load_kernels(), weight, bias, threads, keep)
-        except NativeUnavailable:
+            return NativeLinear(load_kernels(), weight, bias, threads, get_packed)
+        except NativeUnavailableError:
             pass  # the attention's log line says why
-    product = PackedLinear(weight, bias) if _packs(weight.dtype) else _DenseLinear(weight, bias)
+    product = (
+        OnednnLinear(weight, bias) if _onednn_packs(weight.dtype) else _DenseLinear(weight, bias)
+    )
     return _TiledLinear(product) if weight.dtype == torch.bfloat16 else product
 
 
-def _packs(dtype: torch.dtype) -> bool:
+def _onednn_packs(dtype: torch.dtype) -> bool:
     """Whether oneDNN packs weights of it on this CPU."""
     if not torch.backends.mkldnn.is_available():
         return False
@@ -56,7 +61,7 @@ class NativeLinear:
         weight: Tensor,
         bias: Tensor | None,
         threads: int,
-        keep: Keep = in_memory,
+        get_packed: PackedWeightProvider = pack_in_memory,
     ) -> None:
         """`weight` may be on meta where `keep` has what it packs to."""
         outs, cols = weight.shape
@@ -66,25 +71,25 @@ class NativeLinear:
             dense = weight.detach().contiguous()
             kernels.linear_pack(dense.data_ptr(), outs, cols, packed.data_ptr(), threads)
 
-        packed = keep(kernels.linear_bytes(outs, cols), pack)
-        self._product = NativeProduct(packed, outs, bias, threads)
+        packed = get_packed(kernels.linear_packed_bytes(outs, cols), pack)
+        self._matmul = NativeMatmul(packed, outs, bias, threads)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, K] to [T, N]."""
-        return self._product(self._compute, x)
+        return self._matmul(self._compute, x)
 
 
-class NativeProduct:
+class NativeMatmul:
     """A weight that a kernel has packed for itself, and the bias."""
 
-    BLOCK = 32
+    OUTPUT_BLOCK = 32
     """Outputs that kernels compute together: the bias is padded to a multiple of it."""
 
-    def __init__(self, packed: Tensor, outs: int, bias: Tensor | None, threads: int) -> None:
+    def __init__(self, packed: Tensor, num_outputs: int, bias: Tensor | None, threads: int) -> None:
         self._packed = packed
-        self._outs = outs
+        self._num_outputs = num_outputs
         self._threads = threads
-        padding = (0, -outs % self.BLOCK)
+        padding = (0, -num_outputs % self.OUTPUT_BLOCK)
         self._bias = None if bias is None else F.pad(bias.detach().float(), padding)
 
     def __call__(self, compute: Callable[[int], int], x: Tensor) -> Tensor:
@@ -92,7 +97,7 @@ class NativeProduct:
         if x.stride(1) != 1:
             x = x.contiguous()
         rows, cols = x.shape
-        out = torch.empty(rows, self._outs, dtype=x.dtype)
+        out = torch.empty(rows, self._num_outputs, dtype=x.dtype)
         call = LinearCall(
             x.data_ptr(),
             self._packed.data_ptr(),
@@ -100,7 +105,7 @@ class NativeProduct:
             out.data_ptr(),
             rows,
             cols,
-            self._outs,
+            self._num_outputs,
             x.stride(0),
             self._threads,
         )
@@ -108,12 +113,12 @@ class NativeProduct:
         return out
 
 
-class PackedLinear:
+class OnednnLinear:
     """x @ weight.T + bias, with the weight in oneDNN's own blocked layout."""
 
     ROWS_HINT = 64
     """The batch for which oneDNN picks the layout; any batch runs."""
-    SHORT = 1024
+    MAX_STABLE_COLS = 1024
     """Above this K a single row takes another kernel than two: it is computed twice."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -121,11 +126,11 @@ class PackedLinear:
             weight.detach().contiguous(), self.ROWS_HINT
         )
         self._bias = bias
-        self._long = weight.shape[1] > self.SHORT
+        self._duplicates_single_row = weight.shape[1] > self.MAX_STABLE_COLS
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, K] to [T, N]."""
-        if self._long and len(x) == 1:
+        if self._duplicates_single_row and len(x) == 1:
             return self(x.expand(2, -1).contiguous())[:1]
         out: Tensor = torch.ops.mkldnn._linear_pointwise(  # noqa: SLF001 - the only entry
             x, self._weight, self._bias, "none", [], ""
@@ -140,16 +145,16 @@ class _TiledLinear:
     times its own product, a long batch 1.9 times: between tiles of 8 and 32, the least of both.
     """
 
-    ROWS = 16
+    TILE_ROWS = 16
 
     def __init__(self, product: Callable[[Tensor], Tensor]) -> None:
-        self._product = product
+        self._linear = product
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, K] to [T, N]."""
         rows = len(x)
-        tiles = F.pad(x, (0, 0, 0, -rows % self.ROWS)).split(self.ROWS)
-        return torch.cat([self._product(tile) for tile in tiles])[:rows]
+        tiles = F.pad(x, (0, 0, 0, -rows % self.TILE_ROWS)).split(self.TILE_ROWS)
+        return torch.cat([self._linear(tile) for tile in tiles])[:rows]
 
 
 class _DenseLinear:

@@ -6,11 +6,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from argosy.engine.execution.linear_cpu import NativeProduct
+from argosy.engine.execution.linear_cpu import NativeMatmul
 from argosy.engine.execution.native_kernels import Kernels, load_kernels
-from argosy.engine.execution.pack_cache import in_memory
-from argosy.engine.execution.quantization import NOT_FINITE, quantize_weight, quantized_linear
-from argosy.native import NativeUnavailable
+from argosy.engine.execution.pack_cache import pack_in_memory
+from argosy.engine.execution.quantization import (
+    NON_FINITE_WEIGHT,
+    quantize_weight,
+    quantized_linear,
+)
+from argosy.native import NativeUnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,17 +22,21 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from argosy.engine.engine_config import IntFormat
-    from argosy.engine.execution.pack_cache import Keep
+    from argosy.engine.execution.pack_cache import PackedWeightProvider
 
 
-def int_linear(
-    weight: Tensor, bias: Tensor | None, form: IntFormat, threads: int, keep: Keep = in_memory
+def create_int_linear(
+    weight: Tensor,
+    bias: Tensor | None,
+    weight_format: IntFormat,
+    threads: int,
+    get_packed: PackedWeightProvider = pack_in_memory,
 ) -> Callable[[Tensor], Tensor]:
     """Round weight [N, K] and pack it; the result maps [T, K] to [T, N] in their dtype."""
     try:
-        return NativeIntLinear(load_kernels(), weight, bias, form, threads, keep)
-    except NativeUnavailable:
-        return TorchIntLinear(weight, bias, form)  # the attention's log line says why
+        return NativeIntLinear(load_kernels(), weight, bias, weight_format, threads, get_packed)
+    except NativeUnavailableError:
+        return TorchIntLinear(weight, bias, weight_format)  # the attention's log line says why
 
 
 class NativeIntLinear:
@@ -39,44 +47,44 @@ class NativeIntLinear:
         kernels: Kernels,
         weight: Tensor,
         bias: Tensor | None,
-        form: IntFormat,
+        weight_format: IntFormat,
         threads: int,
-        keep: Keep = in_memory,
+        get_packed: PackedWeightProvider = pack_in_memory,
     ) -> None:
         """`weight` may be on meta where `keep` has what it packs to."""
         outs, cols = weight.shape
-        native = kernels.linear_int[form]
-        self._compute = native.compute
+        native = kernels.linear_int[weight_format]
+        self._compute = native.linear_by_dtype
 
         def pack(packed: Tensor) -> None:
             dense = weight.detach().contiguous()
-            if dense.dtype not in native.pack:
+            if dense.dtype not in native.pack_by_dtype:
                 dense = dense.float()
-            finite = native.pack[dense.dtype](
+            finite = native.pack_by_dtype[dense.dtype](
                 dense.data_ptr(), outs, cols, packed.data_ptr(), threads
             )
             if not finite:
-                raise ValueError(NOT_FINITE)
+                raise ValueError(NON_FINITE_WEIGHT)
 
-        packed = keep(native.size(outs, cols), pack)
-        self._product = NativeProduct(packed, outs, bias, threads)
+        packed = get_packed(native.packed_bytes(outs, cols), pack)
+        self._matmul = NativeMatmul(packed, outs, bias, threads)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, K] to [T, N]."""
         if x.dtype not in self._compute:
             return self(x.float()).to(x.dtype)
-        return self._product(self._compute[x.dtype], x)
+        return self._matmul(self._compute[x.dtype], x)
 
 
 class TorchIntLinear:
     """The same in plain torch, the weight as whole numbers of 8 bits in both formats."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, form: IntFormat) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, weight_format: IntFormat) -> None:
         self._integers = torch.empty(weight.shape, dtype=torch.int8)
         scales: list[Tensor] = []
         row = 0
-        for part in quantize_weight(weight, form):
-            self._integers[row : row + len(part.values)] = part.integers()
+        for part in quantize_weight(weight, weight_format):
+            self._integers[row : row + len(part.values)] = part.to_int8()
             scales.append(part.scales)
             row += len(part.values)
         self._scales = torch.cat(scales)

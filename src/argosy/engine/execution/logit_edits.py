@@ -10,25 +10,25 @@ if TYPE_CHECKING:
 INFINITY = float("inf")
 
 
-class Edits:
+class LogitEdits:
     """Changes of `logits` [S, V] float32, one over the other, until `undo`."""
 
     def __init__(self, logits: Tensor) -> None:
         self.logits = logits
-        self._old: list[tuple[tuple[Tensor, ...], Tensor]] = []
+        self._saved: list[tuple[tuple[Tensor, ...], Tensor]] = []
 
-    def put(self, where: tuple[Tensor, ...], values: Tensor) -> None:
+    def set_values(self, index: tuple[Tensor, ...], values: Tensor) -> None:
         """Set `logits[where]`; a place that is named twice is given one value."""
-        self._old.append((where, self.logits[where]))
-        self.logits[where] = values
+        self._saved.append((index, self.logits[index]))
+        self.logits[index] = values
 
-    def bar(self, where: tuple[Tensor, ...]) -> None:
+    def mask_out(self, index: tuple[Tensor, ...]) -> None:
         """Let `logits[where]` never be drawn; NaN and infinity stay, for the draw to find."""
-        values = self.logits[where]
-        self.put(where, values.masked_fill(values < INFINITY, -INFINITY))
+        values = self.logits[index]
+        self.set_values(index, values.masked_fill(values < INFINITY, -INFINITY))
 
     def undo(self) -> None:
         """Give the logits back, bit for bit."""
-        for where, values in reversed(self._old):
+        for where, values in reversed(self._saved):
             self.logits[where] = values
-        self._old.clear()
+        self._saved.clear()

@@ -11,12 +11,12 @@ NormKind = Literal["narrow", "wide", "offset"]
 """RMS norm in float32 and then: round and multiply by w; multiply by w and round; the same by 1 + w."""
 QkNorm = Literal["head", "full"]
 """Norm of queries and keys over each head, or over all heads together."""
-NormPlace = Literal["attention_in", "attention_out", "mlp_in", "mlp_out"]
+NormPosition = Literal["attention_in", "attention_out", "mlp_in", "mlp_out"]
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 
 
 @dataclass(frozen=True, slots=True)
-class RopeSpec:
+class RopeParams:
     """One rotary position embedding (Su et al. 2021) with its scaling."""
 
     kind: RopeKind
@@ -33,7 +33,7 @@ class RopeSpec:
     """llama3: wavelengths between original_max_len / high and / low are blended."""
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    truncate: bool = True
+    round_bounds: bool = True
     """yarn (Peng et al. 2023): rotations that bound the blend, and whether its ends are whole."""
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
@@ -41,33 +41,33 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerSpec:
+class LayerArchitecture:
     """What differs from layer to layer."""
 
-    window: int | None
+    sliding_window: int | None
     """A token sees itself and the `window - 1` tokens before it; None: all before it."""
-    rope: int
+    rope_index: int
     """Index into `ModelSpec.ropes`."""
-    sparse: bool
+    is_moe: bool
     """Whether the MLP is a mixture of experts."""
 
 
 @dataclass(frozen=True, slots=True)
-class MoeSpec:
+class MoeArchitecture:
     """A mixture of experts (Shazeer et al. 2017) in place of the MLP."""
 
-    experts: int
-    active: int
+    num_experts: int
+    num_experts_per_token: int
     """Experts that a token visits."""
-    intermediate: int
-    normalize: bool
+    intermediate_size: int
+    normalize_weights: bool
     """Whether the chosen experts' weights are scaled to sum to 1."""
     round_weights: bool
     """Whether those weights are rounded to the model's dtype."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSpec:
+class ModelArchitecture:
     """A decoder-only transformer: everything that the loader, the decoder and the planner need.
 
     `dataclasses.replace(spec, max_model_len=n)` serves a shorter context: the rope tables, and the
@@ -76,12 +76,12 @@ class ModelSpec:
 
     family: str
     architecture: str
-    layers: int
-    hidden: int
-    intermediate: int
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
     """Width of a dense layer's MLP."""
-    heads: int
-    kv_heads: int
+    num_heads: int
+    num_kv_heads: int
     head_dim: int
     vocab_size: int
     max_model_len: int
@@ -91,9 +91,9 @@ class ModelSpec:
     dtype: str
     """The dtype that the checkpoint names; float32 where it names none."""
     activation: Activation
-    norm: NormKind
+    norm_kind: NormKind
     norm_eps: float
-    norms: frozenset[NormPlace]
+    norm_positions: frozenset[NormPosition]
     """Where a layer has norms."""
     qk_norm: QkNorm | None
     qkv_bias: bool
@@ -102,66 +102,72 @@ class ModelSpec:
     attention_scale: float
     attention_softcap: float | None
     logit_softcap: float | None
-    embed_scale: float | None
-    tied: bool
+    embedding_scale: float | None
+    tied_embeddings: bool
     """Whether the output matrix is the embedding."""
-    ropes: tuple[RopeSpec, ...]
-    layer_specs: tuple[LayerSpec, ...]
-    moe: MoeSpec | None
+    ropes: tuple[RopeParams, ...]
+    layer_architectures: tuple[LayerArchitecture, ...]
+    moe: MoeArchitecture | None
 
     @property
-    def parameters(self) -> int:
+    def num_parameters(self) -> int:
         """Weights of the checkpoint, a tied output matrix counted once."""
-        embedding = self.vocab_size * self.hidden
-        ends = embedding if self.tied else 2 * embedding
-        return ends + self.hidden + sum(self._layer_parameters(spec) for spec in self.layer_specs)
+        embedding = self.vocab_size * self.hidden_size
+        ends = embedding if self.tied_embeddings else 2 * embedding
+        return (
+            ends
+            + self.hidden_size
+            + sum(self._num_layer_parameters(spec) for spec in self.layer_architectures)
+        )
 
     @property
-    def active_parameters(self) -> int:
+    def num_active_parameters(self) -> int:
         """Weights that one token passes through; fewer than `parameters` with experts."""
         if self.moe is None:
-            return self.parameters
-        idle = self.moe.experts - self.moe.active
-        sparse = sum(spec.sparse for spec in self.layer_specs)
-        return self.parameters - sparse * idle * 3 * self.hidden * self.moe.intermediate
+            return self.num_parameters
+        idle = self.moe.num_experts - self.moe.num_experts_per_token
+        sparse = sum(spec.is_moe for spec in self.layer_architectures)
+        return (
+            self.num_parameters - sparse * idle * 3 * self.hidden_size * self.moe.intermediate_size
+        )
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         """Bytes of keys and values that one token leaves in the cache, all layers together."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * dtype_bytes
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype_bytes
 
-    def _layer_parameters(self, spec: LayerSpec) -> int:
-        query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        attention = self.hidden * (2 * query + 2 * key)
-        attention += self.qkv_bias * (query + 2 * key) + self.o_bias * self.hidden
+    def _num_layer_parameters(self, spec: LayerArchitecture) -> int:
+        query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        attention = self.hidden_size * (2 * query + 2 * key)
+        attention += self.qkv_bias * (query + 2 * key) + self.o_bias * self.hidden_size
         if self.qk_norm is not None:
             attention += query + key if self.qk_norm == "full" else 2 * self.head_dim
-        norms = len(self.norms) * self.hidden
-        if spec.sparse and self.moe is not None:
-            expert = 3 * self.hidden * self.moe.intermediate
-            return attention + norms + self.moe.experts * (expert + self.hidden)
-        biases = self.mlp_bias * (2 * self.intermediate + self.hidden)
-        return attention + norms + 3 * self.hidden * self.intermediate + biases
+        norms = len(self.norm_positions) * self.hidden_size
+        if spec.is_moe and self.moe is not None:
+            expert = 3 * self.hidden_size * self.moe.intermediate_size
+            return attention + norms + self.moe.num_experts * (expert + self.hidden_size)
+        biases = self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
+        return attention + norms + 3 * self.hidden_size * self.intermediate_size + biases
 
 
 @dataclass(frozen=True, slots=True)
-class Description:
+class ModelSummary:
     """The figures that `argosy models` shows."""
 
     architecture: str
-    parameters: int
-    active_parameters: int
+    num_parameters: int
+    num_active_parameters: int
     weight_bytes: int
     kv_bytes_per_token: int
     max_model_len: int
 
 
-def describe(spec: ModelSpec, dtype_bytes: int) -> Description:
+def summarize_model(architecture: ModelArchitecture, dtype_bytes: int) -> ModelSummary:
     """The model's size when weights and KV cache are held in elements of `dtype_bytes`."""
-    return Description(
-        architecture=spec.architecture,
-        parameters=spec.parameters,
-        active_parameters=spec.active_parameters,
-        weight_bytes=spec.parameters * dtype_bytes,
-        kv_bytes_per_token=spec.kv_bytes_per_token(dtype_bytes),
-        max_model_len=spec.max_model_len,
+    return ModelSummary(
+        architecture=architecture.architecture,
+        num_parameters=architecture.num_parameters,
+        num_active_parameters=architecture.num_active_parameters,
+        weight_bytes=architecture.num_parameters * dtype_bytes,
+        kv_bytes_per_token=architecture.kv_bytes_per_token(dtype_bytes),
+        max_model_len=architecture.max_model_len,
     )

@@ -8,13 +8,18 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from argosy.engine.execution.model_architecture import ModelSpec, NormKind, NormPlace, QkNorm
+    from argosy.engine.execution.model_architecture import (
+        ModelArchitecture,
+        NormKind,
+        NormPosition,
+        QkNorm,
+    )
 
-Names = dict[str, tuple[tuple[str, ...], ...]]
+WeightNames = dict[str, tuple[tuple[str, ...], ...]]
 """Our name for a matrix or a norm -> the ways checkpoints store it; each way names the parts that
 are concatenated, rows after rows. `[{e}]` takes entry e of a tensor that holds all experts."""
 
-_ATTENTION: Names = {
+_ATTENTION: WeightNames = {
     "qkv": (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),),
     "o": (("self_attn.o_proj",),),
     "qk.q_norm": (("self_attn.q_norm",),),
@@ -22,17 +27,17 @@ _ATTENTION: Names = {
     "attention_in": (("input_layernorm",),),
     "mlp_in": (("post_attention_layernorm",),),
 }
-_DENSE: Names = {
+_DENSE: WeightNames = {
     **_ATTENTION,
     "mlp.gate_up": (("mlp.gate_proj", "mlp.up_proj"),),
     "mlp.down": (("mlp.down_proj",),),
 }
-_FUSED: Names = {
+_FUSED: WeightNames = {
     **_DENSE,
     "qkv": (("self_attn.qkv_proj",),),
     "mlp.gate_up": (("mlp.gate_up_proj",),),
 }
-_MOE: Names = {
+_MOE: WeightNames = {
     **_DENSE,
     "mlp.router": (("mlp.gate",), ("block_sparse_moe.gate",)),
     "mlp.experts.gate_up": (
@@ -46,40 +51,40 @@ _MOE: Names = {
         ("mlp.experts.down_proj[{e}]",),
     ),
 }
-_AFTER: Names = {
+_POST_NORM: WeightNames = {
     **_DENSE,
     "attention_out": (("post_attention_layernorm",),),
     "mlp_out": (("post_feedforward_layernorm",),),
 }
-_AROUND: Names = {
-    **_AFTER,
+_SANDWICH_NORM: WeightNames = {
+    **_POST_NORM,
     "mlp_in": (("pre_feedforward_layernorm",),),
 }
 
-_BEFORE_NORMS: frozenset[NormPlace] = frozenset({"attention_in", "mlp_in"})
-_AFTER_NORMS: frozenset[NormPlace] = frozenset({"attention_out", "mlp_out"})
+_PRE_NORM_POSITIONS: frozenset[NormPosition] = frozenset({"attention_in", "mlp_in"})
+_POST_NORM_POSITIONS: frozenset[NormPosition] = frozenset({"attention_out", "mlp_out"})
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class ModelFamily:
     """How one family departs from Llama."""
 
-    names: Names = field(default_factory=lambda: _DENSE)
+    weight_names: WeightNames = field(default_factory=lambda: _DENSE)
     prefixes: tuple[str, ...] = ("model.",)
     """Where a checkpoint keeps the decoder; the first that is there counts."""
     defaults: Mapping[str, object] = field(default_factory=dict)
     """What an absent key of config.json stands for."""
-    bias: Literal["stated", "qkv", "none"] = "stated"
+    attention_bias: Literal["stated", "qkv", "none"] = "stated"
     """Attention biases: on all four matrices if `attention_bias` says so, on q, k, v, or none."""
-    windows: Literal["none", "all", "upper", "pattern"] = "none"
+    sliding_windows: Literal["none", "all", "upper", "pattern"] = "none"
     """Which layers slide when `layer_types` does not say: all, those from `max_window_layers` up,
     or all but each n-th."""
-    norm: NormKind = "narrow"
-    norms: frozenset[NormPlace] = _BEFORE_NORMS
+    norm_kind: NormKind = "narrow"
+    norm_positions: frozenset[NormPosition] = _PRE_NORM_POSITIONS
     qk_norm: QkNorm | None = None
-    gemma: bool = False
+    is_gemma: bool = False
     """Embedding times sqrt(hidden), softcaps, and queries scaled by `query_pre_attn_scalar`."""
-    moe: Literal["mixtral", "qwen"] | None = None
+    moe_style: Literal["mixtral", "qwen"] | None = None
 
 
 _COMMON: dict[str, object] = {"rope_theta": 10_000.0, "rms_norm_eps": 1e-6}
@@ -94,21 +99,21 @@ _GEMMA: dict[str, object] = {
     "bos_token_id": 2,
     "eos_token_id": 1,
 }
-_GEMMA_2 = Family(
-    names=_AROUND,
-    windows="pattern",
-    norm="offset",
-    norms=_BEFORE_NORMS | _AFTER_NORMS,
-    gemma=True,
+_GEMMA_2 = ModelFamily(
+    weight_names=_SANDWICH_NORM,
+    sliding_windows="pattern",
+    norm_kind="offset",
+    norm_positions=_PRE_NORM_POSITIONS | _POST_NORM_POSITIONS,
+    is_gemma=True,
     defaults=_GEMMA | {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
 )
-_GEMMA_3 = Family(
-    names=_AROUND,
-    windows="pattern",
-    norm="offset",
-    norms=_BEFORE_NORMS | _AFTER_NORMS,
+_GEMMA_3 = ModelFamily(
+    weight_names=_SANDWICH_NORM,
+    sliding_windows="pattern",
+    norm_kind="offset",
+    norm_positions=_PRE_NORM_POSITIONS | _POST_NORM_POSITIONS,
     qk_norm="head",
-    gemma=True,
+    is_gemma=True,
     prefixes=("model.", "language_model.model.", "model.language_model."),
     defaults=_GEMMA
     | {
@@ -124,21 +129,23 @@ _GEMMA_3 = Family(
 _SLIDING: dict[str, object] = {**_COMMON, "sliding_window": 4096}
 _QWEN: dict[str, object] = {**_SLIDING, "max_window_layers": 28}
 
-FAMILIES: dict[str, Family] = {
-    "LlamaForCausalLM": Family(defaults=_COMMON),
-    "MistralForCausalLM": Family(bias="none", windows="all", defaults=_SLIDING),
-    "Qwen2ForCausalLM": Family(bias="qkv", windows="upper", defaults=_QWEN),
-    "Qwen3ForCausalLM": Family(
-        qk_norm="head", windows="upper", defaults={**_QWEN, "head_dim": 128}
+FAMILIES: dict[str, ModelFamily] = {
+    "LlamaForCausalLM": ModelFamily(defaults=_COMMON),
+    "MistralForCausalLM": ModelFamily(
+        attention_bias="none", sliding_windows="all", defaults=_SLIDING
     ),
-    "Qwen3MoeForCausalLM": Family(
-        names=_MOE, qk_norm="head", windows="upper", moe="qwen", defaults=_QWEN
+    "Qwen2ForCausalLM": ModelFamily(attention_bias="qkv", sliding_windows="upper", defaults=_QWEN),
+    "Qwen3ForCausalLM": ModelFamily(
+        qk_norm="head", sliding_windows="upper", defaults={**_QWEN, "head_dim": 128}
     ),
-    "MixtralForCausalLM": Family(
-        names=_MOE,
-        bias="none",
-        windows="all",
-        moe="mixtral",
+    "Qwen3MoeForCausalLM": ModelFamily(
+        weight_names=_MOE, qk_norm="head", sliding_windows="upper", moe_style="qwen", defaults=_QWEN
+    ),
+    "MixtralForCausalLM": ModelFamily(
+        weight_names=_MOE,
+        attention_bias="none",
+        sliding_windows="all",
+        moe_style="mixtral",
         defaults={
             "rope_theta": 1_000_000.0,
             "rms_norm_eps": 1e-5,
@@ -146,16 +153,16 @@ FAMILIES: dict[str, Family] = {
             "num_local_experts": 8,
         },
     ),
-    "Phi3ForCausalLM": Family(
-        names=_FUSED,
-        bias="none",
-        windows="all",
+    "Phi3ForCausalLM": ModelFamily(
+        weight_names=_FUSED,
+        attention_bias="none",
+        sliding_windows="all",
         defaults={**_COMMON, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
     ),
-    "Olmo2ForCausalLM": Family(
-        names=_AFTER,
-        norm="wide",
-        norms=_AFTER_NORMS,
+    "Olmo2ForCausalLM": ModelFamily(
+        weight_names=_POST_NORM,
+        norm_kind="wide",
+        norm_positions=_POST_NORM_POSITIONS,
         qk_norm="full",
         defaults={**_COMMON, "rms_norm_eps": 1e-5},
     ),
@@ -166,7 +173,7 @@ FAMILIES: dict[str, Family] = {
 """By the name in `architectures`. A new family is a row here."""
 
 
-def parts_of(spec: ModelSpec, parameter: str) -> tuple[tuple[str, ...], ...]:
+def checkpoint_tensor_names(spec: ModelArchitecture, parameter: str) -> tuple[tuple[str, ...], ...]:
     """The ways a checkpoint may store a parameter of the decoder, most usual first.
 
     A way is the tensors whose rows, one after the other, make the parameter; `name[i]` is entry i
@@ -185,13 +192,13 @@ def parts_of(spec: ModelSpec, parameter: str) -> tuple[tuple[str, ...], ...]:
         _, _, expert, inner = inner.split(".", 3)
         inner = f"mlp.experts.{inner}"
     return tuple(
-        tuple(_stored(f"{prefix}layers.{layer}.{part}", expert, kind) for part in way)
+        tuple(_tensor_name(f"{prefix}layers.{layer}.{part}", expert, kind) for part in way)
         for prefix in family.prefixes
-        for way in family.names[inner]
+        for way in family.weight_names[inner]
     )
 
 
-def _stored(part: str, expert: str, kind: str) -> str:
+def _tensor_name(part: str, expert: str, kind: str) -> str:
     """A part's full name; a tensor that holds all experts carries no `.weight`."""
     name = part.replace("{e}", expert)
     return name if name.endswith("]") else f"{name}.{kind}"

@@ -12,28 +12,28 @@ from argosy.engine.execution.layers import Mlp, Projection
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from argosy.engine.execution.model_architecture import Activation, MoeSpec
+    from argosy.engine.execution.model_architecture import Activation, MoeArchitecture
 
 
-class Mixture(nn.Module):
+class MixtureOfExperts(nn.Module):
     """Each token visits its `active` likeliest experts (Shazeer et al. 2017; Jiang et al. 2024)."""
 
-    def __init__(self, hidden: int, spec: MoeSpec, activation: Activation) -> None:
+    def __init__(self, hidden: int, architecture: MoeArchitecture, activation: Activation) -> None:
         super().__init__()
-        self.router = Projection(hidden, spec.experts, bias=False)
+        self.router = Projection(hidden, architecture.num_experts, bias=False)
         self.experts = nn.ModuleList(
-            Mlp(hidden, spec.intermediate, bias=False, activation=activation)
-            for _ in range(spec.experts)
+            Mlp(hidden, architecture.intermediate_size, bias=False, activation=activation)
+            for _ in range(architecture.num_experts)
         )
-        self._spec = spec
+        self._architecture = architecture
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, hidden] to [T, hidden]; a token's experts are added likeliest first, in float32."""
         weights, chosen = self._route(x)
-        active = self._spec.active
+        active = self._architecture.num_experts_per_token
         # order[i] is the (token, slot) pair, flattened, that comes i-th when sorted by expert
         order = chosen.flatten().argsort(stable=True)
-        counts = chosen.flatten().bincount(minlength=self._spec.experts).tolist()
+        counts = chosen.flatten().bincount(minlength=self._architecture.num_experts).tolist()
         inputs = x.index_select(0, order // active).split(counts)
         outputs = [
             expert.forward(rows)
@@ -51,9 +51,9 @@ class Mixture(nn.Module):
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Weights (float32) and ids of each token's experts, [T, active], likeliest first."""
         scores = self.router.forward(x).float().softmax(-1)
-        weights, chosen = scores.topk(self._spec.active, dim=-1)
-        if self._spec.normalize:
+        weights, chosen = scores.topk(self._architecture.num_experts_per_token, dim=-1)
+        if self._architecture.normalize_weights:
             weights = weights / weights.sum(-1, keepdim=True)
-        if self._spec.round_weights:
+        if self._architecture.round_weights:
             weights = weights.to(x.dtype).float()
         return weights, chosen

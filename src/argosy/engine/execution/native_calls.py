@@ -40,7 +40,7 @@ class NormCall(ctypes.Structure):
     )
 
 
-class GateCall(ctypes.Structure):
+class GatedActivationCall(ctypes.Structure):
     """`ArgosyGate` of rows.cpp, field by field."""
 
     _fields_ = (
@@ -49,7 +49,7 @@ class GateCall(ctypes.Structure):
     )
 
 
-class DrawCall(ctypes.Structure):
+class SampleCall(ctypes.Structure):
     """`ArgosyDraw` of sampling.cpp, field by field."""
 
     _fields_ = (
@@ -59,7 +59,7 @@ class DrawCall(ctypes.Structure):
     )
 
 
-class TellingCall(ctypes.Structure):
+class LogprobCall(ctypes.Structure):
     """`ArgosyTelling` of sampling.cpp, field by field."""
 
     _fields_ = (

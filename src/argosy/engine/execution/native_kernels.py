@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING
 import structlog
 import torch
 
-from argosy.engine.execution.isa import TORCH, Isa, wanted_isas
-from argosy.native import UNLOADABLE, CompilerFailed, NativeUnavailable, build
+from argosy.engine.execution.isa import TORCH_PATH, Isa, candidate_isas
+from argosy.native import LOAD_FAILURE_REMEDY, CompilerError, NativeUnavailableError, build_library
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from argosy.engine.execution.model_architecture import Activation
 
-SOURCES = Path(__file__).parent / "csrc"
-FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-Wno-psabi")
+KERNEL_SOURCES = Path(__file__).parent / "csrc"
+COMPILER_FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-Wno-psabi")
 
 log = structlog.get_logger(__name__)
 
-_SUFFIXES = ((torch.float32, "float32"), (torch.bfloat16, "bfloat16"))
+_DTYPE_SUFFIXES = ((torch.float32, "float32"), (torch.bfloat16, "bfloat16"))
 """The dtypes that functions come in, by the ends of their names."""
 
 
@@ -47,13 +47,13 @@ class Kernels:
         self.attention_bfloat16 = _function(library, "argosy_attention_bfloat16", None, pointer)
         self.linear = _function(library, "argosy_linear", None, pointer)
         self.norm = _by_dtype(library, "norm")
-        self.draw = _by_dtype(library, "draw")
-        self.tell = _by_dtype(library, "tell")
-        self.gate: dict[Activation, dict[torch.dtype, Callable[..., int]]] = {
+        self.sample = _by_dtype(library, "draw")
+        self.logprobs = _by_dtype(library, "tell")
+        self.gated_activation: dict[Activation, dict[torch.dtype, Callable[..., int]]] = {
             "silu": _by_dtype(library, "silu"),
             "gelu_tanh": _by_dtype(library, "gelu_tanh"),
         }
-        self.linear_bytes = _function(library, "argosy_linear_bytes", size, size, size)
+        self.linear_packed_bytes = _function(library, "argosy_linear_bytes", size, size, size)
         self.linear_pack = _function(
             library, "argosy_linear_pack", None, pointer, size, size, pointer, size
         )
@@ -70,17 +70,17 @@ class IntKernels:
 
     def __init__(self, library: ctypes.CDLL, name: str) -> None:
         pointer, size = ctypes.c_void_p, ctypes.c_int64
-        self.size = _function(library, f"argosy_linear_{name}_bytes", size, size, size)
-        self.pack = {
+        self.packed_bytes = _function(library, f"argosy_linear_{name}_bytes", size, size, size)
+        self.pack_by_dtype = {
             dtype: _function(
                 library,
                 f"argosy_linear_{name}_pack_{suffix}",
                 size,
                 *(pointer, size, size, pointer, size),
             )
-            for dtype, suffix in _SUFFIXES
+            for dtype, suffix in _DTYPE_SUFFIXES
         }
-        self.compute = _by_dtype(library, f"linear_{name}")
+        self.linear_by_dtype = _by_dtype(library, f"linear_{name}")
 
 
 def _function(
@@ -97,7 +97,7 @@ def _by_dtype(library: ctypes.CDLL, name: str) -> dict[torch.dtype, Callable[...
     """The variants of a function that takes the address of its call."""
     return {
         dtype: _function(library, f"argosy_{name}_{suffix}", None, ctypes.c_void_p)
-        for dtype, suffix in _SUFFIXES
+        for dtype, suffix in _DTYPE_SUFFIXES
     }
 
 
@@ -112,39 +112,48 @@ def load_kernels(
     Safe with several processes at once. Raises NativeUnavailable, and ValueError for an `isa` that
     this CPU cannot run.
     """
-    found = _attempt(compiler, folder, tuple(wanted_isas(isa)))
+    found = _load_or_reason(compiler, folder, tuple(candidate_isas(isa)))
     if isinstance(found, str):
-        raise NativeUnavailable(found)
+        raise NativeUnavailableError(found)
     return found
 
 
-def kernels_in_use() -> str:
+def active_kernels_name() -> str:
     """The instruction set of the kernels that this process computes with, or "torch"."""
     try:
         return load_kernels().isa
-    except NativeUnavailable:
-        return TORCH
+    except NativeUnavailableError:
+        return TORCH_PATH
 
 
 @cache
-def _attempt(compiler: str | None, folder: Path | None, isas: tuple[Isa, ...]) -> Kernels | str:
+def _load_or_reason(
+    compiler: str | None, folder: Path | None, isas: tuple[Isa, ...]
+) -> Kernels | str:
     """The kernels, or why there are none: asked once, since every layer asks."""
     reason = "torch's operations were asked for; unset ARGOSY_CPU_ISA to use the native kernels"
     for isa in isas:
         try:
-            return _load(isa, compiler, folder)
-        except CompilerFailed as error:
+            return _build_and_load(isa, compiler, folder)
+        except CompilerError as error:
             reason = str(error)
-            log.warning("kernels.build_failed", isa=isa.name, reason=reason)
-        except NativeUnavailable as error:
+            log.warning("kernel_build_failed", isa=isa.name, reason=reason)
+        except NativeUnavailableError as error:
             return str(error)
     return reason
 
 
-def _load(isa: Isa, compiler: str | None, folder: Path | None) -> Kernels:
+def _build_and_load(isa: Isa, compiler: str | None, folder: Path | None) -> Kernels:
     """Build where needed, and load."""
-    path = build(SOURCES, (*FLAGS, *isa.flags), compiler=compiler, folder=folder)
+    path = build_library(
+        KERNEL_SOURCES,
+        (*COMPILER_FLAGS, *isa.compiler_flags),
+        compiler=compiler,
+        build_folder=folder,
+    )
     try:
         return Kernels(path, isa.name)
     except (OSError, AttributeError) as error:
-        raise NativeUnavailable(f"{path} does not load ({error}); {UNLOADABLE}") from error
+        raise NativeUnavailableError(
+            f"{path} does not load ({error}); {LOAD_FAILURE_REMEDY}"
+        ) from error

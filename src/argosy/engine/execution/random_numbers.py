@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
-def uniform(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
+def uniform_random(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
     """One number in [0, 1) for each (seed, position), by the SplitMix64 finaliser (Steele et al. 2014).
 
     The seed is mixed before the position is added, so neighbouring seeds share no stream.

@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, get_args
 
-from argosy.engine.execution.model_architecture import RopeKind, RopeSpec
+from argosy.engine.execution.model_architecture import RopeKind, RopeParams
 
 if TYPE_CHECKING:
-    from argosy.engine.execution.checkpoint_config import ModelConfig
+    from argosy.engine.execution.checkpoint_config import CheckpointConfig
 
 _KINDS: dict[str, RopeKind] = {kind: kind for kind in get_args(RopeKind)}
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
-def read_ropes(config: ModelConfig, head_dim: int) -> tuple[RopeSpec, ...]:
+def parse_ropes(config: CheckpointConfig, head_dim: int) -> tuple[RopeParams, ...]:
     """The rope of full-attention layers, and after it that of sliding ones where it is another.
 
     transformers 5 writes `rope_parameters`, per layer type in Gemma 3; older checkpoints have
@@ -24,25 +24,25 @@ def read_ropes(config: ModelConfig, head_dim: int) -> tuple[RopeSpec, ...]:
     written = config.section("rope_parameters")
     local = config.optional_number("rope_local_base_freq")
     if any(name in written for name in _LAYER_TYPES):
-        full, sliding = (config.within(written).section(name) for name in _LAYER_TYPES)
+        full, sliding = (config.with_values(written).section(name) for name in _LAYER_TYPES)
         sections = [full, {"rope_theta": local} | sliding]
     else:
         sections = [written | config.section("rope_scaling")]
         if local is not None:
             sections.append({"rope_theta": local})
-    return tuple(_read_rope(config, section, head_dim) for section in sections)
+    return tuple(_parse_rope(config, section, head_dim) for section in sections)
 
 
-def served_len(config: ModelConfig, ropes: tuple[RopeSpec, ...]) -> int:
+def max_supported_len(config: CheckpointConfig, ropes: tuple[RopeParams, ...]) -> int:
     """Most tokens that the positions allow; yarn extends what the configuration states."""
     stated = config.integer("max_position_embeddings")
     extended = [int(rope.original_max_len * rope.factor) for rope in ropes if rope.kind == "yarn"]
     return max([stated, *extended])
 
 
-def _read_rope(config: ModelConfig, section: dict[str, object], head_dim: int) -> RopeSpec:
-    rope = config.within(section)
-    kind = _kind(config, rope)
+def _parse_rope(config: CheckpointConfig, section: dict[str, object], head_dim: int) -> RopeParams:
+    rope = config.with_values(section)
+    kind = _rope_kind(config, rope)
     theta = rope.optional_number("rope_theta") or config.number("rope_theta")
     stated = config.integer("max_position_embeddings")
     original = (
@@ -56,7 +56,7 @@ def _read_rope(config: ModelConfig, section: dict[str, object], head_dim: int) -
             raise rope.error("factor", f"a number, for rope type {kind}")
         factor = stated / original if kind in ("yarn", "longrope") else 1.0
     rotary_dim = _rotary_dim(config, rope, head_dim)
-    spec = RopeSpec(
+    spec = RopeParams(
         kind=kind,
         theta=theta,
         rotary_dim=rotary_dim,
@@ -67,7 +67,7 @@ def _read_rope(config: ModelConfig, section: dict[str, object], head_dim: int) -
         high_freq_factor=rope.optional_number("high_freq_factor") or 4.0,
         beta_fast=rope.optional_number("beta_fast") or 32.0,
         beta_slow=rope.optional_number("beta_slow") or 1.0,
-        truncate=rope.get("truncate") is not False,
+        round_bounds=rope.get("truncate") is not False,
         short_factors=rope.numbers("short_factor"),
         long_factors=rope.numbers("long_factor"),
     )
@@ -78,8 +78,8 @@ def _read_rope(config: ModelConfig, section: dict[str, object], head_dim: int) -
     return spec
 
 
-def _kind(config: ModelConfig, rope: ModelConfig) -> RopeKind:
-    name = rope.text("rope_type") or rope.text("type") or "default"
+def _rope_kind(config: CheckpointConfig, rope: CheckpointConfig) -> RopeKind:
+    name = rope.string("rope_type") or rope.string("type") or "default"
     if name == "su" or (name == "yarn" and rope.get("short_factor") is not None):
         name = "longrope"  # what the first Phi-3 checkpoints called it
     if name not in _KINDS or rope.get("mrope_section") is not None:
@@ -90,7 +90,7 @@ def _kind(config: ModelConfig, rope: ModelConfig) -> RopeKind:
     return _KINDS[name]
 
 
-def _rotary_dim(config: ModelConfig, rope: ModelConfig, head_dim: int) -> int:
+def _rotary_dim(config: CheckpointConfig, rope: CheckpointConfig, head_dim: int) -> int:
     share = rope.optional_number("partial_rotary_factor")
     share = share or config.optional_number("partial_rotary_factor") or 1.0
     rotary_dim = int(head_dim * share)
@@ -99,7 +99,9 @@ def _rotary_dim(config: ModelConfig, rope: ModelConfig, head_dim: int) -> int:
     return rotary_dim
 
 
-def _attention_factor(rope: ModelConfig, kind: RopeKind, factor: float, original: int) -> float:
+def _attention_factor(
+    rope: CheckpointConfig, kind: RopeKind, factor: float, original: int
+) -> float:
     """What yarn and longrope multiply cosines and sines by."""
     stated = rope.optional_number("attention_factor")
     if kind not in ("yarn", "longrope") or stated is not None:

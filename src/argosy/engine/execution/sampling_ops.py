@@ -18,62 +18,70 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LOG2E = 1.4426950408889634
-FRACTION = 40
+FRACTION_BITS = 40
 """The largest token of a row weighs 2^40: a vocabulary of 2^22 tokens cannot overflow 63 bits."""
-NOTHING = -float(FRACTION + 1)
+MIN_EXPONENT = -float(FRACTION_BITS + 1)
 """Weights of this exponent and below are zero."""
-EXP2 = (1.5403530e-4, 1.3333558e-3, 9.6181291e-3, 5.5504109e-2, 2.4022651e-1, 6.9314718e-1, 1.0)
+EXP2_COEFFICIENTS = (
+    1.5403530e-4,
+    1.3333558e-3,
+    9.6181291e-3,
+    5.5504109e-2,
+    2.4022651e-1,
+    6.9314718e-1,
+    1.0,
+)
 """2^x on [-1/2, 1/2] to about 2e-7, highest power first; the kernels have the same numbers."""
-ROWS_AT_ONCE = 64
+MAX_CHUNK_ROWS = 64
 """Rows that torch handles together: the integers of a row are four times its bfloat16 logits."""
-NUCLEUS = 256
+INITIAL_NUCLEUS_TOKENS = 256
 """Tokens that are ordered first in search of a nucleus; eight times as many each time it is larger."""
 
 
 @dataclass(frozen=True, slots=True)
-class Draws:
+class SamplingMetadata:
     """How to draw for S rows; arrays of the host."""
 
-    scale: NDArray[np.float32]
+    logit_scale: NDArray[np.float32]
     """[S]: log2(e) / temperature; 0 is greedy."""
     top_k: NDArray[np.int64]
     """[S]: 1 to the size of the vocabulary, which is off."""
     top_p: NDArray[np.float32]
     """[S]: of what top-k leaves; 1 is off."""
-    least: NDArray[np.float32]
+    log2_min_p: NDArray[np.float32]
     """[S]: log2(min_p), at most 0; -infinity is off."""
-    chance: NDArray[np.float64]
+    random_values: NDArray[np.float64]
     """[S]: the random number, in [0, 1)."""
 
-    def of(self, some: NDArray[np.int64]) -> Draws:
+    def select_rows(self, rows: NDArray[np.int64]) -> SamplingMetadata:
         """The draws of some of the rows."""
-        return Draws(
-            self.scale[some],
-            self.top_k[some],
-            self.top_p[some],
-            self.least[some],
-            self.chance[some],
+        return SamplingMetadata(
+            self.logit_scale[rows],
+            self.top_k[rows],
+            self.top_p[rows],
+            self.log2_min_p[rows],
+            self.random_values[rows],
         )
 
 
 @dataclass(frozen=True, slots=True)
-class Telling:
+class LogprobResult:
     """What a row's logits say of one token, for N rows; arrays of the host. Rows that are not sound have NaN."""
 
-    own: NDArray[np.float64]
+    token_logprobs: NDArray[np.float64]
     """[N]: the token's log-probability."""
     ranks: NDArray[np.int64]
     """[N]: 1 + how many tokens are likelier."""
-    ids: NDArray[np.int64]
+    top_ids: NDArray[np.int64]
     """[N, most]: the likeliest tokens; of equals the lower id comes first."""
-    likeliest: NDArray[np.float64]
+    top_logprobs: NDArray[np.float64]
     """[N, most]: their log-probabilities."""
 
 
-class DrawOps(Protocol):
+class SamplingOps(Protocol):
     """What a device offers for sampling. Logits are [L, V], float32 or bfloat16, and never written to."""
 
-    def draw(self, logits: Tensor, draws: Draws) -> Tensor:
+    def sample(self, logits: Tensor, metadata: SamplingMetadata) -> Tensor:
         """For each i the token that `draws` takes from `logits[i]`: [S] int64, on the logits' device.
 
         The largest logit (of equals the lowest id) where greedy. Else weights are cut by top-k, by top-p of
@@ -83,35 +91,45 @@ class DrawOps(Protocol):
         """
         ...
 
-    def tell(
-        self, logits: Tensor, which: NDArray[np.int64], tokens: Tensor, counts: NDArray[np.int64]
-    ) -> Telling:
+    def compute_logprobs(
+        self,
+        logits: Tensor,
+        logit_rows: NDArray[np.int64],
+        tokens: Tensor,
+        top_counts: NDArray[np.int64],
+    ) -> LogprobResult:
         """How likely `tokens[i]` is under `logits[which[i]]`, and the `counts[i]` likeliest (others: any)."""
         ...
 
 
-class TorchDraws:
+class TorchSamplingOps:
     """The operations on any device that torch knows."""
 
-    def draw(self, logits: Tensor, draws: Draws) -> Tensor:
+    def sample(self, logits: Tensor, metadata: SamplingMetadata) -> Tensor:
         """See `DrawOps`."""
         parts = [torch.empty(0, dtype=torch.int64, device=logits.device)]
-        for at in range(0, len(logits), ROWS_AT_ONCE):
-            some = np.arange(at, min(at + ROWS_AT_ONCE, len(logits)))
-            parts.append(_draw(logits[at : at + ROWS_AT_ONCE].float(), draws.of(some)))
+        for at in range(0, len(logits), MAX_CHUNK_ROWS):
+            some = np.arange(at, min(at + MAX_CHUNK_ROWS, len(logits)))
+            parts.append(
+                _sample_rows(logits[at : at + MAX_CHUNK_ROWS].float(), metadata.select_rows(some))
+            )
         return torch.cat(parts)
 
-    def tell(
-        self, logits: Tensor, which: NDArray[np.int64], tokens: Tensor, counts: NDArray[np.int64]
-    ) -> Telling:
+    def compute_logprobs(
+        self,
+        logits: Tensor,
+        logit_rows: NDArray[np.int64],
+        tokens: Tensor,
+        top_counts: NDArray[np.int64],
+    ) -> LogprobResult:
         """See `DrawOps`."""
-        rows = logits[torch.from_numpy(which).to(logits.device)].float()
+        rows = logits[torch.from_numpy(logit_rows).to(logits.device)].float()
         own = rows.gather(1, tokens[:, None])
         largest = rows.amax(-1, keepdim=True)
-        masses = weigh((rows - largest) * LOG2E).sum(-1, keepdim=True)
-        ids = _order(rows).topk(int(counts.max(initial=0)), -1).indices
+        masses = compute_weights((rows - largest) * LOG2E).sum(-1, keepdim=True)
+        ids = _sort_keys(rows).topk(int(top_counts.max(initial=0)), -1).indices
         peaks, sums = largest.cpu().numpy(), masses.cpu().numpy()
-        return Telling(
+        return LogprobResult(
             log_probability(own.cpu().numpy(), peaks, sums)[:, 0],
             (rows > own).sum(-1).add_(1).cpu().numpy(),
             ids.cpu().numpy(),
@@ -124,63 +142,65 @@ def log_probability(
 ) -> NDArray[np.float64]:
     """Natural logarithm of the probability of `logits`, given their row's largest logit and sum of weights."""
     with np.errstate(invalid="ignore", divide="ignore"):
-        total = np.log(np.maximum(masses, 1)) - FRACTION * np.log(2.0)
+        total = np.log(np.maximum(masses, 1)) - FRACTION_BITS * np.log(2.0)
         result: NDArray[np.float64] = np.subtract(logits, largest, dtype=np.float64) - total
         return result
 
 
-def weigh(exponents: Tensor) -> Tensor:
+def compute_weights(exponents: Tensor) -> Tensor:
     """2^exponent, float32 up to 0, as int64 in units of 2^-40, rounded down; exactly 2^40 at 0."""
-    y = exponents.clamp(min=NOTHING)
+    y = exponents.clamp(min=MIN_EXPONENT)
     whole = y.round()
     y -= whole
-    power = y * EXP2[0] + EXP2[1]
-    for factor in EXP2[2:]:
+    power = y * EXP2_COEFFICIENTS[0] + EXP2_COEFFICIENTS[1]
+    for factor in EXP2_COEFFICIENTS[2:]:
         power.mul_(y).add_(factor)
     bits = power.view(torch.int32)
-    bits += whole.add_(FRACTION).to(torch.int32) << 23
+    bits += whole.add_(FRACTION_BITS).to(torch.int32) << 23
     return power.to(torch.int64)
 
 
-def _draw(logits: Tensor, draws: Draws) -> Tensor:
+def _sample_rows(logits: Tensor, draws: SamplingMetadata) -> Tensor:
     """See `DrawOps.draw`, for all of `logits` [S, V] float32."""
     largest, tokens = logits.max(-1, keepdim=True)
-    sampled = np.flatnonzero(draws.scale > 0)
+    sampled = np.flatnonzero(draws.logit_scale > 0)
     if sampled.size:
         index = torch.from_numpy(sampled).to(logits.device, non_blocking=True)
-        chosen = _invert(logits[index], largest[index], draws.of(sampled))
+        chosen = _select_tokens(logits[index], largest[index], draws.select_rows(sampled))
         tokens[index] = chosen
     return tokens.masked_fill_(~largest.isfinite(), -1)[:, 0]
 
 
-def _invert(logits: Tensor, largest: Tensor, draws: Draws) -> Tensor:
+def _select_tokens(logits: Tensor, largest: Tensor, draws: SamplingMetadata) -> Tensor:
     """The token of each row at which the sum of the kept weights, by id, exceeds its part: [S, 1]."""
-    exponents = (logits - largest).mul_(_column(draws.scale, logits))
-    weights = weigh(exponents)
-    weights.masked_fill_(exponents < _column(draws.least, logits), 0)
+    exponents = (logits - largest).mul_(_column(draws.logit_scale, logits))
+    weights = compute_weights(exponents)
+    weights.masked_fill_(exponents < _column(draws.log2_min_p, logits), 0)
     cut = np.flatnonzero((draws.top_k < logits.shape[-1]) | (draws.top_p < 1.0))
     if cut.size:
         index = torch.from_numpy(cut).to(logits.device, non_blocking=True)
-        last, order = _cut(logits[index], largest[index], draws.of(cut))
+        last, order = _nucleus_threshold(logits[index], largest[index], draws.select_rows(cut))
         weights[index] = weights[index].masked_fill_(order < last, 0)
     sums = weights.cumsum_(-1)
     total = sums[:, -1:]
-    target = (_column(draws.chance, logits) * total.double()).to(torch.int64)
+    target = (_column(draws.random_values, logits) * total.double()).to(torch.int64)
     found = torch.searchsorted(sums, torch.minimum(target, total - 1), right=True)
     return found.clamp_(max=logits.shape[-1] - 1)
 
 
-def _cut(logits: Tensor, largest: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
+def _nucleus_threshold(
+    logits: Tensor, largest: Tensor, draws: SamplingMetadata
+) -> tuple[Tensor, Tensor]:
     """The order [S, 1] of the last token that top-k and top-p keep, and the order of all, [S, V]."""
     vocab = logits.shape[-1]
-    scale, top_k = _column(draws.scale, logits), _column(draws.top_k, logits)
-    order = _order(logits)
+    scale, top_k = _column(draws.logit_scale, logits), _column(draws.top_k, logits)
+    order = _sort_keys(logits)
     limited = draws.top_k < vocab
-    size = min(vocab, max(NUCLEUS, int(draws.top_k[limited].max(initial=0))))
-    whole = weigh((logits - largest) * scale).sum(-1, keepdim=True)
+    size = min(vocab, max(INITIAL_NUCLEUS_TOKENS, int(draws.top_k[limited].max(initial=0))))
+    whole = compute_weights((logits - largest) * scale).sum(-1, keepdim=True)
     while True:
         falling, ids = order.topk(size, -1)
-        weights = weigh((logits.gather(1, ids) - largest) * scale)
+        weights = compute_weights((logits.gather(1, ids) - largest) * scale)
         weights.masked_fill_(torch.arange(size, device=logits.device) >= top_k, 0)
         sums = weights.cumsum(-1)
         mass = torch.where(top_k < vocab, sums[:, -1:], whole)
@@ -192,7 +212,7 @@ def _cut(logits: Tensor, largest: Tensor, draws: Draws) -> tuple[Tensor, Tensor]
         size = min(size * 8, vocab)
 
 
-def _order(logits: Tensor) -> Tensor:
+def _sort_keys(logits: Tensor) -> Tensor:
     """Integers that rise with the logits and, for equal logits, fall with the id: [S, V] int64."""
     vocab = logits.shape[-1]
     bits = logits.add(0.0).view(torch.int32)  # adding makes -0 the 0 that it equals

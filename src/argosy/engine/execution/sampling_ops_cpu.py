@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from argosy.engine.execution.native_calls import DrawCall, TellingCall
+from argosy.engine.execution.native_calls import LogprobCall, SampleCall
 from argosy.engine.execution.native_kernels import Kernels, load_kernels
 from argosy.engine.execution.sampling_ops import (
-    DrawOps,
-    Draws,
-    Telling,
-    TorchDraws,
+    LogprobResult,
+    SamplingMetadata,
+    SamplingOps,
+    TorchSamplingOps,
     log_probability,
 )
-from argosy.native import NativeUnavailable
+from argosy.native import NativeUnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,72 +27,78 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def cpu_draws(threads: int, kernels: Callable[[], Kernels] = load_kernels) -> DrawOps:
+def create_cpu_sampling_ops(
+    threads: int, kernels: Callable[[], Kernels] = load_kernels
+) -> SamplingOps:
     """The native operations where they can be had, else torch's."""
     try:
-        return NativeDraws(kernels(), threads)
-    except NativeUnavailable:
-        return TorchDraws()  # the attention's log line says why
+        return NativeSamplingOps(kernels(), threads)
+    except NativeUnavailableError:
+        return TorchSamplingOps()  # the attention's log line says why
 
 
 @dataclass(frozen=True, slots=True)
-class NativeDraws:
+class NativeSamplingOps:
     """csrc/sampling.cpp for bfloat16 and float32, torch for other dtypes."""
 
     kernels: Kernels
     threads: int
 
-    def draw(self, logits: Tensor, draws: Draws) -> Tensor:
+    def sample(self, logits: Tensor, metadata: SamplingMetadata) -> Tensor:
         """See `DrawOps`."""
-        if logits.dtype not in self.kernels.draw:
-            return TorchDraws().draw(logits, draws)
-        logits = _packed(logits)
+        if logits.dtype not in self.kernels.sample:
+            return TorchSamplingOps().sample(logits, metadata)
+        logits = _contiguous_rows(logits)
         tokens = torch.empty(len(logits), dtype=torch.int64)
-        call = DrawCall(
+        call = SampleCall(
             logits.data_ptr(),
-            draws.scale.ctypes.data,
-            draws.top_k.ctypes.data,
-            draws.top_p.ctypes.data,
-            draws.least.ctypes.data,
-            draws.chance.ctypes.data,
+            metadata.logit_scale.ctypes.data,
+            metadata.top_k.ctypes.data,
+            metadata.top_p.ctypes.data,
+            metadata.log2_min_p.ctypes.data,
+            metadata.random_values.ctypes.data,
             tokens.data_ptr(),
             *logits.shape,
             logits.stride(0),
             self.threads,
         )
-        self.kernels.draw[logits.dtype](ctypes.addressof(call))
+        self.kernels.sample[logits.dtype](ctypes.addressof(call))
         return tokens
 
-    def tell(
-        self, logits: Tensor, which: NDArray[np.int64], tokens: Tensor, counts: NDArray[np.int64]
-    ) -> Telling:
+    def compute_logprobs(
+        self,
+        logits: Tensor,
+        logit_rows: NDArray[np.int64],
+        tokens: Tensor,
+        top_counts: NDArray[np.int64],
+    ) -> LogprobResult:
         """See `DrawOps`."""
-        if logits.dtype not in self.kernels.tell:
-            return TorchDraws().tell(logits, which, tokens, counts)
-        logits, tokens = _packed(logits), tokens.contiguous()
-        shape = (len(which), int(counts.max(initial=0)))
-        ranks, masses = np.zeros((2, len(which)), np.int64)
-        own, largest = np.full((2, len(which)), np.nan, np.float32)
+        if logits.dtype not in self.kernels.logprobs:
+            return TorchSamplingOps().compute_logprobs(logits, logit_rows, tokens, top_counts)
+        logits, tokens = _contiguous_rows(logits), tokens.contiguous()
+        shape = (len(logit_rows), int(top_counts.max(initial=0)))
+        ranks, masses = np.zeros((2, len(logit_rows)), np.int64)
+        own, largest = np.full((2, len(logit_rows)), np.nan, np.float32)
         ids, likeliest = np.zeros(shape, np.int64), np.full(shape, np.nan, np.float32)
-        call = TellingCall(
+        call = LogprobCall(
             logits.data_ptr(),
-            which.ctypes.data,
+            logit_rows.ctypes.data,
             tokens.data_ptr(),
-            counts.ctypes.data,
+            top_counts.ctypes.data,
             ranks.ctypes.data,
             masses.ctypes.data,
             own.ctypes.data,
             largest.ctypes.data,
             ids.ctypes.data,
             likeliest.ctypes.data,
-            len(which),
+            len(logit_rows),
             logits.shape[1],
             logits.stride(0),
             shape[1],
             self.threads,
         )
-        self.kernels.tell[logits.dtype](ctypes.addressof(call))
-        return Telling(
+        self.kernels.logprobs[logits.dtype](ctypes.addressof(call))
+        return LogprobResult(
             log_probability(own, largest, masses),
             ranks,
             ids,
@@ -100,5 +106,5 @@ class NativeDraws:
         )
 
 
-def _packed(logits: Tensor) -> Tensor:
+def _contiguous_rows(logits: Tensor) -> Tensor:
     return logits if logits.stride(1) == 1 else logits.contiguous()

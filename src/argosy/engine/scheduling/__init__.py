@@ -1,28 +1,28 @@
 """Which tokens are computed next: pure Python, no torch, no clock, no randomness of its own."""
 
-from argosy.engine.scheduling.block_pool import BlockPool, HostIndex
-from argosy.engine.scheduling.scheduler import Limits, Progress, Scheduler
+from argosy.engine.scheduling.block_pool import BlockPool, HostCacheIndex
+from argosy.engine.scheduling.scheduler import Scheduler, SchedulerLimits, SequenceUpdate
 from argosy.engine.scheduling.sequence import Sequence
 from argosy.engine.scheduling.step_plan import (
-    Admission,
-    Durations,
+    AdmittedSequence,
+    BlockRestore,
     Logprob,
-    Plan,
-    Restore,
+    StepDurations,
+    StepPlan,
     StepResult,
 )
 
 __all__ = [
-    "Admission",
+    "AdmittedSequence",
     "BlockPool",
-    "Durations",
-    "HostIndex",
-    "Limits",
+    "BlockRestore",
+    "HostCacheIndex",
     "Logprob",
-    "Plan",
-    "Progress",
-    "Restore",
     "Scheduler",
+    "SchedulerLimits",
     "Sequence",
+    "SequenceUpdate",
+    "StepDurations",
+    "StepPlan",
     "StepResult",
 ]

@@ -20,21 +20,21 @@ class BlockPool:
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
         """Least recently used first."""
-        self.touched: set[bytes] = set()
+        self.changed_keys: set[bytes] = set()
         """Keys that were published or evicted; whoever tells of them empties it."""
 
     @property
-    def available(self) -> int:
+    def available_blocks(self) -> int:
         """Blocks that can be taken now: free ones and cached ones."""
         return len(self._free) + len(self._cached)
 
     @property
-    def used(self) -> int:
+    def used_blocks(self) -> int:
         """Blocks that some sequence holds."""
-        return self.num_blocks - self.available
+        return self.num_blocks - self.available_blocks
 
     @property
-    def cached(self) -> int:
+    def cached_blocks(self) -> int:
         """Blocks kept for later prefix hits."""
         return len(self._cached)
 
@@ -46,7 +46,7 @@ class BlockPool:
         """Whether nobody holds this published block."""
         return block in self._cached
 
-    def take(self) -> tuple[int, bytes | None]:
+    def take_block(self) -> tuple[int, bytes | None]:
         """A block for new content, and the key whose content it loses (evicted), if any.
 
         Raises IndexError when none is available.
@@ -84,19 +84,19 @@ class BlockPool:
         if key not in self._published and self._hash[block] is None:
             self._published[key] = block
             self._hash[block] = key
-            self.touched.add(key)
+            self.changed_keys.add(key)
 
     def _unpublish(self, block: int) -> None:
         key = self._hash[block]
         if key is not None:
             del self._published[key]
             self._hash[block] = None
-            self.touched.add(key)
+            self.changed_keys.add(key)
 
-    def check(self, held: list[list[int]]) -> None:
+    def check_invariants(self, block_lists: list[list[int]]) -> None:
         """Assert the invariants, given the block lists of all sequences. Raises AssertionError."""
         refs = [0] * self.num_blocks
-        for blocks in held:
+        for blocks in block_lists:
             for block in blocks:
                 refs[block] += 1
         assert refs == self._refs, "references differ from what sequences hold"
@@ -112,21 +112,21 @@ class BlockPool:
         assert all(self._hash[block] is not None for block in cached), "a cached block has no key"
 
 
-class HostIndex:
+class HostCacheIndex:
     """Which evicted blocks live on in host memory, and in which slot; least recently used goes first.
 
     A slot being read by a step in flight is pinned: it belongs to nobody until `free`.
     """
 
-    def __init__(self, slots: int) -> None:
-        self.slots = slots
-        self._free = list(range(slots - 1, -1, -1))
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._free = list(range(num_slots - 1, -1, -1))
         self._by_key: OrderedDict[bytes, int] = OrderedDict()
         self._pinned: set[int] = set()
-        self.touched: set[bytes] = set()
+        self.changed_keys: set[bytes] = set()
         """Keys that came or went; whoever tells of them empties it."""
 
-    def put(self, key: bytes) -> int | None:
+    def assign_slot(self, key: bytes) -> int | None:
         """A slot to save `key`'s block in; None when it is there already or every slot is pinned."""
         if key in self._by_key:
             self._by_key.move_to_end(key)
@@ -135,29 +135,29 @@ class HostIndex:
             slot = self._free.pop()
         elif self._by_key:
             lost, slot = self._by_key.popitem(last=False)
-            self.touched.add(lost)
+            self.changed_keys.add(lost)
         else:
             return None
         self._by_key[key] = slot
-        self.touched.add(key)
+        self.changed_keys.add(key)
         return slot
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._by_key
 
-    def pin(self, key: bytes) -> int:
+    def pin_slot(self, key: bytes) -> int:
         """Take `key`'s slot for reading: the block moves back to the device."""
         slot = self._by_key.pop(key)
-        self.touched.add(key)
+        self.changed_keys.add(key)
         self._pinned.add(slot)
         return slot
 
-    def free(self, slot: int) -> None:
+    def release_slot(self, slot: int) -> None:
         """The step that read the pinned slot is done."""
         self._pinned.remove(slot)
         self._free.append(slot)
 
-    def check(self) -> None:
+    def check_invariants(self) -> None:
         """Assert the invariants. Raises AssertionError."""
         live = [*self._free, *self._by_key.values(), *self._pinned]
-        assert sorted(live) == list(range(self.slots)), "a host slot leaked or is in two states"
+        assert sorted(live) == list(range(self.num_slots)), "a host slot leaked or is in two states"

@@ -8,34 +8,34 @@ if TYPE_CHECKING:
     from argosy.engine.scheduling.sequence import Sequence
 
 
-class Underway:
+class PendingBlocks:
     """The keys that running sequences will publish. Each is settled once: published, or given up."""
 
     def __init__(self) -> None:
         self._keys: set[bytes] = set()
         self._by_sequence: dict[Sequence, list[bytes]] = {}
-        self._settled: list[bytes] = []
+        self._resolved: list[bytes] = []
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._keys
 
-    def begin(self, seq: Sequence, keys: list[bytes]) -> None:
+    def add(self, seq: Sequence, keys: list[bytes]) -> None:
         """The sequence is going to compute, or bring back, the blocks of these keys."""
         self._keys.update(keys)
         self._by_sequence.setdefault(seq, []).extend(keys)
 
-    def settle(self, key: bytes) -> None:
+    def resolve(self, key: bytes) -> None:
         """The block is there for all."""
         if key in self._keys:
             self._keys.remove(key)
-            self._settled.append(key)
+            self._resolved.append(key)
 
-    def leave(self, seq: Sequence) -> None:
+    def remove_sequence(self, seq: Sequence) -> None:
         """The sequence stops running; what it had not published will not come from it."""
         for key in self._by_sequence.pop(seq, ()):
-            self.settle(key)
+            self.resolve(key)
 
-    def settled(self) -> list[bytes]:
+    def drain_resolved(self) -> list[bytes]:
         """The keys settled since the last call."""
-        keys, self._settled = self._settled, []
+        keys, self._resolved = self._resolved, []
         return keys

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from argosy.engine.scheduling.sequence import Sequence
 
 
-class Register:
+class RequestRegistry:
     """Requests from their arrival to their end, whatever happens to them between.
 
     Readiness is a state: a sibling is held until its lead's prompt is computed, so that it can take it
@@ -20,7 +20,7 @@ class Register:
 
     def __init__(self) -> None:
         self._by_id: dict[str, Sequence] = {}
-        self._held: dict[Sequence | bytes, list[Sequence]] = {}
+        self._blocked: dict[Sequence | bytes, list[Sequence]] = {}
         """Lead, or key of a block -> those who wait for it."""
         self._deadlines: list[tuple[float, str]] = []
 
@@ -37,7 +37,7 @@ class Register:
         """The request of this id, unless it has ended."""
         return None if request_id is None else self._by_id.get(request_id)
 
-    def enter(self, seq: Sequence) -> bool:
+    def add(self, seq: Sequence) -> bool:
         """A new request; its id must not be in use. Returns whether it may queue up: it is not held."""
         assert seq.id not in self._by_id, f"request id {seq.id} is in use"
         self._by_id[seq.id] = seq
@@ -46,31 +46,31 @@ class Register:
         if len(self._deadlines) > 1000 + 4 * len(self._by_id):  # most of them have ended long ago
             self._deadlines = [entry for entry in self._deadlines if entry[1] in self._by_id]
             heapq.heapify(self._deadlines)
-        if seq.lead is None or seq.lead.prefilled:
+        if seq.parent is None or seq.parent.is_prefilled:
             return True
-        self.hold(seq, seq.lead)
+        self.block(seq, seq.parent)
         return False
 
-    def hold(self, seq: Sequence, what: Sequence | bytes) -> None:
+    def block(self, seq: Sequence, dependency: Sequence | bytes) -> None:
         """It waits for a lead or for a block."""
-        self._held.setdefault(what, []).append(seq)
-        seq.awaits = what
+        self._blocked.setdefault(dependency, []).append(seq)
+        seq.blocked_on = dependency
 
-    def release(self, what: Sequence | bytes) -> list[Sequence]:
+    def unblock(self, dependency: Sequence | bytes) -> list[Sequence]:
         """Those who need not wait for it any longer: it is there, or will not come."""
-        released = self._held.pop(what, [])
+        released = self._blocked.pop(dependency, [])
         for seq in released:
-            seq.awaits = None
+            seq.blocked_on = None
         return released
 
-    def leave(self, seq: Sequence) -> None:
+    def remove(self, seq: Sequence) -> None:
         """The request has ended."""
         del self._by_id[seq.id]
-        if seq.awaits is not None:
-            self._held[seq.awaits].remove(seq)
-            seq.awaits = None
+        if seq.blocked_on is not None:
+            self._blocked[seq.blocked_on].remove(seq)
+            seq.blocked_on = None
 
-    def expired(self, now: float) -> list[Sequence]:
+    def pop_expired(self, now: float) -> list[Sequence]:
         """The requests whose deadline has passed; each is told once."""
         late = []
         while self._deadlines and self._deadlines[0][0] <= now:
@@ -81,6 +81,6 @@ class Register:
         return late
 
     @property
-    def held(self) -> list[Sequence]:
+    def blocked_requests(self) -> list[Sequence]:
         """All that wait for a lead or a block."""
-        return [seq for waiting in self._held.values() for seq in waiting]
+        return [seq for waiting in self._blocked.values() for seq in waiting]

@@ -6,21 +6,21 @@ from bisect import bisect_right, insort
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from argosy.engine.scheduling.batching_policy import Batching, OutputEstimate
+from argosy.engine.scheduling.batching_policy import BatchingPolicy, OutputFractionEstimator
 from argosy.engine.scheduling.sequence import NEVER, Sequence
-from argosy.engine.scheduling.step_plan import Admission, Plan
-from argosy.engine.scheduling.ttft_guard import Newcomer
+from argosy.engine.scheduling.step_plan import AdmittedSequence, StepPlan
+from argosy.engine.scheduling.ttft_guard import AdmissionCandidate
 
 if TYPE_CHECKING:
-    from argosy.engine.scheduling.kv_cache_manager import Memory
-    from argosy.engine.scheduling.request_registry import Register
-    from argosy.engine.scheduling.waiting_queue import FairQueue
+    from argosy.engine.scheduling.kv_cache_manager import KvCacheManager
+    from argosy.engine.scheduling.request_registry import RequestRegistry
+    from argosy.engine.scheduling.waiting_queue import WaitingQueue
 
-_order = attrgetter("order")
+_order = attrgetter("priority_order")
 _tier = attrgetter("tier")
 
 
-class Running:
+class RunningBatch:
     """Gives sequences their rows, and takes them back."""
 
     def __init__(
@@ -28,140 +28,151 @@ class Running:
         *,
         max_seqs: int,
         watermark: float,
-        batching: Batching,
-        memory: Memory,
-        queue: FairQueue,
-        requests: Register,
+        batching_policy: BatchingPolicy,
+        kv_cache: KvCacheManager,
+        queue: WaitingQueue,
+        requests: RequestRegistry,
     ) -> None:
         self.sequences: list[Sequence] = []
         """Most important first."""
-        self.estimate = OutputEstimate()
+        self.output_estimator = OutputFractionEstimator()
         self.preemptions = 0
-        self.step = 0
+        self.last_planned_step = 0
         """The last step planned: its results, and earlier ones, do not concern who leaves now."""
         self._max_seqs = max_seqs
         self._watermark = watermark
-        self._batching = batching
-        self._memory = memory
+        self._batching_policy = batching_policy
+        self._kv_cache = kv_cache
         self._queue = queue
         self._requests = requests
-        self._rows = list(range(max_seqs - 1, -1, -1))
-        self._admissions = 0
+        self._free_rows = list(range(max_seqs - 1, -1, -1))
+        self._admission_count = 0
 
-    def down_to(self, tier: int) -> tuple[Sequence, ...]:
+    def sequences_from_tier(self, lowest_tier: int) -> tuple[Sequence, ...]:
         """Those of this tier and higher ones."""
-        if tier == NEVER:
+        if lowest_tier == NEVER:
             return tuple(self.sequences)
-        return tuple(self.sequences[: bisect_right(self.sequences, tier, key=_tier)])
+        return tuple(self.sequences[: bisect_right(self.sequences, lowest_tier, key=_tier)])
 
-    def displace(self, now: float) -> Newcomer | None:
+    def make_room(self, now: float) -> AdmissionCandidate | None:
         """Make room for the head of the queue at the cost of lower tiers, if that is what it takes.
 
         Returns it when there is room now, and somebody of a lower tier runs.
         """
-        head = self._queue.head()
+        head = self._queue.peek()
         if head is None or not self.sequences or self.sequences[-1].tier <= head.tier:
             return None
-        if self._memory.awaited(head) is not None:
+        if self._kv_cache.pending_prefix_key(head) is not None:
             return None
         lower = [seq for seq in self.sequences if seq.tier > head.tier]
         gain = sum(len(seq.blocks) for seq in lower)
-        if not self._may_join(head, now) or self._memory.cost(head) > self._memory.available + gain:
+        if (
+            not self._can_join(head, now)
+            or self._kv_cache.blocks_needed(head) > self._kv_cache.available_blocks + gain
+        ):
             return None
-        while not (room := bool(self._rows) and self._fits(head)) and lower:
+        while not (room := bool(self._free_rows) and self._has_room_for(head)) and lower:
             self.preempt(lower.pop())
-        return Newcomer(head.tier, self._memory.lacking(head)) if room and lower else None
+        return (
+            AdmissionCandidate(head.tier, self._kv_cache.tokens_to_compute(head))
+            if room and lower
+            else None
+        )
 
-    def admit(self, plan: Plan, now: float, lowest: int) -> Sequence | None:
+    def admit_next(self, plan: StepPlan, now: float, lowest_tier: int) -> Sequence | None:
         """Let the head of the queue join, if it is of tier `lowest` or above; None when it cannot."""
-        while (seq := self._queue.head()) is not None:
-            if seq.tier > lowest or not self._rows or not self._may_join(seq, now):
+        while (seq := self._queue.peek()) is not None:
+            if seq.tier > lowest_tier or not self._free_rows or not self._can_join(seq, now):
                 return None
-            block = self._memory.awaited(seq)
+            block = self._kv_cache.pending_prefix_key(seq)
             if block is None:
                 break
             self._queue.remove(seq)
-            self._requests.hold(seq, block)
-        if seq is None or not self._fits(seq):
+            self._requests.block(seq, block)
+        if seq is None or not self._has_room_for(seq):
             return None
         self._queue.remove(seq)
-        seq.row = self._rows.pop()
+        seq.row = self._free_rows.pop()
         if seq.scheduled_at is None:
             seq.scheduled_at = now
-            self._admissions += 1
-            seq.order = (seq.tier, self._admissions)
-        self._memory.place(seq, plan)
-        plan.admitted.append(
-            Admission(seq.row, list(seq.tokens), seq.prompt_len, seq.params, list(seq.blocks))
+            self._admission_count += 1
+            seq.priority_order = (seq.tier, self._admission_count)
+        self._kv_cache.allocate(seq, plan)
+        plan.admissions.append(
+            AdmittedSequence(
+                seq.row, list(seq.tokens), seq.prompt_len, seq.params, list(seq.blocks)
+            )
         )
         insort(self.sequences, seq, key=_order)
         return seq
 
-    def grow(self, seq: Sequence, plan: Plan) -> bool:
+    def append_block(self, seq: Sequence, plan: StepPlan) -> bool:
         """Give a running sequence its next block, taken from the least important one if need be."""
         if seq.row < 0:
             return False  # preempted a moment ago, for a more important one
-        while not self._memory.available:
+        while not self._kv_cache.available_blocks:
             victim = self.sequences[-1]
             self.preempt(victim)
-            self.estimate.shortage()
+            self.output_estimator.record_shortage()
             if victim is seq:
                 return False
-        block = self._memory.take(plan)
-        plan.placed.append((seq.row, len(seq.blocks), block))
+        block = self._kv_cache.take_block(plan)
+        plan.block_appends.append((seq.row, len(seq.blocks), block))
         seq.blocks.append(block)
-        seq.capacity += self._memory.block_size
+        seq.capacity += self._kv_cache.block_size
         return True
 
     def preempt(self, seq: Sequence) -> None:
         """Finish and resubmit: it keeps its tokens and its place, and gives back all else."""
-        self.leave(seq)
+        self.remove(seq)
         seq.length = len(seq.tokens)
-        seq.void = self.step
+        seq.stale_until_step = self.last_planned_step
         seq.preemptions += 1
         self.preemptions += 1
         self._queue.push(seq)
 
-    def leave(self, seq: Sequence) -> None:
+    def remove(self, seq: Sequence) -> None:
         """It gives its row and its blocks back."""
         self.sequences.remove(seq)
-        self._rows.append(seq.row)
+        self._free_rows.append(seq.row)
         seq.row = -1
-        seq.prefilled = False
-        self._memory.release(seq)
-        self.wake()
+        seq.is_prefilled = False
+        self._kv_cache.release_blocks(seq)
+        self.requeue_unblocked()
 
-    def wake(self) -> None:
+    def requeue_unblocked(self) -> None:
         """Those who waited for a block that is there now, or will not come, queue up again."""
-        for block in self._memory.underway.settled():
-            for seq in self._requests.release(block):
+        for block in self._kv_cache.pending.drain_resolved():
+            for seq in self._requests.unblock(block):
                 self._queue.push(seq)
 
-    def check(self) -> None:
+    def check_invariants(self) -> None:
         """Assert the invariants between steps. Raises AssertionError."""
         rows = [seq.row for seq in self.sequences]
-        assert sorted(rows + self._rows) == list(range(self._max_seqs)), "a row leaked"
+        assert sorted(rows + self._free_rows) == list(range(self._max_seqs)), "a row leaked"
         assert self.sequences == sorted(self.sequences, key=_order), "they are out of order"
         for seq in self.sequences:
-            assert 0 <= seq.computed <= seq.capacity, "computed tokens without a block"
+            assert 0 <= seq.computed_len <= seq.capacity, "computed tokens without a block"
 
-    def _may_join(self, seq: Sequence, now: float) -> bool:
+    def _can_join(self, seq: Sequence, now: float) -> bool:
         """Whether the batching mode, and the isolation of suspects, let it join now."""
         running = self.sequences
-        if seq.suspect or (running and running[0].suspect):
+        if seq.is_suspect or (running and running[0].is_suspect):
             return not running
-        return self._batching.open(
+        return self._batching_policy.can_admit(
             running=len(running),
-            generating=sum(other.prefilled for other in running),
+            generating=sum(other.is_prefilled for other in running),
             waiting=len(self._queue),
-            waited_s=now - seq.arrival,
+            waited_s=now - seq.arrived_at,
         )
 
-    def _fits(self, seq: Sequence) -> bool:
+    def _has_room_for(self, seq: Sequence) -> bool:
         """Whether there are blocks for it and for what running sequences will probably still need."""
-        spare = self._memory.available - self._memory.cost(seq)
+        spare = self._kv_cache.available_blocks - self._kv_cache.blocks_needed(seq)
         if not self.sequences:
             return spare >= 0
-        promised = seq.limit - seq.length + sum(s.limit - s.length for s in self.sequences)
-        growth = self.estimate.share * promised / self._memory.block_size
-        return spare >= growth + self._watermark * self._memory.pool.num_blocks
+        promised = (
+            seq.max_length - seq.length + sum(s.max_length - s.length for s in self.sequences)
+        )
+        growth = self.output_estimator.fraction * promised / self._kv_cache.block_size
+        return spare >= growth + self._watermark * self._kv_cache.pool.num_blocks

@@ -11,35 +11,35 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from argosy.engine.scheduling.batching_policy import Batching, Continuous
-from argosy.engine.scheduling.kv_cache_manager import Memory
-from argosy.engine.scheduling.request_registry import Register
-from argosy.engine.scheduling.running_batch import Running
+from argosy.engine.scheduling.batching_policy import BatchingPolicy, ContinuousBatching
+from argosy.engine.scheduling.kv_cache_manager import KvCacheManager
+from argosy.engine.scheduling.request_registry import RequestRegistry
+from argosy.engine.scheduling.running_batch import RunningBatch
 from argosy.engine.scheduling.sequence import NEVER, Sequence
-from argosy.engine.scheduling.step_plan import Plan, StepResult
-from argosy.engine.scheduling.ttft_guard import FirstTokens
-from argosy.engine.scheduling.waiting_queue import FairQueue
-from argosy.policy import TenantShares
+from argosy.engine.scheduling.step_plan import StepPlan, StepResult
+from argosy.engine.scheduling.ttft_guard import TtftGuard
+from argosy.engine.scheduling.waiting_queue import WaitingQueue
+from argosy.policy import VirtualTokenCounters
 
 if TYPE_CHECKING:
     from argosy.protocol import SamplingParams
 
-Finish = Literal["stop", "length", "timeout", "cancelled", "error"]
+SequenceFinishReason = Literal["stop", "length", "timeout", "cancelled", "error"]
 AGEING_TOKENS_PER_S = 256.0
 """A waiting prefill counts as this much shorter for each second since it arrived, so none starves."""
-TIER_TOKENS = 4096.0
+TIER_PENALTY_TOKENS = 4096.0
 """And as this much longer for each tier below the highest."""
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class SchedulerLimits:
     """The sizes the scheduler keeps to."""
 
     max_seqs: int
     max_step_tokens: int
     block_size: int
     num_blocks: int
-    prefill_share: float
+    max_prefill_fraction: float
     """Most of the step's tokens that prefills may take while decodes run."""
     watermark: float
     """Part of the blocks kept free for running sequences to grow into."""
@@ -49,49 +49,51 @@ class Limits:
     host_blocks: int = 0
 
 
-class Progress(NamedTuple):
+class SequenceUpdate(NamedTuple):
     """What a committed step means for one sequence of it."""
 
     seq: Sequence
-    chunk: int
+    chunk_index: int
     """Index into the plan."""
     token: int
     """The new token; -1 when there is none."""
-    finish: Finish | None
+    finish_reason: SequenceFinishReason | None
 
 
 class Scheduler:
     """Decides, step by step. Pure: the time is an argument, equal calls give equal plans."""
 
-    def __init__(self, limits: Limits, batching: Batching | None = None) -> None:
-        batching = batching or Continuous()
+    def __init__(
+        self, limits: SchedulerLimits, batching_policy: BatchingPolicy | None = None
+    ) -> None:
+        batching_policy = batching_policy or ContinuousBatching()
         self.limits = limits
-        self.shares = TenantShares()
-        self.memory = Memory(
+        self.token_counters = VirtualTokenCounters()
+        self.kv_cache = KvCacheManager(
             num_blocks=limits.num_blocks,
             host_blocks=limits.host_blocks,
             block_size=limits.block_size,
             prefix_cache=limits.prefix_cache,
         )
-        self.queue = FairQueue()
-        self.requests = Register()
+        self.queue = WaitingQueue()
+        self.requests = RequestRegistry()
         """All that have not ended: running, waiting, held."""
-        self._running = Running(
+        self._batch = RunningBatch(
             max_seqs=limits.max_seqs,
             watermark=limits.watermark,
-            batching=batching,
-            memory=self.memory,
+            batching_policy=batching_policy,
+            kv_cache=self.kv_cache,
             queue=self.queue,
             requests=self.requests,
         )
-        self.running = self._running.sequences
+        self.running = self._batch.sequences
         """Most important first."""
-        self.estimate = self._running.estimate
-        self.step_tokens = limits.max_step_tokens
+        self.output_estimator = self._batch.output_estimator
+        self.token_budget = limits.max_step_tokens
         """The token budget in force; `shrink` lowers it."""
-        self._partial_prefills = batching.partial_prefills
-        self._first_tokens = FirstTokens(limits.ridge_tokens)
-        self._in_flight: deque[tuple[Plan, list[Sequence]]] = deque()
+        self._max_partial_prefills = batching_policy.max_partial_prefills
+        self._ttft_guard = TtftGuard(limits.ridge_tokens)
+        self._steps_in_flight: deque[tuple[StepPlan, list[Sequence]]] = deque()
 
     # -- requests come and go ---------------------------------------------------------------
 
@@ -103,13 +105,13 @@ class Scheduler:
         params: SamplingParams,
         now: float,
         output: list[int] | None = None,
-        stops: frozenset[int] = frozenset(),
-        domain: str = "",
+        stop_token_ids: frozenset[int] = frozenset(),
+        cache_domain: str = "",
         tenant: str = "",
         tier: int = 1,
         weight: float = 1.0,
         timeout_s: float = float("inf"),
-        lead: str | None = None,
+        parent_id: str | None = None,
     ) -> Sequence:
         """Line up a sequence. It must fit the pool by itself, and its id must not be in use."""
         seq = Sequence(
@@ -117,15 +119,15 @@ class Scheduler:
             prompt=prompt,
             output=output or [],
             params=params,
-            stops=stops,
-            domain=domain,
+            stop_token_ids=stop_token_ids,
+            cache_domain=cache_domain,
             tier=tier,
-            account=self.shares.enter(tenant, weight),
-            arrival=now,
+            tenant_counter=self.token_counters.add_request(tenant, weight),
+            arrived_at=now,
             deadline=now + timeout_s,
-            lead=self.requests.get(lead),
+            parent=self.requests.get(parent_id),
         )
-        if self.requests.enter(seq):
+        if self.requests.add(seq):
             self.queue.push(seq)
         return seq
 
@@ -133,14 +135,14 @@ class Scheduler:
         """End a request wherever it is; None when it has ended already."""
         seq = self.requests.get(request_id)
         if seq is not None:
-            self._end(seq)
+            self._end_request(seq)
         return seq
 
     def expire(self, now: float) -> list[Sequence]:
         """End the requests whose deadline has passed."""
-        expired = self.requests.expired(now)
+        expired = self.requests.pop_expired(now)
         for seq in expired:
-            self._end(seq)
+            self._end_request(seq)
         return expired
 
     @property
@@ -156,170 +158,174 @@ class Scheduler:
     @property
     def preemptions(self) -> int:
         """How often a running sequence was put back."""
-        return self._running.preemptions
+        return self._batch.preemptions
 
     @property
     def queued_tokens(self) -> int:
         """Prompt tokens that are still to be computed: of those who queue, and of running prefills."""
-        left = (seq.length - seq.computed for seq in self.running)
+        left = (seq.length - seq.computed_len for seq in self.running)
         return sum(seq.length for seq in self.queue) + sum(count for count in left if count > 1)
 
     # -- the step ---------------------------------------------------------------------------
 
-    def schedule(self, now: float) -> Plan:
+    def schedule(self, now: float) -> StepPlan:
         """Plan a step: running decodes first, then running prefills, then the queue."""
-        running = self._running
-        plan = Plan(running.step + 1)
+        running = self._batch
+        plan = StepPlan(running.last_planned_step + 1)
         rows, starts = plan.rows, plan.starts
         seqs: list[Sequence] = []
         prefills: list[Sequence] = []
-        most = 1 + int(self.step_tokens * self.limits.prefill_share)
-        newcomer = running.displace(now)
-        lowest = self._first_tokens.lowest_tier(self.running, newcomer, most)
-        for seq in running.down_to(lowest):
-            start, length = seq.computed, seq.length
+        most = 1 + int(self.token_budget * self.limits.max_prefill_fraction)
+        newcomer = running.make_room(now)
+        lowest = self._ttft_guard.lowest_admitted_tier(self.running, newcomer, most)
+        for seq in running.sequences_from_tier(lowest):
+            start, length = seq.computed_len, seq.length
             if length - start != 1:
                 prefills.append(seq)
                 continue
-            if length >= seq.limit and length > len(seq.tokens):
+            if length >= seq.max_length and length > len(seq.tokens):
                 continue  # its last token is being sampled by a step in flight
-            if start == seq.capacity and not running.grow(seq, plan):
+            if start == seq.capacity and not running.append_block(seq, plan):
                 continue
             rows.append(seq.row)
             starts.append(start)
             seqs.append(seq)
-            seq.computed = length
+            seq.computed_len = length
             seq.length = length + 1
-            seq.account.served += seq.decode_price
+            seq.tenant_counter.served_tokens += seq.decode_cost
         decodes = len(seqs)
         plan.counts.extend([1] * decodes)
-        plan.samples.extend([True] * decodes)
-        budget = self.step_tokens - decodes
+        plan.sample_flags.extend([True] * decodes)
+        budget = self.token_budget - decodes
         if decodes or lowest != NEVER:
             budget = min(budget, most)
-        prefills = [seq for seq in prefills if seq.row >= 0 and seq.length > seq.computed]
-        backlog = sum(seq.length - seq.computed for seq in prefills)
-        while backlog < budget or len(prefills) < self._partial_prefills:
-            admitted = running.admit(plan, now, lowest)
+        prefills = [seq for seq in prefills if seq.row >= 0 and seq.length > seq.computed_len]
+        backlog = sum(seq.length - seq.computed_len for seq in prefills)
+        while backlog < budget or len(prefills) < self._max_partial_prefills:
+            admitted = running.admit_next(plan, now, lowest)
             if admitted is None:
                 break
             prefills.append(admitted)
-            backlog += admitted.length - admitted.computed
-        for seq in sorted(prefills, key=partial(_urgency, now=now)):
-            budget -= self._prefill(seq, budget, plan, seqs)
-        self._in_flight.append((plan, seqs))
-        running.step = plan.step
+            backlog += admitted.length - admitted.computed_len
+        for seq in sorted(prefills, key=partial(_prefill_order, now=now)):
+            budget -= self._plan_prefill(seq, budget, plan, seqs)
+        self._steps_in_flight.append((plan, seqs))
+        running.last_planned_step = plan.step
         return plan
 
-    def commit(self, result: StepResult) -> list[Progress]:
+    def commit(self, result: StepResult) -> list[SequenceUpdate]:
         """Take in the oldest step in flight. Sequences that ended meanwhile are passed over."""
-        plan, seqs = self._in_flight.popleft()
-        step, tokens, samples, starts = plan.step, result.tokens, plan.samples, plan.starts
-        for seq in self.memory.settle(step, result.corrupt):
-            if seq.void < step:
-                self._running.preempt(seq)
-        progress: list[Progress] = []
+        plan, seqs = self._steps_in_flight.popleft()
+        step, tokens, samples, starts = plan.step, result.tokens, plan.sample_flags, plan.starts
+        for seq in self.kv_cache.complete_restores(step, result.corrupt_blocks):
+            if seq.stale_until_step < step:
+                self._batch.preempt(seq)
+        progress: list[SequenceUpdate] = []
         for chunk, seq in enumerate(seqs):
-            if step <= seq.void:
+            if step <= seq.stale_until_step:
                 continue
-            if chunk in result.failed:
-                self._end(seq)
-                progress.append(Progress(seq, chunk, -1, "error"))
+            if chunk in result.failures:
+                self._end_request(seq)
+                progress.append(SequenceUpdate(seq, chunk, -1, "error"))
                 continue
             end = starts[chunk] + plan.counts[chunk]
-            if end >= seq.publish_at:
-                self.memory.publish(seq, end)
+            if end >= seq.next_publish_length:
+                self.kv_cache.publish_blocks(seq, end)
             token = tokens[chunk]
-            finish: Finish | None = None
+            finish: SequenceFinishReason | None = None
             if samples[chunk]:
                 seq.tokens.append(token)
-                if not seq.prefilled:
-                    self._prefilled(seq)
-                if token in seq.stops:
+                if not seq.is_prefilled:
+                    self._on_first_token(seq)
+                if token in seq.stop_token_ids:
                     finish = "stop"
-                elif len(seq.tokens) >= seq.limit:
+                elif len(seq.tokens) >= seq.max_length:
                     finish = "length"
                 if finish is not None:
-                    if len(seq.tokens) > seq.limit:  # nothing was to be generated (max_tokens 0)
+                    if (
+                        len(seq.tokens) > seq.max_length
+                    ):  # nothing was to be generated (max_tokens 0)
                         seq.tokens.pop()
                         token = -1
-                    self.estimate.ended(seq.output_len, seq.params.max_tokens)
-                    self._end(seq)
-            progress.append(Progress(seq, chunk, token, finish))
-        self._running.wake()
+                    self.output_estimator.record_end(seq.output_len, seq.params.max_tokens)
+                    self._end_request(seq)
+            progress.append(SequenceUpdate(seq, chunk, token, finish))
+        self._batch.requeue_unblocked()
         return progress
 
-    def fail(self) -> list[Sequence]:
+    def recover_failed_step(self) -> list[Sequence]:
         """A step raised. Everything that ran starts over; a sequence that was alone in its step ends.
 
         The others of that step are suspects: each runs alone until it has shown itself innocent.
         Returns the sequences that ended.
         """
-        culprits = [seq for seq in self._in_flight[0][1] if seq.row >= 0]
+        culprits = [seq for seq in self._steps_in_flight[0][1] if seq.row >= 0]
         for seq in culprits:
-            seq.suspect = True
+            seq.is_suspect = True
         ended = culprits if len(culprits) == 1 else []
         for seq in ended:
-            self._end(seq)
+            self._end_request(seq)
         for seq in tuple(self.running):
-            self._running.preempt(seq)
-        for plan, _ in self._in_flight:
-            self.memory.settle(plan.step, [])
-        self._in_flight.clear()
+            self._batch.preempt(seq)
+        for plan, _ in self._steps_in_flight:
+            self.kv_cache.complete_restores(plan.step, [])
+        self._steps_in_flight.clear()
         return ended
 
-    def shrink(self) -> None:
+    def halve_token_budget(self) -> None:
         """Memory ran out in a step: halve the token budget (never below one token a sequence)."""
-        self.step_tokens = max(self.limits.max_seqs, self.step_tokens // 2)
+        self.token_budget = max(self.limits.max_seqs, self.token_budget // 2)
 
-    def check(self) -> None:
+    def check_invariants(self) -> None:
         """Assert the invariants between steps. Raises AssertionError."""
         holders = self.running
-        self.memory.check(holders)
-        self._running.check()
-        at_rest = [*self.queue, *self.requests.held]
+        self.kv_cache.check_invariants(holders)
+        self._batch.check_invariants()
+        at_rest = [*self.queue, *self.requests.blocked_requests]
         everyone = [*holders, *at_rest]
         assert len(everyone) == len(self.requests), "a request is in two places or in none"
         assert set(everyone) == set(self.requests), "a request was lost"
         assert all(not seq.blocks and seq.row < 0 for seq in at_rest), "blocks at rest"
 
-    def _prefill(self, seq: Sequence, budget: int, plan: Plan, seqs: list[Sequence]) -> int:
+    def _plan_prefill(
+        self, seq: Sequence, budget: int, plan: StepPlan, seqs: list[Sequence]
+    ) -> int:
         """Give `seq` up to `budget` of its remaining tokens; returns how many."""
-        count = min(seq.length - seq.computed, budget)
+        count = min(seq.length - seq.computed_len, budget)
         if count <= 0:
             return 0
         plan.rows.append(seq.row)
-        plan.starts.append(seq.computed)
+        plan.starts.append(seq.computed_len)
         plan.counts.append(count)
         seqs.append(seq)
-        seq.computed += count
-        complete = seq.computed == seq.length
-        plan.samples.append(complete)
+        seq.computed_len += count
+        complete = seq.computed_len == seq.length
+        plan.sample_flags.append(complete)
         seq.length += complete
-        seq.account.served += count * seq.prefill_price
+        seq.tenant_counter.served_tokens += count * seq.prefill_cost
         return count
 
-    def _prefilled(self, seq: Sequence) -> None:
+    def _on_first_token(self, seq: Sequence) -> None:
         """Its first token since it joined: siblings may fork, and it is no suspect any more."""
-        seq.prefilled = True
-        seq.suspect = False
-        for sibling in self.requests.release(seq):
+        seq.is_prefilled = True
+        seq.is_suspect = False
+        for sibling in self.requests.unblock(seq):
             self.queue.push(sibling)
 
-    def _end(self, seq: Sequence) -> None:
+    def _end_request(self, seq: Sequence) -> None:
         """The request is over, wherever it was."""
         if seq.row >= 0:
-            self._running.leave(seq)
-        elif seq.awaits is None:
+            self._batch.remove(seq)
+        elif seq.blocked_on is None:
             self.queue.remove(seq)
-        seq.void = NEVER
-        self.requests.leave(seq)
-        self.shares.leave(seq.account)
-        for sibling in self.requests.release(seq):
+        seq.stale_until_step = NEVER
+        self.requests.remove(seq)
+        self.token_counters.remove_request(seq.tenant_counter)
+        for sibling in self.requests.unblock(seq):
             self.queue.push(sibling)
 
 
-def _urgency(seq: Sequence, now: float) -> float:
+def _prefill_order(seq: Sequence, now: float) -> float:
     """Higher tiers first, then the shortest remaining prefill, each second of waiting making one seem shorter."""
-    lacking = seq.length - seq.computed + TIER_TOKENS * seq.tier
-    return lacking - AGEING_TOKENS_PER_S * (now - seq.arrival)
+    lacking = seq.length - seq.computed_len + TIER_PENALTY_TOKENS * seq.tier
+    return lacking - AGEING_TOKENS_PER_S * (now - seq.arrived_at)

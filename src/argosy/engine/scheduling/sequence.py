@@ -6,10 +6,10 @@ import hashlib
 from array import array
 from typing import TYPE_CHECKING
 
-from argosy.policy import INPUT_PRICE, OUTPUT_PRICE
+from argosy.policy import INPUT_TOKEN_WEIGHT, OUTPUT_TOKEN_WEIGHT
 
 if TYPE_CHECKING:
-    from argosy.policy import Account
+    from argosy.policy import TenantCounter
     from argosy.protocol import SamplingParams
 
 NEVER = 1 << 62
@@ -24,35 +24,35 @@ class Sequence:
     """
 
     __slots__ = (
-        "account",
-        "arrival",
-        "awaits",
+        "arrived_at",
+        "block_hashes",
+        "blocked_on",
         "blocks",
+        "cache_salt",
         "capacity",
-        "computed",
+        "computed_len",
         "deadline",
-        "decode_price",
-        "hashes",
+        "decode_cost",
         "hit_tokens",
         "id",
-        "lead",
+        "is_prefilled",
+        "is_suspect",
         "length",
-        "limit",
-        "order",
+        "max_length",
+        "next_publish_length",
         "params",
+        "parent",
         "preemptions",
-        "prefill_price",
-        "prefilled",
+        "prefill_cost",
+        "priority_order",
         "prompt_len",
-        "publish_at",
         "row",
-        "salt",
         "scheduled_at",
-        "stops",
-        "suspect",
+        "stale_until_step",
+        "stop_token_ids",
+        "tenant_counter",
         "tier",
         "tokens",
-        "void",
     )
 
     def __init__(
@@ -62,60 +62,60 @@ class Sequence:
         prompt: list[int],
         output: list[int],
         params: SamplingParams,
-        stops: frozenset[int],
-        domain: str,
+        stop_token_ids: frozenset[int],
+        cache_domain: str,
         tier: int,
-        account: Account,
-        arrival: float,
+        tenant_counter: TenantCounter,
+        arrived_at: float,
         deadline: float,
-        lead: Sequence | None,
+        parent: Sequence | None,
     ) -> None:
         self.id = id
         self.tokens = prompt + output
         self.prompt_len = len(prompt)
         self.params = params
-        self.stops = stops
-        self.salt = hashlib.sha256(domain.encode()).digest()
+        self.stop_token_ids = stop_token_ids
+        self.cache_salt = hashlib.sha256(cache_domain.encode()).digest()
         self.tier = tier
-        self.account = account
-        self.arrival = arrival
+        self.tenant_counter = tenant_counter
+        self.arrived_at = arrived_at
         self.deadline = deadline
-        self.lead = lead
-        self.limit = len(prompt) + params.max_tokens
-        self.prefill_price = INPUT_PRICE / account.weight
-        self.decode_price = OUTPUT_PRICE / account.weight
+        self.parent = parent
+        self.max_length = len(prompt) + params.max_tokens
+        self.prefill_cost = INPUT_TOKEN_WEIGHT / tenant_counter.weight
+        self.decode_cost = OUTPUT_TOKEN_WEIGHT / tenant_counter.weight
         self.length = len(self.tokens)
         """Tokens known or being sampled right now."""
-        self.computed = 0
+        self.computed_len = 0
         """Tokens whose KV exists, or will once the steps in flight are done."""
         self.blocks: list[int] = []
         self.capacity = 0
         """Tokens that `blocks` can hold."""
-        self.hashes: list[bytes] = []
-        self.publish_at = 0
+        self.block_hashes: list[bytes] = []
+        self.next_publish_length = 0
         """The next block is full once this many tokens are computed."""
         self.row = -1
         """Permanent row while running, else -1."""
-        self.order = (tier, NEVER)
+        self.priority_order = (tier, NEVER)
         """(tier, admission number): running sequences in order of importance."""
         self.hit_tokens = 0
         self.scheduled_at: float | None = None
-        self.prefilled = False
+        self.is_prefilled = False
         """It has been given a token since it joined the batch, so all before that is computed."""
         self.preemptions = 0
-        self.suspect = False
+        self.is_suspect = False
         """It was part of a step that failed: it runs alone until it has shown itself innocent."""
-        self.awaits: Sequence | bytes | None = None
+        self.blocked_on: Sequence | bytes | None = None
         """The lead, or the key of the block, that it is held for."""
-        self.void = -1
+        self.stale_until_step = -1
         """Results of steps up to this one no longer concern it."""
 
-    def hash_of(self, index: int, block_size: int) -> bytes:
+    def block_hash(self, index: int, block_size: int) -> bytes:
         """Identity of the full block `index`: sha256 over the chain of tokens before it and the domain's salt."""
-        hashes = self.hashes
+        hashes = self.block_hashes
         while len(hashes) <= index:
             start = len(hashes) * block_size
-            parent = hashes[-1] if hashes else self.salt
+            parent = hashes[-1] if hashes else self.cache_salt
             ids = array("i", self.tokens[start : start + block_size])
             hashes.append(hashlib.sha256(parent + ids.tobytes()).digest())
         return hashes[index]

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from argosy.protocol import SamplingParams
 
 
-class Admission(NamedTuple):
+class AdmittedSequence(NamedTuple):
     """A sequence that takes a row in this step: everything the executor must know of it."""
 
     row: int
@@ -20,7 +20,7 @@ class Admission(NamedTuple):
     blocks: list[int]
 
 
-class Restore(NamedTuple):
+class BlockRestore(NamedTuple):
     """Fill `block` from host slot `slot` before the step."""
 
     slot: int
@@ -28,7 +28,7 @@ class Restore(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class StepPlan:
     """One step: for chunk i, tokens `starts[i] .. starts[i] + counts[i]` of row `rows[i]` are computed.
 
     The executor applies, in this order: `offloads`, `copies`, `restores`, `admitted`, `placed`; then it computes.
@@ -38,19 +38,19 @@ class Plan:
     rows: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
-    samples: list[bool] = field(default_factory=list)
+    sample_flags: list[bool] = field(default_factory=list)
     """Whether chunk i reaches its sequence's last token, so that a token is sampled from it."""
-    admitted: list[Admission] = field(default_factory=list)
-    placed: list[tuple[int, int, int]] = field(default_factory=list)
+    admissions: list[AdmittedSequence] = field(default_factory=list)
+    block_appends: list[tuple[int, int, int]] = field(default_factory=list)
     """(row, index, block): block becomes the row's index-th."""
-    copies: list[tuple[int, int]] = field(default_factory=list)
+    block_copies: list[tuple[int, int]] = field(default_factory=list)
     """(source block, destination block)."""
-    offloads: list[tuple[int, int]] = field(default_factory=list)
+    block_offloads: list[tuple[int, int]] = field(default_factory=list)
     """(block, host slot): save the block in host memory, with a checksum."""
-    restores: list[Restore] = field(default_factory=list)
+    block_restores: list[BlockRestore] = field(default_factory=list)
 
     @property
-    def tokens(self) -> int:
+    def total_tokens(self) -> int:
         """Tokens computed by this step."""
         return sum(self.counts)
 
@@ -61,21 +61,21 @@ class Logprob(NamedTuple):
     token: int
     logprob: float
     rank: int
-    top: list[tuple[int, float]]
+    top_logprobs: list[tuple[int, float]]
 
 
-class Durations(NamedTuple):
+class StepDurations(NamedTuple):
     """Where an executor's part of a step went, in seconds."""
 
-    launch: float = 0.0
+    launch_s: float = 0.0
     """Blocks moved and inputs built, on the host."""
-    compute: float = 0.0
+    compute_s: float = 0.0
     """The model, on the device."""
-    sample: float = 0.0
+    sample_s: float = 0.0
     """From logits to tokens, on the device."""
 
 
-NO_TIME = Durations()
+ZERO_DURATIONS = StepDurations()
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +87,8 @@ class StepResult:
     logprobs: dict[int, Logprob] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[Logprob]] = field(default_factory=dict)
     """By chunk, for prompt positions start + 1 .. start + count in order: the token at each, as predicted."""
-    failed: dict[int, str] = field(default_factory=dict)
+    failures: dict[int, str] = field(default_factory=dict)
     """Chunks whose row gave no valid numbers, and why; only those sequences end."""
-    corrupt: list[int] = field(default_factory=list)
+    corrupt_blocks: list[int] = field(default_factory=list)
     """Blocks of `restores` whose checksum did not hold; what was computed on them is void."""
-    durations: Durations = NO_TIME
+    durations: StepDurations = ZERO_DURATIONS

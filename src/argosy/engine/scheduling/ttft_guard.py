@@ -13,22 +13,22 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from argosy.engine.scheduling.sequence import NEVER
-from argosy.policy import OUTPUT_PRICE
+from argosy.policy import OUTPUT_TOKEN_WEIGHT
 
 if TYPE_CHECKING:
     from argosy.engine.scheduling.sequence import Sequence
 
-EACH = 8
+YIELD_INTERVAL_STEPS = 8
 """In the long run, lower tiers stand back in one step of so many."""
-BURST = 4
+MAX_BURST_YIELDS = 4
 """So many times can be saved up; they may then stand back so often in a row."""
-MUCH = 0.25
+MAX_ADDED_FRACTION = 0.25
 """They do so where they would make the step longer by more than this part."""
 
 _tier = attrgetter("tier")
 
 
-class Newcomer(NamedTuple):
+class AdmissionCandidate(NamedTuple):
     """Of a sequence that can join in this step, while somebody of a lower tier runs."""
 
     tier: int
@@ -36,38 +36,42 @@ class Newcomer(NamedTuple):
     """That have to be computed for its first one."""
 
 
-class FirstTokens:
+class TtftGuard:
     """Which tiers take part in each step. Pure: equal calls give equal answers."""
 
     def __init__(self, ridge_tokens: int) -> None:
         """`ridge_tokens`: computing so many takes as long as a pass over the weights."""
         self._ridge_tokens = ridge_tokens
-        self._saved = BURST * EACH
+        self._credit_steps = MAX_BURST_YIELDS * YIELD_INTERVAL_STEPS
         """Steps made, less `EACH` for each in which somebody stood back."""
 
-    def lowest_tier(self, running: list[Sequence], newcomer: Newcomer | None, most: int) -> int:
+    def lowest_admitted_tier(
+        self, running: list[Sequence], candidate: AdmissionCandidate | None, max_prefill_tokens: int
+    ) -> int:
         """The lowest tier that takes part in the next step; NEVER: all do.
 
         `running` is sorted by tier; a step has at most `most` tokens of prefills.
         """
-        self._saved = min(self._saved + 1, BURST * EACH)
-        if self._saved < EACH:
+        self._credit_steps = min(self._credit_steps + 1, MAX_BURST_YIELDS * YIELD_INTERVAL_STEPS)
+        if self._credit_steps < YIELD_INTERVAL_STEPS:
             return NEVER
-        tier = _due(running)
+        tier = _highest_due_tier(running)
         tokens = 0
-        if newcomer is not None and newcomer.tier <= tier:
-            tier, tokens = newcomer
+        if candidate is not None and candidate.tier <= tier:
+            tier, tokens = candidate
         if tier == NEVER:
             return NEVER
         cut = bisect_right(running, tier, key=_tier)
-        due = _work(running[:cut], most) + min(tokens, most)
-        if _work(running[cut:], most) <= max(self._ridge_tokens, MUCH * due):
+        due = _step_cost(running[:cut], max_prefill_tokens) + min(tokens, max_prefill_tokens)
+        if _step_cost(running[cut:], max_prefill_tokens) <= max(
+            self._ridge_tokens, MAX_ADDED_FRACTION * due
+        ):
             return NEVER
-        self._saved -= EACH
+        self._credit_steps -= YIELD_INTERVAL_STEPS
         return tier
 
 
-def _due(running: list[Sequence]) -> int:
+def _highest_due_tier(running: list[Sequence]) -> int:
     """The highest tier with a first token that no step computes yet; NEVER when nobody is of a lower one."""
     if not running or running[0].tier == running[-1].tier:
         return NEVER
@@ -75,13 +79,13 @@ def _due(running: list[Sequence]) -> int:
     for seq in running:
         if seq.tier == last:
             break
-        if not seq.prefilled and seq.computed < len(seq.tokens):
+        if not seq.is_prefilled and seq.computed_len < len(seq.tokens):
             return seq.tier
     return NEVER
 
 
-def _work(seqs: list[Sequence], most: int) -> float:
+def _step_cost(seqs: list[Sequence], max_prefill_tokens: int) -> float:
     """What these add to a step, in prompt tokens."""
-    lacking = [seq.length - seq.computed for seq in seqs]
+    lacking = [seq.length - seq.computed_len for seq in seqs]
     decodes = lacking.count(1)
-    return OUTPUT_PRICE * decodes + min(most, sum(lacking) - decodes)
+    return OUTPUT_TOKEN_WEIGHT * decodes + min(max_prefill_tokens, sum(lacking) - decodes)

@@ -8,7 +8,7 @@ import msgspec
 
 from argosy.protocol import SamplingParams
 
-FinishReason = Literal["stop", "length", "timeout", "cancelled", "error"]
+EngineFinishReason = Literal["stop", "length", "timeout", "cancelled", "error"]
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="request"):
@@ -16,12 +16,12 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, 
 
     id: str
     prompt: list[int]
-    output: list[int] = []
+    resumed_tokens: list[int] = []
     """Tokens already generated elsewhere (resume); the core goes on from there, exactly."""
     params: SamplingParams
-    lead: str | None = None
+    parent_id: str | None = None
     """Id of the request whose prompt this one shares; it forks from there when that is prefilled."""
-    domain: str = ""
+    cache_domain: str = ""
     """Cache domain: KV blocks are never shared between domains."""
     tenant: str = ""
     tier: int = 1
@@ -31,10 +31,10 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, 
     """Seconds after arrival at which the request ends with what there is (`timeout`)."""
 
 
-class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
+class AbortRequests(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
     """Forget these requests; each still running is answered with a final `cancelled` delta."""
 
-    ids: list[str]
+    request_ids: list[str]
 
 
 class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="shutdown"):
@@ -47,7 +47,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     token: int
     logprob: float
     rank: int
-    top: list[tuple[int, float]] = []
+    top_logprobs: list[tuple[int, float]] = []
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -60,7 +60,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """One for each of `tokens` when asked for, else empty."""
     prompt_logprobs: list[TokenLogprob] = []
     """For prompt positions 1.. as their chunks are computed, in order."""
-    finish: FinishReason | None = None
+    finish_reason: EngineFinishReason | None = None
     stop_token: int | None = None
     """The end-of-sequence or stop token that ended it (finish == "stop")."""
     error: str | None = None
@@ -68,11 +68,11 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Prompt tokens found in the prefix cache; set on the first delta."""
     queue_s: float | None = None
     """Seconds from arrival at the core to the first step it was part of; set on the first delta."""
-    prompt_blocks: bytes = b""
+    prompt_block_names: bytes = b""
     """Names of the prompt's first full KV blocks (`protocol.kv`), where they are cached; set on the first delta."""
 
 
-class Stats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+class CoreStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """The core's state after a step. `*_total` only grow (they restart from 0 with the core)."""
 
     step: int = 0
@@ -97,18 +97,18 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Seconds by phase of the step: plan, launch, compute, sample, commit."""
     prefill_tokens_per_s: float = 0.0
     """Measured; 0: not yet."""
-    decode_s: float = 0.0
+    inter_token_s: float = 0.0
     """Seconds between a sequence's tokens, were one more to run; measured, 0: not yet."""
 
 
-class Loading(msgspec.Struct, frozen=True, array_like=True, tag="loading"):
+class LoadProgress(msgspec.Struct, frozen=True, array_like=True, tag="loading"):
     """Progress of start-up: what is being done and how much of it (0 to 1) is done."""
 
-    what: str
-    done: float
+    activity: str
+    fraction: float
 
 
-class Ready(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="ready"):
+class CoreReady(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="ready"):
     """The core serves. What the door needs to know to refuse what cannot be served."""
 
     max_model_len: int
@@ -124,38 +124,38 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="rea
     """Which compute path is in use, for people, e.g. "cpu (avx512_bf16, 2 threads) bfloat16 native"."""
     fingerprint: str
     """Which state of the model's files was loaded. Requests never go on with another one."""
-    digest: str = ""
+    model_digest: str = ""
     """Tells the model from others, on any machine; empty: nobody knows."""
 
 
 class KvChange(msgspec.Struct, frozen=True, array_like=True):
     """KV blocks that requests find from now on, or no longer: names (`protocol.kv`), one after the other."""
 
-    stored: bytes
-    removed: bytes
+    stored_names: bytes
+    removed_names: bytes
 
 
-class Outputs(msgspec.Struct, frozen=True, array_like=True, tag="outputs"):
+class StepOutputs(msgspec.Struct, frozen=True, array_like=True, tag="outputs"):
     """What one step gave, and the core's state after it."""
 
     deltas: list[Delta]
-    stats: Stats
-    kv: KvChange | None = None
+    stats: CoreStats
+    kv_change: KvChange | None = None
     """What has changed since it was told last; it is told with each prompt that was computed, and now and then."""
 
 
-class Beat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
+class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
     """Sent each second by a thread of its own: `busy` with an unchanged `step` means stalled."""
 
     step: int
     busy: bool
 
 
-class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
+class CoreFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     """The core cannot start or go on; it exits after this."""
 
     message: str
 
 
-ToCore = EngineRequest | Abort | Shutdown
-FromCore = Loading | Ready | Outputs | Beat | Failed
+ToCore = EngineRequest | AbortRequests | Shutdown
+FromCore = LoadProgress | CoreReady | StepOutputs | Heartbeat | CoreFailed

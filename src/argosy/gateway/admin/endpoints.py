@@ -9,26 +9,26 @@ from typing import Any, Literal, get_type_hints
 
 import msgspec
 
-from argosy.gateway.auth import reach
-from argosy.gateway.principal import Caller
+from argosy.gateway.auth import organisation_scope
+from argosy.gateway.principal import Principal
 from argosy.protocol import ApiError
-from argosy.store import Accounts, Audit, Role, RoleScope, Store, Terms, UsageLog
+from argosy.store import Accounts, AuditLog, Ledger, LimitsAndPrices, Role, RoleScope, Store
 
 Method = Literal["GET", "POST", "PATCH", "DELETE"]
-JSON = "application/json"
-CSV = "text/csv; charset=utf-8"
+JSON_MEDIA_TYPE = "application/json"
+CSV_MEDIA_TYPE = "text/csv; charset=utf-8"
 
 
-class Nothing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class NoParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """No parameters."""
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class AdminRequest:
     """One call of an operation."""
 
-    caller: Caller
-    id: str
+    principal: Principal
+    resource_id: str
     """What stands for `{id}` in the path."""
     query: Any
     """Of the operation's `query` type."""
@@ -38,29 +38,29 @@ class Call:
     @property
     def actor(self) -> str:
         """The caller, as the audit log names it."""
-        caller = self.caller
-        if caller.key:
-            return f"key:{caller.key}"
-        return f"user:{caller.user}" if caller.user else "local"
+        principal = self.principal
+        if principal.key:
+            return f"key:{principal.key}"
+        return f"user:{principal.user}" if principal.user else "local"
 
 
 @dataclass(frozen=True, slots=True)
-class Desk:
+class AdminScope:
     """What operations work on: all of the whole gateway, or of one organisation, as if there were no others."""
 
     store: Store | None
-    cards: Callable[[str, str | None], dict[str, Any] | None]
+    explain: Callable[[str, str | None], dict[str, Any] | None]
     """What `argosy explain` shows of a request, by its id."""
-    organisation: str | None = None
+    organisation_id: str | None = None
     """Its id; None: the whole gateway."""
 
-    def of(self, caller: Caller) -> Desk:
+    def for_principal(self, principal: Principal) -> AdminScope:
         """What is within the reach of the caller's role. No operation is given anything else."""
-        return replace(self, organisation=reach(caller))
+        return replace(self, organisation_id=organisation_scope(principal))
 
-    def card(self, request: str) -> dict[str, Any] | None:
+    def explain_request(self, request_id: str) -> dict[str, Any] | None:
         """What `cards` tells, unless it is another organisation's."""
-        card, within = self.cards(request, self.organisation), self.organisation
+        card, within = self.explain(request_id, self.organisation_id), self.organisation_id
         if card is None or within is None or card["caller"]["organisation"] == within:
             return card
         return None
@@ -68,22 +68,22 @@ class Desk:
     @property
     def accounts(self) -> Accounts:
         """The store's accounts. Raises ApiError 404 when there is no store; the others likewise."""
-        return self._store.accounts.within(self.organisation)
+        return self._store.accounts.for_organisation(self.organisation_id)
 
     @property
-    def terms(self) -> Terms:
+    def limits_and_prices(self) -> LimitsAndPrices:
         """The store's limits and prices."""
-        return self._store.terms.within(self.organisation)
+        return self._store.limits_and_prices.for_organisation(self.organisation_id)
 
     @property
-    def usage(self) -> UsageLog:
+    def ledger(self) -> Ledger:
         """The store's ledger."""
-        return self._store.usage.within(self.organisation)
+        return self._store.ledger.for_organisation(self.organisation_id)
 
     @property
-    def audit(self) -> Audit:
+    def audit_log(self) -> AuditLog:
         """The store's audit log."""
-        return self._store.audit.within(self.organisation)
+        return self._store.audit_log.for_organisation(self.organisation_id)
 
     @property
     def _store(self) -> Store:
@@ -93,11 +93,11 @@ class Desk:
         return self.store
 
 
-Run = Callable[[Desk, Call], Any]
+EndpointHandler = Callable[[AdminScope, AdminRequest], Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Operation:
+class AdminEndpoint:
     """One method of one path."""
 
     method: Method
@@ -106,59 +106,59 @@ class Operation:
     """The least one that may do it."""
     scope: RoleScope
     """Where that role must be held. Those of an organisation may do it with what is theirs."""
-    run: Run
+    handler: EndpointHandler
     """A ValueError that it raises is answered as 400, 404 or 409."""
-    answer: Any
+    response_type: Any
     """The type that `run` gives: what is encoded as JSON, bytes that are JSON, or pieces of text to stream."""
-    query: type
-    body: type | None
-    quick: bool
+    query_type: type
+    body_type: type | None
+    is_nonblocking: bool
     """It waits for nothing, so it runs on the event loop's thread; others ask the store, in a worker thread."""
     media_type: str
 
     @property
     def name(self) -> str:
         """Its function's."""
-        return self.run.__name__
+        return self.handler.__name__
 
     @property
     def summary(self) -> str:
         """The first line of its function's docstring."""
-        return (inspect.getdoc(self.run) or "").partition("\n")[0]
+        return (inspect.getdoc(self.handler) or "").partition("\n")[0]
 
 
-class Operations(list[Operation]):
+class AdminEndpoints(list[AdminEndpoint]):
     """A list that functions are added to: `@api.add("GET", "/admin/things/{id}", "viewer")`."""
 
-    def add(
+    def register(
         self,
         method: Method,
         path: str,
         role: Role,
         scope: RoleScope = "organisation",
         *,
-        query: type = Nothing,
-        body: type | None = None,
-        quick: bool = False,
-        media_type: str = JSON,
-    ) -> Callable[[Run], Run]:
+        query_type: type = NoParameters,
+        body_type: type | None = None,
+        is_nonblocking: bool = False,
+        media_type: str = JSON_MEDIA_TYPE,
+    ) -> Callable[[EndpointHandler], EndpointHandler]:
         """Make the function an operation; what it returns is the answer's type."""
 
-        def added(run: Run) -> Run:
+        def decorate(handler: EndpointHandler) -> EndpointHandler:
             self.append(
-                Operation(
+                AdminEndpoint(
                     method=method,
                     path=path,
                     role=role,
                     scope=scope,
-                    run=run,
-                    answer=get_type_hints(run)["return"],
-                    query=query,
-                    body=body,
-                    quick=quick,
+                    handler=handler,
+                    response_type=get_type_hints(handler)["return"],
+                    query_type=query_type,
+                    body_type=body_type,
+                    is_nonblocking=is_nonblocking,
                     media_type=media_type,
                 )
             )
-            return run
+            return handler
 
-        return added
+        return decorate

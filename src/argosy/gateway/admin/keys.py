@@ -5,60 +5,62 @@ Flags, which decide what model answers, are given by those who run the whole gat
 
 from __future__ import annotations
 
-from argosy.gateway.admin.endpoints import Call, Desk, Operations
+from argosy.gateway.admin.endpoints import AdminEndpoints, AdminRequest, AdminScope
 from argosy.gateway.admin.schemas import (
+    KeyRotation,
     KeyView,
     NewKey,
     NewKeyView,
-    OfProject,
     Page,
-    Rotation,
-    given,
-    page,
-    view,
+    ProjectFilter,
+    get_given_fields,
+    to_page,
+    to_view,
 )
 from argosy.gateway.auth import check_grant, check_role
 
-api = Operations()
+endpoints = AdminEndpoints()
 
 KEYS = "/admin/keys"
 
 
-@api.add("GET", KEYS, "viewer", query=OfProject)
-def list_keys(desk: Desk, call: Call) -> Page[KeyView]:
+@endpoints.register("GET", KEYS, "viewer", query_type=ProjectFilter)
+def list_keys(scope: AdminScope, request: AdminRequest) -> Page[KeyView]:
     """Keys, revoked ones too, oldest first."""
-    query = call.query
-    return page(desk.accounts.list_keys(query.project, query.part), KeyView, query)
+    query = request.query
+    return to_page(scope.accounts.list_keys(query.project, query.part), KeyView, query)
 
 
-@api.add("POST", KEYS, "operator", body=NewKey)
-def create_key(desk: Desk, call: Call) -> NewKeyView:
+@endpoints.register("POST", KEYS, "operator", body_type=NewKey)
+def create_key(scope: AdminScope, request: AdminRequest) -> NewKeyView:
     """Make a key. The key itself is in this answer, and never again."""
-    check_grant(call.caller, call.body.role, call.body.scope, call.body.models)
-    if call.body.flags:
-        check_role(call.caller, "admin", "gateway")
-    made, plain = desk.accounts.create_key(**given(call.body), actor=call.actor)
-    return view(made, NewKeyView, key=plain)
+    check_grant(request.principal, request.body.role, request.body.scope, request.body.models)
+    if request.body.flags:
+        check_role(request.principal, "admin", "gateway")
+    made, plain = scope.accounts.create_key(**get_given_fields(request.body), actor=request.actor)
+    return to_view(made, NewKeyView, key=plain)
 
 
-@api.add("GET", KEYS + "/{id}", "viewer")
-def get_key(desk: Desk, call: Call) -> KeyView:
+@endpoints.register("GET", KEYS + "/{id}", "viewer")
+def get_key(scope: AdminScope, request: AdminRequest) -> KeyView:
     """A key."""
-    return view(desk.accounts.get_key(call.id), KeyView)
+    return to_view(scope.accounts.get_key(request.resource_id), KeyView)
 
 
-@api.add("POST", KEYS + "/{id}/rotate", "operator", body=Rotation)
-def rotate_key(desk: Desk, call: Call) -> NewKeyView:
+@endpoints.register("POST", KEYS + "/{id}/rotate", "operator", body_type=KeyRotation)
+def rotate_key(scope: AdminScope, request: AdminRequest) -> NewKeyView:
     """Make a key in place of another, which works on for a while. The new key itself is in this answer only."""
-    old = desk.accounts.get_key(call.id)
-    check_grant(call.caller, old.role, old.scope, old.models)
-    made, plain = desk.accounts.rotate_key(call.id, call.body.overlap_s, actor=call.actor)
-    return view(made, NewKeyView, key=plain)
+    old = scope.accounts.get_key(request.resource_id)
+    check_grant(request.principal, old.role, old.scope, old.models)
+    made, plain = scope.accounts.rotate_key(
+        request.resource_id, request.body.overlap_s, actor=request.actor
+    )
+    return to_view(made, NewKeyView, key=plain)
 
 
-@api.add("POST", KEYS + "/{id}/revoke", "operator")
-def revoke_key(desk: Desk, call: Call) -> KeyView:
+@endpoints.register("POST", KEYS + "/{id}/revoke", "operator")
+def revoke_key(scope: AdminScope, request: AdminRequest) -> KeyView:
     """End a key at once."""
-    key = desk.accounts.get_key(call.id)
-    check_role(call.caller, key.role, key.scope)
-    return view(desk.accounts.revoke_key(call.id, actor=call.actor), KeyView)
+    key = scope.accounts.get_key(request.resource_id)
+    check_role(request.principal, key.role, key.scope)
+    return to_view(scope.accounts.revoke_key(request.resource_id, actor=request.actor), KeyView)

@@ -7,69 +7,76 @@ from __future__ import annotations
 
 import time
 
-from argosy.gateway.admin.endpoints import Call, Desk, Operations
+from argosy.gateway.admin.endpoints import AdminEndpoints, AdminRequest, AdminScope
 from argosy.gateway.admin.schemas import (
-    Deleted,
+    DeletedView,
     LimitView,
+    ModelFilter,
     NewLimit,
     NewPrice,
-    OfModel,
-    OfOwner,
+    OwnerFilter,
     Page,
     PriceView,
-    given,
-    page,
-    view,
+    get_given_fields,
+    to_page,
+    to_view,
 )
 from argosy.gateway.auth import check_role
-from argosy.gateway.principal import Caller
+from argosy.gateway.principal import Principal
 from argosy.store import OwnerKind, Price
 
-api = Operations()
+endpoints = AdminEndpoints()
 
 LIMITS = "/admin/limits"
 PRICES = "/admin/prices"
 
 
-@api.add("GET", LIMITS, "viewer", query=OfOwner)
-def list_limits(desk: Desk, call: Call) -> Page[LimitView]:
+@endpoints.register("GET", LIMITS, "viewer", query_type=OwnerFilter)
+def list_limits(scope: AdminScope, request: AdminRequest) -> Page[LimitView]:
     """Limits."""
-    query = call.query
-    found = desk.terms.list_limits(query.owner_kind, query.owner, query.part)
-    return page(found, LimitView, query)
+    query = request.query
+    found = scope.limits_and_prices.list_limits(query.owner_kind, query.owner, query.part)
+    return to_page(found, LimitView, query)
 
 
-@api.add("POST", LIMITS, "operator", body=NewLimit)
-def set_limit(desk: Desk, call: Call) -> LimitView:
+@endpoints.register("POST", LIMITS, "operator", body_type=NewLimit)
+def set_limit(scope: AdminScope, request: AdminRequest) -> LimitView:
     """Set a limit, in place of the one that its owner has for the same unit, window and model."""
-    _check_owner(call.caller, call.body.owner_kind)
-    return view(desk.terms.set_limit(**given(call.body), actor=call.actor), LimitView)
+    _check_owner_kind(request.principal, request.body.owner_kind)
+    return to_view(
+        scope.limits_and_prices.set_limit(**get_given_fields(request.body), actor=request.actor),
+        LimitView,
+    )
 
 
-@api.add("DELETE", LIMITS + "/{id}", "operator")
-def delete_limit(desk: Desk, call: Call) -> Deleted:
+@endpoints.register("DELETE", LIMITS + "/{id}", "operator")
+def delete_limit(scope: AdminScope, request: AdminRequest) -> DeletedView:
     """Lift a limit."""
-    _check_owner(call.caller, desk.terms.get_limit(call.id).owner_kind)
-    desk.terms.delete_limit(call.id, actor=call.actor)
-    return Deleted(id=call.id)
+    _check_owner_kind(
+        request.principal, scope.limits_and_prices.get_limit(request.resource_id).owner_kind
+    )
+    scope.limits_and_prices.delete_limit(request.resource_id, actor=request.actor)
+    return DeletedView(id=request.resource_id)
 
 
-@api.add("GET", PRICES, "viewer", query=OfModel)
-def list_prices(desk: Desk, call: Call) -> Page[PriceView]:
+@endpoints.register("GET", PRICES, "viewer", query_type=ModelFilter)
+def list_prices(scope: AdminScope, request: AdminRequest) -> Page[PriceView]:
     """Prices, those of the past too."""
-    query = call.query
-    return page(desk.terms.list_prices(query.model, query.part), PriceView, query)
+    query = request.query
+    return to_page(scope.limits_and_prices.list_prices(query.model, query.part), PriceView, query)
 
 
-@api.add("POST", PRICES, "admin", "gateway", body=NewPrice)
-def set_price(desk: Desk, call: Call) -> PriceView:
+@endpoints.register("POST", PRICES, "admin", "gateway", body_type=NewPrice)
+def set_price(scope: AdminScope, request: AdminRequest) -> PriceView:
     """Set what a model's tokens cost from a moment on."""
-    fields = given(call.body) | {
-        "since": time.time() if call.body.since is None else call.body.since
+    fields = get_given_fields(request.body) | {
+        "since": time.time() if request.body.since is None else request.body.since
     }
-    return view(desk.terms.set_price(Price(**fields), actor=call.actor), PriceView)
+    return to_view(
+        scope.limits_and_prices.set_price(Price(**fields), actor=request.actor), PriceView
+    )
 
 
-def _check_owner(caller: Caller, kind: OwnerKind) -> None:
-    if kind == "organisation":
-        check_role(caller, "operator", "gateway")
+def _check_owner_kind(principal: Principal, owner_kind: OwnerKind) -> None:
+    if owner_kind == "organisation":
+        check_role(principal, "operator", "gateway")

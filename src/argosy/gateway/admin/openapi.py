@@ -8,10 +8,16 @@ from typing import Any
 
 import msgspec
 
-from argosy.gateway.admin.endpoints import JSON, Call, Desk, Operation, Operations
+from argosy.gateway.admin.endpoints import (
+    JSON_MEDIA_TYPE,
+    AdminEndpoint,
+    AdminEndpoints,
+    AdminRequest,
+    AdminScope,
+)
 from argosy.protocol import ErrorBody
 
-_ERRORS = {
+_ERROR_DESCRIPTIONS = {
     400: "A parameter is wrong; `param` names it.",
     401: "No key, or one that is not let in.",
     403: "The key may not do this.",
@@ -25,34 +31,36 @@ _ERRORS = {
     500: "An internal error; the log has it under the request id.",
     503: "The store or the issuer's keys cannot be used at the moment.",
 }
-_TEMPLATE = "#/components/schemas/{name}"
+_REF_TEMPLATE = "#/components/schemas/{name}"
 
 
-def add_document(operations: Operations, path: str) -> Operations:
+def add_openapi_endpoint(endpoints: AdminEndpoints, path: str) -> AdminEndpoints:
     """Add the operation that gives the document of all of them, itself included."""
 
     @functools.cache
-    def written() -> bytes:
-        return msgspec.json.encode(_document(operations))
+    def encode_document() -> bytes:
+        return msgspec.json.encode(_build_document(endpoints))
 
-    def get_openapi_document(desk: Desk, call: Call) -> bytes:  # noqa: ARG001 - it needs neither
+    def get_openapi_document(scope: AdminScope, request: AdminRequest) -> bytes:  # noqa: ARG001 - it needs neither
         """This document."""
-        return written()
+        return encode_document()
 
-    operations.add("GET", path, "caller", quick=True)(get_openapi_document)
-    return operations
+    endpoints.register("GET", path, "caller", is_nonblocking=True)(get_openapi_document)
+    return endpoints
 
 
-def _document(operations: Operations) -> dict[str, Any]:
-    told = [operation for operation in operations if operation.media_type == JSON]
-    answers = [operation.answer for operation in told if operation.answer is not bytes]
-    bodies = [operation.body for operation in operations if operation.body is not None]
+def _build_document(endpoints: AdminEndpoints) -> dict[str, Any]:
+    told = [operation for operation in endpoints if operation.media_type == JSON_MEDIA_TYPE]
+    answers = [
+        operation.response_type for operation in told if operation.response_type is not bytes
+    ]
+    bodies = [operation.body_type for operation in endpoints if operation.body_type is not None]
     types = [*answers, *bodies, ErrorBody]
-    refs, schemas = msgspec.json.schema_components(types, ref_template=_TEMPLATE)
+    refs, schemas = msgspec.json.schema_components(types, ref_template=_REF_TEMPLATE)
     by_type = dict(zip(types, refs, strict=True))
     paths: dict[str, dict[str, Any]] = {}
-    for operation in operations:
-        described = _described(operation, by_type)
+    for operation in endpoints:
+        described = _describe_endpoint(operation, by_type)
         paths.setdefault(operation.path, {})[operation.method.lower()] = described
     return {
         "openapi": "3.1.0",
@@ -70,42 +78,42 @@ def _document(operations: Operations) -> dict[str, Any]:
     }
 
 
-def _described(operation: Operation, by_type: dict[Any, Any]) -> dict[str, Any]:
-    schema = by_type.get(operation.answer, {"type": "object"})
-    content = {"schema": schema if operation.media_type == JSON else {"type": "string"}}
+def _describe_endpoint(endpoint: AdminEndpoint, by_type: dict[Any, Any]) -> dict[str, Any]:
+    schema = by_type.get(endpoint.response_type, {"type": "object"})
+    content = {"schema": schema if endpoint.media_type == JSON_MEDIA_TYPE else {"type": "string"}}
     answers: dict[str, Any] = {
-        "200": {"description": "The answer.", "content": {operation.media_type: content}}
+        "200": {"description": "The answer.", "content": {endpoint.media_type: content}}
     }
-    for status, description in _ERRORS.items():
+    for status, description in _ERROR_DESCRIPTIONS.items():
         error = {"schema": by_type[ErrorBody]}
-        answers[str(status)] = {"description": description, "content": {JSON: error}}
+        answers[str(status)] = {"description": description, "content": {JSON_MEDIA_TYPE: error}}
     described = {
-        "operationId": operation.name,
-        "summary": operation.summary,
-        "description": _for_whom(operation),
-        "parameters": _parameters(operation),
+        "operationId": endpoint.name,
+        "summary": endpoint.summary,
+        "description": _describe_access(endpoint),
+        "parameters": _describe_parameters(endpoint),
         "responses": answers,
     }
-    if operation.body is not None:
-        body = {"schema": by_type[operation.body]}
-        described["requestBody"] = {"required": True, "content": {JSON: body}}
+    if endpoint.body_type is not None:
+        body = {"schema": by_type[endpoint.body_type]}
+        described["requestBody"] = {"required": True, "content": {JSON_MEDIA_TYPE: body}}
     return described
 
 
-def _for_whom(operation: Operation) -> str:
-    where = " of the whole gateway" if operation.scope == "gateway" else ""
-    return f"For the role {operation.role}{where} and above."
+def _describe_access(endpoint: AdminEndpoint) -> str:
+    where = " of the whole gateway" if endpoint.scope == "gateway" else ""
+    return f"For the role {endpoint.role}{where} and above."
 
 
-def _parameters(operation: Operation) -> list[dict[str, Any]]:
+def _describe_parameters(endpoint: AdminEndpoint) -> list[dict[str, Any]]:
     """The id in the path, and what the query may have."""
-    (_,), components = msgspec.json.schema_components([operation.query])
+    (_,), components = msgspec.json.schema_components([endpoint.query_type])
     (query,) = components.values()
     in_query = [
         {"name": name, "in": "query", "required": False, "schema": schema}
         for name, schema in query["properties"].items()
     ]
-    if "{id}" not in operation.path:
+    if "{id}" not in endpoint.path:
         return in_query
     text = {"type": "string", "minLength": 1}
     return [{"name": "id", "in": "path", "required": True, "schema": text}, *in_query]

@@ -7,83 +7,95 @@ from typing import Any
 
 import msgspec
 
-from argosy.gateway.admin.endpoints import CSV, Call, Desk, Operations
+from argosy.gateway.admin.endpoints import CSV_MEDIA_TYPE, AdminEndpoints, AdminRequest, AdminScope
 from argosy.gateway.admin.schemas import (
+    AuditEntryView,
     AuditQuery,
-    AuditView,
-    CallerView,
+    AuditVerificationView,
     OwnReportQuery,
     Page,
+    PrincipalView,
     ReportQuery,
     UsageView,
-    VerdictView,
-    view,
+    to_view,
 )
-from argosy.gateway.auth import allows
+from argosy.gateway.auth import has_role
 from argosy.protocol import ApiError
-from argosy.store import UsageFilter, read_groups
+from argosy.store import UsageFilter, parse_report_groups
 
-api = Operations()
+endpoints = AdminEndpoints()
 
 
-@api.add("GET", "/admin/usage", "viewer", query=ReportQuery)
-def report_usage(desk: Desk, call: Call) -> Page[UsageView]:
+@endpoints.register("GET", "/admin/usage", "viewer", query_type=ReportQuery)
+def report_usage(scope: AdminScope, request: AdminRequest) -> Page[UsageView]:
     """What was used and what it cost, summed by what `group_by` names."""
-    return _report(desk, call.query, _where(call.query))
+    return _build_report_page(scope, request.query, _to_usage_filter(request.query))
 
 
-@api.add("GET", "/admin/usage.csv", "viewer", query=ReportQuery, media_type=CSV)
-def export_usage(desk: Desk, call: Call) -> Iterator[str]:
+@endpoints.register(
+    "GET", "/admin/usage.csv", "viewer", query_type=ReportQuery, media_type=CSV_MEDIA_TYPE
+)
+def export_usage(scope: AdminScope, request: AdminRequest) -> Iterator[str]:
     """The same as a table; without `group_by` the ledger's rows, one for each request."""
-    query = call.query
+    query = request.query
     if not query.group_by:
-        return desk.usage.csv(_where(query))
-    return iter([desk.usage.csv_report(read_groups(query.group_by), _where(query))])
-
-
-@api.add("GET", "/admin/me", "caller", quick=True)
-def get_caller(desk: Desk, call: Call) -> CallerView:  # noqa: ARG001 - the request says it all
-    """Who you are here."""
-    caller = call.caller
-    return CallerView(
-        organisation=caller.organisation or None,
-        project=caller.project or None,
-        key=caller.key or None,
-        user=caller.user or None,
-        role=caller.role,
-        scope=caller.scope,
-        models=None if caller.models is None else sorted(caller.models),
+        return scope.ledger.export_csv(_to_usage_filter(query))
+    return iter(
+        [
+            scope.ledger.export_report_csv(
+                parse_report_groups(query.group_by), _to_usage_filter(query)
+            )
+        ]
     )
 
 
-@api.add("GET", "/admin/me/usage", "caller", query=OwnReportQuery)
-def report_own_usage(desk: Desk, call: Call) -> Page[UsageView]:
+@endpoints.register("GET", "/admin/me", "caller", is_nonblocking=True)
+def get_caller(scope: AdminScope, request: AdminRequest) -> PrincipalView:  # noqa: ARG001 - the request says it all
+    """Who you are here."""
+    principal = request.principal
+    return PrincipalView(
+        organisation=principal.organisation or None,
+        project=principal.project or None,
+        key=principal.key or None,
+        user=principal.user or None,
+        role=principal.role,
+        scope=principal.role_scope,
+        models=None if principal.allowed_models is None else sorted(principal.allowed_models),
+    )
+
+
+@endpoints.register("GET", "/admin/me/usage", "caller", query_type=OwnReportQuery)
+def report_own_usage(scope: AdminScope, request: AdminRequest) -> Page[UsageView]:
     """What your own key or, with a token, you yourself used."""
-    caller = call.caller
-    own = {"key": caller.key} if caller.key else {"key": "", "user": caller.user}
-    where = msgspec.structs.replace(_where(call.query), **own, project=caller.project)
-    return _report(desk, call.query, where)
+    principal = request.principal
+    own = {"key": principal.key} if principal.key else {"key": "", "user": principal.user}
+    where = msgspec.structs.replace(
+        _to_usage_filter(request.query), **own, project=principal.project
+    )
+    return _build_report_page(scope, request.query, where)
 
 
-@api.add("GET", "/admin/requests/{id}", "caller", quick=True)
-def explain_request(desk: Desk, call: Call) -> dict[str, Any]:
+@endpoints.register("GET", "/admin/requests/{id}", "caller", is_nonblocking=True)
+def explain_request(scope: AdminScope, request: AdminRequest) -> dict[str, Any]:
     """What became of a request, step by step: by its id or its answer's, for a while after its end."""
-    card = desk.card(call.id)
+    card = scope.explain_request(request.resource_id)
     if card is not None:
-        own = card["caller"]["project"] == call.caller.project
-        if own or allows(call.caller, "viewer"):
+        own = card["caller"]["project"] == request.principal.project
+        if own or has_role(request.principal, "viewer"):
             return card
     why = "there was none, it is too long ago, or another gateway was asked"
-    message = f"Nothing is known here of a request {call.id[:200]!r}: {why}."
+    message = f"Nothing is known here of a request {request.resource_id[:200]!r}: {why}."
     raise ApiError(404, "not_found", message)
 
 
-@api.add("GET", "/admin/audit", "viewer", query=AuditQuery)
-def list_audit_entries(desk: Desk, call: Call) -> Page[AuditView]:
+@endpoints.register("GET", "/admin/audit", "viewer", query_type=AuditQuery)
+def list_audit_entries(scope: AdminScope, request: AdminRequest) -> Page[AuditEntryView]:
     """Who changed what, newest first."""
-    query = call.query
-    entries = desk.audit.entries(subject=query.subject, before=query.before, limit=query.limit + 1)
-    shown = [view(entry, AuditView) for entry in entries[: query.limit]]
+    query = request.query
+    entries = scope.audit_log.list_entries(
+        subject=query.subject, before=query.before, limit=query.limit + 1
+    )
+    shown = [to_view(entry, AuditEntryView) for entry in entries[: query.limit]]
     numbers = [str(entry.entry) for entry in shown]
     return Page(
         data=shown,
@@ -93,17 +105,22 @@ def list_audit_entries(desk: Desk, call: Call) -> Page[AuditView]:
     )
 
 
-@api.add("GET", "/admin/audit/verify", "viewer", "gateway")
-def verify_audit_log(desk: Desk, call: Call) -> VerdictView:  # noqa: ARG001 - the whole log
+@endpoints.register("GET", "/admin/audit/verify", "viewer", "gateway")
+def verify_audit_log(scope: AdminScope, request: AdminRequest) -> AuditVerificationView:  # noqa: ARG001 - the whole log
     """Whether every entry is as it was written, and none is missing."""
-    return view(desk.audit.verify(), VerdictView)
+    return to_view(scope.audit_log.verify(), AuditVerificationView)
 
 
-def _where(query: OwnReportQuery) -> UsageFilter:
+def _to_usage_filter(query: OwnReportQuery) -> UsageFilter:
     asked = msgspec.structs.asdict(query)
     return UsageFilter(**{name: asked.get(name) for name in UsageFilter.__struct_fields__})
 
 
-def _report(desk: Desk, query: OwnReportQuery, where: UsageFilter) -> Page[UsageView]:
-    shown = [view(row, UsageView) for row in desk.usage.report(read_groups(query.group_by), where)]
+def _build_report_page(
+    scope: AdminScope, query: OwnReportQuery, where: UsageFilter
+) -> Page[UsageView]:
+    shown = [
+        to_view(row, UsageView)
+        for row in scope.ledger.report(parse_report_groups(query.group_by), where)
+    ]
     return Page(data=shown, has_more=False, first_id=None, last_id=None)

@@ -9,31 +9,31 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from argosy.store import (
-    Amount,
     AuditEntry,
+    AuditVerification,
     Key,
     KeyInfo,
     Limit,
-    Moment,
+    LimitAmount,
+    LimitUnit,
+    LimitWindow,
     Name,
     Names,
     Networks,
     Organisation,
     OwnerKind,
-    Part,
+    PageRequest,
     Price,
     Project,
-    ReportRow,
+    QuotaFailureMode,
     Role,
     RoleScope,
     Tier,
+    Timestamp,
     TokenPrice,
-    Unit,
-    Unsure,
+    UsageReportRow,
     User,
-    Verdict,
     Weight,
-    Window,
 )
 
 T = TypeVar("T")
@@ -73,23 +73,25 @@ class NewKeyView(KeyView, frozen=True, kw_only=True, tag_field="object", tag="ke
     """The key itself: it is told this once."""
 
 
-Record = Organisation | Project | User | Key | Limit | Price
+ListedRecord = Organisation | Project | User | Key | Limit | Price
 V = TypeVar("V", OrganisationView, ProjectView, UserView, KeyView, LimitView, PriceView)
 
 
-class AuditView(AuditEntry, frozen=True, kw_only=True, tag_field="object", tag="audit.entry"):
+class AuditEntryView(AuditEntry, frozen=True, kw_only=True, tag_field="object", tag="audit.entry"):
     """One change, sealed by a hash over all before it."""
 
 
-class VerdictView(Verdict, frozen=True, kw_only=True, tag_field="object", tag="audit.verdict"):
+class AuditVerificationView(
+    AuditVerification, frozen=True, kw_only=True, tag_field="object", tag="audit.verdict"
+):
     """Whether the audit log is whole."""
 
 
-class UsageView(ReportRow, frozen=True, kw_only=True, tag_field="object", tag="usage"):
+class UsageView(UsageReportRow, frozen=True, kw_only=True, tag_field="object", tag="usage"):
     """What one group of requests used."""
 
 
-class CallerView(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="caller"):
+class PrincipalView(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="caller"):
     """Whoever asks; null where it is nobody in particular."""
 
     organisation: str | None
@@ -103,7 +105,7 @@ class CallerView(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", 
     """Those it may use; null: all."""
 
 
-class Deleted(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="deleted"):
+class DeletedView(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="deleted"):
     """What is no longer there."""
 
     id: str
@@ -120,21 +122,21 @@ class Page(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
     """For `after`, to get the next part."""
 
 
-def view(record: msgspec.Struct, kind: type[S], **more: object) -> S:
+def to_view(record: msgspec.Struct, view_type: type[S], **extra: object) -> S:
     """The record as it is shown: those of its fields that the view has, and `more`."""
-    fields = msgspec.structs.asdict(record) | more
-    return kind(**{name: fields[name] for name in kind.__struct_fields__})
+    fields = msgspec.structs.asdict(record) | extra
+    return view_type(**{name: fields[name] for name in view_type.__struct_fields__})
 
 
-def given(body: msgspec.Struct) -> dict[str, Any]:
+def get_given_fields(body: msgspec.Struct) -> dict[str, Any]:
     """The fields of a body, without those that were left out of a change."""
     fields = msgspec.structs.asdict(body)
     return {name: value for name, value in fields.items() if value is not UNSET}
 
 
-def page(records: Sequence[Record], kind: type[V], query: Paging) -> Page[V]:
+def to_page(records: Sequence[ListedRecord], view_type: type[V], query: PageQuery) -> Page[V]:
     """The part of a list that the query asks for; one record more than that says that there are more."""
-    part = [view(record, kind) for record in records[: query.limit]]
+    part = [to_view(record, view_type) for record in records[: query.limit]]
     return Page(
         data=part,
         has_more=len(records) > query.limit,
@@ -146,38 +148,38 @@ def page(records: Sequence[Record], kind: type[V], query: Paging) -> Page[V]:
 # --- parameters in the URL -----------------------------------------------------------------------
 
 
-class Paging(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PageQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Which part of a list."""
 
     after: str | None = None
     limit: Annotated[int, Meta(ge=1, le=1000)] = 100
 
     @property
-    def part(self) -> Part:
+    def page_request(self) -> PageRequest:
         """What is to be found of the list, see `page`."""
-        return Part(self.after, self.limit + 1)
+        return PageRequest(self.after, self.limit + 1)
 
 
-class OfOrganisation(Paging, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class OrganisationFilter(PageQuery, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A list of what one organisation has; by default of what all have."""
 
     organisation: str | None = None
 
 
-class OfProject(Paging, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ProjectFilter(PageQuery, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A list of what one project has; by default of what all have."""
 
     project: str | None = None
 
 
-class OfOwner(Paging, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class OwnerFilter(PageQuery, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The limits of one owner, or of one kind of owners; by default all."""
 
     owner_kind: OwnerKind | None = None
     owner: str | None = None
 
 
-class OfModel(Paging, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ModelFilter(PageQuery, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The prices of one model; by default all."""
 
     model: str | None = None
@@ -186,9 +188,9 @@ class OfModel(Paging, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class OwnReportQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Which of the caller's own rows of the ledger are summed, and by what. Whose they are cannot be asked for."""
 
-    since: Moment | None = None
+    since: Timestamp | None = None
     """Ended at this moment or later."""
-    until: Moment | None = None
+    until: Timestamp | None = None
     """Ended before."""
     model: str | None = None
     asked: str | None = None
@@ -236,7 +238,7 @@ class NewProject(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     weight: Weight | UnsetType = UNSET
     """By default 1."""
     share_cache: bool = False
-    when_unsure: Unsure = "open"
+    when_unsure: QuotaFailureMode = "open"
     networks: Networks = ()
     flags: Names | UnsetType = UNSET
 
@@ -248,7 +250,7 @@ class ProjectChange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     tier: Tier | UnsetType = UNSET
     weight: Weight | UnsetType = UNSET
     share_cache: bool | UnsetType = UNSET
-    when_unsure: Unsure | UnsetType = UNSET
+    when_unsure: QuotaFailureMode | UnsetType = UNSET
     networks: Networks | UnsetType = UNSET
     flags: Names | UnsetType = UNSET
 
@@ -283,10 +285,10 @@ class NewKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     models: Names = ()
     networks: Networks = ()
     flags: Names = ()
-    expires_at: Moment | None = None
+    expires_at: Timestamp | None = None
 
 
-class Rotation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class KeyRotation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How to rotate a key."""
 
     overlap_s: Annotated[float, Meta(ge=0, le=366 * 86400)] = 86400.0
@@ -298,9 +300,9 @@ class NewLimit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     owner_kind: OwnerKind
     owner: str
-    unit: Unit
-    amount: Amount
-    window: Window | None = None
+    unit: LimitUnit
+    amount: LimitAmount
+    window: LimitWindow | None = None
     model: Name | None = None
 
 
@@ -312,5 +314,5 @@ class NewPrice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     input: TokenPrice
     cached_input: TokenPrice
     output: TokenPrice
-    since: Moment | None = None
+    since: Timestamp | None = None
     """By default from now on."""

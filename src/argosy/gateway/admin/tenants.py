@@ -12,155 +12,175 @@ import time
 import msgspec
 from msgspec import UNSET
 
-from argosy.gateway.admin.endpoints import Call, Desk, Operations
+from argosy.gateway.admin.endpoints import AdminEndpoints, AdminRequest, AdminScope
 from argosy.gateway.admin.schemas import (
     NewProject,
     NewUser,
-    OfOrganisation,
     OrganisationBody,
+    OrganisationFilter,
     OrganisationView,
     Page,
-    Paging,
+    PageQuery,
     ProjectChange,
     ProjectView,
     UserChange,
     UserView,
-    given,
-    page,
-    view,
+    get_given_fields,
+    to_page,
+    to_view,
 )
 from argosy.gateway.auth import check_grant, check_role
-from argosy.gateway.principal import Caller
-from argosy.store import working
+from argosy.gateway.principal import Principal
+from argosy.store import is_key_valid
 
-api = Operations()
+endpoints = AdminEndpoints()
 
 ORGANISATIONS = "/admin/organisations"
 PROJECTS = "/admin/projects"
 USERS = "/admin/users"
 
 
-@api.add("GET", ORGANISATIONS, "viewer", query=Paging)
-def list_organisations(desk: Desk, call: Call) -> Page[OrganisationView]:
+@endpoints.register("GET", ORGANISATIONS, "viewer", query_type=PageQuery)
+def list_organisations(scope: AdminScope, request: AdminRequest) -> Page[OrganisationView]:
     """Organisations, archived ones too, oldest first."""
-    return page(desk.accounts.list_organisations(call.query.part), OrganisationView, call.query)
+    return to_page(
+        scope.accounts.list_organisations(request.query.part), OrganisationView, request.query
+    )
 
 
-@api.add("POST", ORGANISATIONS, "admin", "gateway", body=OrganisationBody)
-def create_organisation(desk: Desk, call: Call) -> OrganisationView:
+@endpoints.register("POST", ORGANISATIONS, "admin", "gateway", body_type=OrganisationBody)
+def create_organisation(scope: AdminScope, request: AdminRequest) -> OrganisationView:
     """Make an organisation."""
-    made = desk.accounts.create_organisation(call.body.name, actor=call.actor)
-    return view(made, OrganisationView)
+    made = scope.accounts.create_organisation(request.body.name, actor=request.actor)
+    return to_view(made, OrganisationView)
 
 
-@api.add("GET", ORGANISATIONS + "/{id}", "viewer")
-def get_organisation(desk: Desk, call: Call) -> OrganisationView:
+@endpoints.register("GET", ORGANISATIONS + "/{id}", "viewer")
+def get_organisation(scope: AdminScope, request: AdminRequest) -> OrganisationView:
     """An organisation."""
-    return view(desk.accounts.get_organisation(call.id), OrganisationView)
+    return to_view(scope.accounts.get_organisation(request.resource_id), OrganisationView)
 
 
-@api.add("PATCH", ORGANISATIONS + "/{id}", "admin", "gateway", body=OrganisationBody)
-def change_organisation(desk: Desk, call: Call) -> OrganisationView:
+@endpoints.register(
+    "PATCH", ORGANISATIONS + "/{id}", "admin", "gateway", body_type=OrganisationBody
+)
+def change_organisation(scope: AdminScope, request: AdminRequest) -> OrganisationView:
     """Give an organisation another name."""
-    changed = desk.accounts.change_organisation(call.id, name=call.body.name, actor=call.actor)
-    return view(changed, OrganisationView)
+    changed = scope.accounts.change_organisation(
+        request.resource_id, name=request.body.name, actor=request.actor
+    )
+    return to_view(changed, OrganisationView)
 
 
-@api.add("POST", ORGANISATIONS + "/{id}/archive", "admin", "gateway")
-def archive_organisation(desk: Desk, call: Call) -> OrganisationView:
+@endpoints.register("POST", ORGANISATIONS + "/{id}/archive", "admin", "gateway")
+def archive_organisation(scope: AdminScope, request: AdminRequest) -> OrganisationView:
     """End an organisation, with its projects and users."""
-    return view(desk.accounts.archive_organisation(call.id, actor=call.actor), OrganisationView)
+    return to_view(
+        scope.accounts.archive_organisation(request.resource_id, actor=request.actor),
+        OrganisationView,
+    )
 
 
-@api.add("GET", PROJECTS, "viewer", query=OfOrganisation)
-def list_projects(desk: Desk, call: Call) -> Page[ProjectView]:
+@endpoints.register("GET", PROJECTS, "viewer", query_type=OrganisationFilter)
+def list_projects(scope: AdminScope, request: AdminRequest) -> Page[ProjectView]:
     """Projects, archived ones too, oldest first."""
-    query = call.query
-    return page(desk.accounts.list_projects(query.organisation, query.part), ProjectView, query)
+    query = request.query
+    return to_page(scope.accounts.list_projects(query.organisation, query.part), ProjectView, query)
 
 
-@api.add("POST", PROJECTS, "admin", body=NewProject)
-def create_project(desk: Desk, call: Call) -> ProjectView:
+@endpoints.register("POST", PROJECTS, "admin", body_type=NewProject)
+def create_project(scope: AdminScope, request: AdminRequest) -> ProjectView:
     """Make a project. To give a tier, a weight or flags takes an admin of the whole gateway."""
-    _check_share(call.caller, call.body)
-    return view(desk.accounts.create_project(**given(call.body), actor=call.actor), ProjectView)
+    _check_share_change(request.principal, request.body)
+    return to_view(
+        scope.accounts.create_project(**get_given_fields(request.body), actor=request.actor),
+        ProjectView,
+    )
 
 
-@api.add("GET", PROJECTS + "/{id}", "viewer")
-def get_project(desk: Desk, call: Call) -> ProjectView:
+@endpoints.register("GET", PROJECTS + "/{id}", "viewer")
+def get_project(scope: AdminScope, request: AdminRequest) -> ProjectView:
     """A project."""
-    return view(desk.accounts.get_project(call.id), ProjectView)
+    return to_view(scope.accounts.get_project(request.resource_id), ProjectView)
 
 
-@api.add("PATCH", PROJECTS + "/{id}", "admin", body=ProjectChange)
-def change_project(desk: Desk, call: Call) -> ProjectView:
+@endpoints.register("PATCH", PROJECTS + "/{id}", "admin", body_type=ProjectChange)
+def change_project(scope: AdminScope, request: AdminRequest) -> ProjectView:
     """Change a project; what is left out stays. Tier, weight and flags take an admin of the whole gateway."""
-    _check_share(call.caller, call.body)
-    _check_holders(desk, call)
-    changed = desk.accounts.change_project(call.id, **given(call.body), actor=call.actor)
-    return view(changed, ProjectView)
+    _check_share_change(request.principal, request.body)
+    _check_project_members(scope, request)
+    changed = scope.accounts.change_project(
+        request.resource_id, **get_given_fields(request.body), actor=request.actor
+    )
+    return to_view(changed, ProjectView)
 
 
-@api.add("POST", PROJECTS + "/{id}/archive", "admin")
-def archive_project(desk: Desk, call: Call) -> ProjectView:
+@endpoints.register("POST", PROJECTS + "/{id}/archive", "admin")
+def archive_project(scope: AdminScope, request: AdminRequest) -> ProjectView:
     """End a project: its keys are refused from now on."""
-    _check_holders(desk, call)
-    return view(desk.accounts.archive_project(call.id, actor=call.actor), ProjectView)
+    _check_project_members(scope, request)
+    return to_view(
+        scope.accounts.archive_project(request.resource_id, actor=request.actor), ProjectView
+    )
 
 
-@api.add("GET", USERS, "viewer", query=OfOrganisation)
-def list_users(desk: Desk, call: Call) -> Page[UserView]:
+@endpoints.register("GET", USERS, "viewer", query_type=OrganisationFilter)
+def list_users(scope: AdminScope, request: AdminRequest) -> Page[UserView]:
     """Users, disabled ones too, oldest first."""
-    query = call.query
-    return page(desk.accounts.list_users(query.organisation, query.part), UserView, query)
+    query = request.query
+    return to_page(scope.accounts.list_users(query.organisation, query.part), UserView, query)
 
 
-@api.add("POST", USERS, "admin", body=NewUser)
-def create_user(desk: Desk, call: Call) -> UserView:
+@endpoints.register("POST", USERS, "admin", body_type=NewUser)
+def create_user(scope: AdminScope, request: AdminRequest) -> UserView:
     """Make a user. Nobody can make one who may do more than they may themselves."""
-    check_grant(call.caller, call.body.role, call.body.scope)
-    return view(desk.accounts.create_user(**given(call.body), actor=call.actor), UserView)
+    check_grant(request.principal, request.body.role, request.body.scope)
+    return to_view(
+        scope.accounts.create_user(**get_given_fields(request.body), actor=request.actor), UserView
+    )
 
 
-@api.add("GET", USERS + "/{id}", "viewer")
-def get_user(desk: Desk, call: Call) -> UserView:
+@endpoints.register("GET", USERS + "/{id}", "viewer")
+def get_user(scope: AdminScope, request: AdminRequest) -> UserView:
     """A user."""
-    return view(desk.accounts.get_user(call.id), UserView)
+    return to_view(scope.accounts.get_user(request.resource_id), UserView)
 
 
-@api.add("PATCH", USERS + "/{id}", "admin", body=UserChange)
-def change_user(desk: Desk, call: Call) -> UserView:
+@endpoints.register("PATCH", USERS + "/{id}", "admin", body_type=UserChange)
+def change_user(scope: AdminScope, request: AdminRequest) -> UserView:
     """Change a user; what is left out stays. Nobody can change one who may do more, or let one do more."""
-    before = desk.accounts.get_user(call.id)
-    after = msgspec.structs.replace(before, **given(call.body))
+    before = scope.accounts.get_user(request.resource_id)
+    after = msgspec.structs.replace(before, **get_given_fields(request.body))
     for user in (before, after):
-        check_grant(call.caller, user.role, user.scope)
-    changed = desk.accounts.change_user(call.id, **given(call.body), actor=call.actor)
-    return view(changed, UserView)
+        check_grant(request.principal, user.role, user.scope)
+    changed = scope.accounts.change_user(
+        request.resource_id, **get_given_fields(request.body), actor=request.actor
+    )
+    return to_view(changed, UserView)
 
 
-@api.add("POST", USERS + "/{id}/disable", "admin")
-def disable_user(desk: Desk, call: Call) -> UserView:
+@endpoints.register("POST", USERS + "/{id}/disable", "admin")
+def disable_user(scope: AdminScope, request: AdminRequest) -> UserView:
     """End a user: their tokens and keys are refused from now on."""
-    user = desk.accounts.get_user(call.id)
-    check_role(call.caller, user.role, user.scope)
-    return view(desk.accounts.disable_user(call.id, actor=call.actor), UserView)
+    user = scope.accounts.get_user(request.resource_id)
+    check_role(request.principal, user.role, user.scope)
+    return to_view(scope.accounts.disable_user(request.resource_id, actor=request.actor), UserView)
 
 
-def _check_share(caller: Caller, body: NewProject | ProjectChange) -> None:
+def _check_share_change(principal: Principal, body: NewProject | ProjectChange) -> None:
     if not (body.tier is body.weight is body.flags is UNSET):
-        check_role(caller, "admin", "gateway")
+        check_role(principal, "admin", "gateway")
 
 
-def _check_holders(desk: Desk, call: Call) -> None:
+def _check_project_members(scope: AdminScope, request: AdminRequest) -> None:
     """Raise ApiError 403 when a key or a user of the project may do more than the caller.
 
     The caller could end it, or fence it in.
     """
     now = time.time()
-    for key in desk.accounts.list_keys(call.id):
-        if working(key, now):
-            check_role(call.caller, key.role, key.scope)
-    for user in desk.accounts.list_users():
-        if user.project == call.id and user.disabled_at is None:
-            check_role(call.caller, user.role, user.scope)
+    for key in scope.accounts.list_keys(request.resource_id):
+        if is_key_valid(key, now):
+            check_role(request.principal, key.role, key.scope)
+    for user in scope.accounts.list_users():
+        if user.project == request.resource_id and user.disabled_at is None:
+            check_role(request.principal, user.role, user.scope)

@@ -7,12 +7,12 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-Mode = Literal["auto", "keys", "off"]
+AuthMode = Literal["auto", "required", "disabled"]
 """`auto`: keys, or nothing at all for clients on this machine until the first is made. `keys`: always keys or
 tokens. `off`: nobody is asked."""
 
 RsaAlgorithm = Literal["RS256", "RS384", "RS512", "PS256", "PS384", "PS512"]
-Algorithm = Literal[RsaAlgorithm, "ES256", "ES384", "ES512", "EdDSA"]
+SigningAlgorithm = Literal[RsaAlgorithm, "ES256", "ES384", "ES512", "EdDSA"]
 """All with a public key: a shared secret could sign what it should only check."""
 
 
@@ -25,7 +25,11 @@ class JwtConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """What `iss` must be. Its keys are found by discovery, unless `jwks` says where they are."""
     jwks: str | None = None
     """File or URL of the public keys."""
-    algorithms: Annotated[tuple[Algorithm, ...], Meta(min_length=1)] = ("RS256", "ES256", "EdDSA")
+    algorithms: Annotated[tuple[SigningAlgorithm, ...], Meta(min_length=1)] = (
+        "RS256",
+        "ES256",
+        "EdDSA",
+    )
     leeway_s: Annotated[float, Meta(ge=0, le=300)] = 10.0
     """How far the issuer's clock may be from ours."""
     email_claim: str = "email"
@@ -44,11 +48,11 @@ class JwtConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class AuthConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Who is let in."""
 
-    mode: Mode = "auto"
+    mode: AuthMode = "auto"
     jwt: JwtConfig | None = None
     trusted_proxies: tuple[str, ...] = ()
     """CIDR networks whose X-Forwarded-For is believed. A Unix socket counts as 127.0.0.1."""
-    networks: tuple[str, ...] = ()
+    allowed_networks: tuple[str, ...] = ()
     """CIDR networks that anybody at all may come from; none: from anywhere."""
     allowed_origins: tuple[str, ...] = ("localhost",)
     """Origins of the web pages that browsers let ask (CORS): `https://app.example.com`; `localhost`: of those that the

@@ -6,62 +6,66 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, TypeVar
 
-from argosy.gateway.auth.client_address import Network, parse_networks
-from argosy.gateway.principal import TIERS, Caller
+from argosy.gateway.auth.client_address import IpNetwork, parse_networks
+from argosy.gateway.principal import TIERS, Principal
 from argosy.protocol import ApiError
-from argosy.store import Directory, Key, Project, Role, RoleScope, User
+from argosy.store import AccountSnapshot, Key, Project, Role, RoleScope, User
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from argosy.gateway.auth.token_verifier import Claims
+    from argosy.gateway.auth.token_verifier import TokenClaims
 
 P = TypeVar("P", bound=Project | User)
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CredentialEntry:
     """A caller, and what must hold for it to be let in."""
 
-    caller: Caller
-    networks: tuple[tuple[Network, ...], ...] = ()
+    principal: Principal
+    allowed_networks: tuple[tuple[IpNetwork, ...], ...] = ()
     """The address must lie in each of these allow-lists."""
     expires_at: float | None = None
-    name: str = ""
+    display_name: str = ""
     """What to call it in a refusal; not secret."""
 
 
-class Book:
+class CredentialIndex:
     """Cheap to make: what is asked for is worked out then, and kept."""
 
-    def __init__(self, directory: Directory) -> None:
-        self.keyed = directory.keyed
+    def __init__(self, snapshot: AccountSnapshot) -> None:
+        self.requires_keys = snapshot.requires_keys
         """Callers need keys."""
-        self._keys = {key.digest: key for key in directory.keys}
-        self._projects = {project.id: project for project in directory.projects}
-        self._named = _namesakes(directory.projects, lambda one: one.name, directory.named)
-        living = [item for item in directory.organisations if item.archived_at is None]
+        self._keys_by_digest = {key.digest: key for key in snapshot.keys}
+        self._projects = {project.id: project for project in snapshot.projects}
+        self._projects_by_name = _group_by_name(
+            snapshot.projects, lambda one: one.name, snapshot.renamed_at
+        )
+        living = [item for item in snapshot.organisations if item.archived_at is None]
         self._organisations = {item.name: item for item in living} | {
             item.id: item for item in living
         }
-        self._users = {user.id: user for user in directory.users}
-        self._emails = _namesakes(directory.users, lambda one: one.email.lower(), directory.named)
-        self._entries: dict[bytes, Entry] = {}
+        self._users = {user.id: user for user in snapshot.users}
+        self._users_by_email = _group_by_name(
+            snapshot.users, lambda one: one.email.lower(), snapshot.renamed_at
+        )
+        self._entries: dict[bytes, CredentialEntry] = {}
 
-    def by_digest(self, digest: bytes) -> Entry | None:
+    def find_by_digest(self, digest: bytes) -> CredentialEntry | None:
         """The entry of a key; None when there is no such key. Raises ApiError when it is locked out."""
         entry = self._entries.get(digest)
         if entry is None:
-            key = self._keys.get(digest)
+            key = self._keys_by_digest.get(digest)
             if key is None:
                 return None
-            entry = self._entries[digest] = self._by_key(key)
+            entry = self._entries[digest] = self._build_key_entry(key)
         return entry
 
-    def by_claims(self, claims: Claims) -> Entry:
+    def find_by_claims(self, claims: TokenClaims) -> CredentialEntry:
         """The entry of a token's bearer. Raises ApiError when there is no place for them here."""
-        named = self._organisation(claims)
-        user = self._user(claims, named)
+        named = self._find_organisation(claims)
+        user = self._find_user(claims, named)
         role, own = claims.role, None
         scope: RoleScope = "organisation"
         if user is not None:
@@ -74,21 +78,21 @@ class Book:
             )
             raise ApiError(403, "no_organisation", message)
         home = named if user is None else user.organisation
-        project = self._project(claims.project or own, home, role)
-        caller = _caller(
+        project = self._find_project(claims.project or own, home, role)
+        principal = _build_principal(
             home or (project.organisation if project else ""),
             project,
             user=user.id if user else claims.email or claims.subject,
             role=role,
             scope=scope,
         )
-        return Entry(caller, _allow_lists(project.networks) if project else ())
+        return CredentialEntry(principal, _parse_allow_lists(project.networks) if project else ())
 
-    def _by_key(self, key: Key) -> Entry:
+    def _build_key_entry(self, key: Key) -> CredentialEntry:
         if key.user is not None:
             _check_user(self._users[key.user])
-        project = _checked(self._projects[key.project])
-        caller = _caller(
+        project = _check_project(self._projects[key.project])
+        principal = _build_principal(
             project.organisation,
             project,
             key=key.id,
@@ -98,10 +102,10 @@ class Book:
             models=frozenset(key.models) or None,
             flags=key.flags,
         )
-        networks = _allow_lists(key.networks, project.networks)
-        return Entry(caller, networks, key.expires_at, f"The key {key.prefix}...")
+        networks = _parse_allow_lists(key.networks, project.networks)
+        return CredentialEntry(principal, networks, key.expires_at, f"The key {key.prefix}...")
 
-    def _organisation(self, claims: Claims) -> str:
+    def _find_organisation(self, claims: TokenClaims) -> str:
         """Id of the one that a token names; empty when it names none. Raises ApiError 403 for an unknown one."""
         if not claims.organisation:
             return ""
@@ -111,31 +115,33 @@ class Book:
             raise ApiError(403, "unknown_organisation", message)
         return found.id
 
-    def _user(self, claims: Claims, organisation: str) -> User | None:
+    def _find_user(self, claims: TokenClaims, organisation: str) -> User | None:
         """The user with the subject's id or email, in the organisation with this id, if any."""
         known = self._users.get(claims.subject)
-        for user in self._emails.get(claims.email, ()) if known is None else (known,):
+        for user in self._users_by_email.get(claims.email, ()) if known is None else (known,):
             if not organisation or user.organisation == organisation:
                 return user
         return None
 
-    def _project(self, wanted: str | None, home: str, role: Role) -> Project | None:
+    def _find_project(
+        self, name_or_id: str | None, organisation: str, role: Role
+    ) -> Project | None:
         """The project with this id or name. Raises ApiError 403 when there is none to count requests for."""
-        if not wanted:
+        if not name_or_id:
             if role == "caller":
                 message = "The token names no project. Ask for one to be set for you."
                 raise ApiError(403, "no_project", message)
             return None
-        one = self._projects.get(wanted)
-        for project in self._named.get(wanted, ()) if one is None else (one,):
-            if not home or project.organisation == home:
-                return _checked(project)
-        message = f"The token's project {wanted[:100]!r} is not known here."
+        one = self._projects.get(name_or_id)
+        for project in self._projects_by_name.get(name_or_id, ()) if one is None else (one,):
+            if not organisation or project.organisation == organisation:
+                return _check_project(project)
+        message = f"The token's project {name_or_id[:100]!r} is not known here."
         raise ApiError(403, "unknown_project", message)
 
 
-def _namesakes(
-    records: Iterable[P], name: Callable[[P], str], named: Mapping[str, float]
+def _group_by_name(
+    records: Iterable[P], name: Callable[[P], str], renamed_at: Mapping[str, float]
 ) -> dict[str, list[P]]:
     """By name or email, first who has had it the longest: nobody takes tokens from others by naming theirs so.
 
@@ -144,7 +150,7 @@ def _namesakes(
 
     def place(one: P) -> tuple[bool, float]:
         ended = one.archived_at if isinstance(one, Project) else one.disabled_at
-        return ended is not None, named.get(one.id, one.created_at)
+        return ended is not None, renamed_at.get(one.id, one.created_at)
 
     found: dict[str, list[P]] = {}
     for record in records:
@@ -155,7 +161,7 @@ def _namesakes(
     return found
 
 
-def _caller(
+def _build_principal(
     organisation: str,
     project: Project | None,
     *,
@@ -165,33 +171,37 @@ def _caller(
     key: str = "",
     models: frozenset[str] | None = None,
     flags: tuple[str, ...] = (),
-) -> Caller:
+) -> Principal:
     if project is None:
-        return Caller(
-            organisation=organisation, user=user, role=role, scope=scope, domain=organisation
+        return Principal(
+            organisation=organisation,
+            user=user,
+            role=role,
+            role_scope=scope,
+            cache_domain=organisation,
         )
-    return Caller(
+    return Principal(
         organisation=organisation,
         project=project.id,
         key=key,
         user=user,
         role=role,
-        scope=scope,
+        role_scope=scope,
         tier=TIERS.index(project.tier),
         weight=project.weight,
-        domain=project.organisation if project.share_cache else project.id,
-        models=models,
+        cache_domain=project.organisation if project.share_cache else project.id,
+        allowed_models=models,
         flags=frozenset(project.flags + flags),
     )
 
 
 @lru_cache(maxsize=1024)
-def _allow_lists(*lists: tuple[str, ...]) -> tuple[tuple[Network, ...], ...]:
+def _parse_allow_lists(*lists: tuple[str, ...]) -> tuple[tuple[IpNetwork, ...], ...]:
     """Those that there are, parsed once: the bearer of a token is placed anew at each request."""
     return tuple(parse_networks(networks) for networks in lists if networks)
 
 
-def _checked(project: Project) -> Project:
+def _check_project(project: Project) -> Project:
     if project.archived_at is not None:
         message = f"The project {project.name!r} is archived. Use a key of another project."
         raise ApiError(401, "project_archived", message)

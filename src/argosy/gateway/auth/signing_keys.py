@@ -20,51 +20,51 @@ from argosy.protocol import ApiError
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
-MAX_AGE_S = 3600.0
+MAX_KEY_AGE_S = 3600.0
 """Keys are fetched again after this long, so that one that was withdrawn goes."""
-PAUSE_S = 60.0
+MIN_REFETCH_INTERVAL_S = 60.0
 """A token with an unknown key has them fetched again, but not sooner than this after the last time."""
-RETRY_S = 5.0
+RETRY_INTERVAL_S = 5.0
 """The same, after a failure."""
-FILE_S = 5.0
+FILE_REREAD_INTERVAL_S = 5.0
 """Age and pause of a file: reading it costs nothing, and whoever takes a key out of it means now."""
-FETCH_S = 5.0
+FETCH_TIMEOUT_S = 5.0
 """For one document: connecting, each pause of the other side, and all of it together."""
-SIZE_LIMIT_BYTES = 1 << 20
-DISCOVERY = "/.well-known/openid-configuration"
+MAX_DOCUMENT_BYTES = 1 << 20
+OPENID_DISCOVERY_PATH = "/.well-known/openid-configuration"
 
 
 class _KeySet(msgspec.Struct):
     keys: list[dict[str, Any]]
 
 
-class _Discovered(msgspec.Struct):
+class _ProviderMetadata(msgspec.Struct):
     issuer: str
     jwks_uri: str
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
+class PublishedKeys:
     """What was fetched, and the keys made of it so far by id and algorithm."""
 
-    keys: dict[str, dict[str, Any]]
-    ready: dict[tuple[str, str], jwt.PyJWK] = field(default_factory=dict)
+    jwks_by_id: dict[str, dict[str, Any]]
+    parsed_keys: dict[tuple[str, str], jwt.PyJWK] = field(default_factory=dict)
 
     def find(self, key_id: str, algorithm: str) -> jwt.PyJWK | None:
         """The key for one algorithm: the one it is published for, else any that it can do.
 
         None when there is no such key. Raises ApiError 401 when it is of another kind.
         """
-        key = self.ready.get((key_id, algorithm))
+        key = self.parsed_keys.get((key_id, algorithm))
         if key is not None:
             return key
-        data = self.keys.get(key_id)
+        data = self.jwks_by_id.get(key_id)
         if data is None:
             return None
         try:
             if data.get("alg", algorithm) != algorithm:
                 raise jwt.InvalidAlgorithmError
-            key = self.ready[key_id, algorithm] = jwt.PyJWK(data, algorithm)
+            key = self.parsed_keys[key_id, algorithm] = jwt.PyJWK(data, algorithm)
         except jwt.PyJWTError as error:
             message = f"The token says {algorithm}, and its key is of another kind. Sign in again."
             raise ApiError(401, "invalid_token", message) from error
@@ -80,83 +80,86 @@ class SigningKeys:
     def __init__(self, config: JwtConfig, clock: Callable[[], float]) -> None:
         self._config = config
         self._clock = clock
-        self.published: Published | None = None
+        self.published: PublishedKeys | None = None
         """Another one when the keys have changed."""
-        self._busy = threading.Lock()
-        self._next = 0.0
+        self._fetch_lock = threading.Lock()
+        self._next_fetch_at = 0.0
         """Before this time nothing is fetched on account of an unknown key."""
         self._stale_at = float("inf")
-        self._failed = False
+        self._last_fetch_failed = False
         """The last fetch: then nobody knows whether an unknown key is a new one."""
         if config.jwks is None and not _is_url(config.issuer or ""):
             raise ValueError(
                 "auth.jwt: give the URL of an issuer, or the file or URL of its keys as jwks"
             )
-        self._pause_s, self._max_age_s = PAUSE_S, MAX_AGE_S
+        self._min_refetch_interval_s, self._max_age_s = MIN_REFETCH_INTERVAL_S, MAX_KEY_AGE_S
         if config.jwks is None or _is_url(config.jwks):
-            self._start()
+            self._start_fetch()
         else:
-            self._pause_s = self._max_age_s = FILE_S
-            self._keep(_read(config))
+            self._min_refetch_interval_s = self._max_age_s = FILE_REREAD_INTERVAL_S
+            self._on_fetched(_load_keys(config))
 
-    def refresh(self) -> None:
+    def refresh_if_stale(self) -> None:
         """Have them fetched again if they are old."""
         if self._clock() >= self._stale_at:
-            self._start()
+            self._start_fetch()
 
     def find(self, key_id: str, algorithm: str) -> jwt.PyJWK:
         """The key with this id. Raises ApiError 401 when there is none, 503 while that is being found out."""
         now = self._clock()
-        self.refresh()
-        fetching, published = self._busy.locked(), self.published
+        self.refresh_if_stale()
+        fetching, published = self._fetch_lock.locked(), self.published
         key = None if published is None else published.find(key_id, algorithm)
         if key is not None:
             return key
-        if now >= self._next:
+        if now >= self._next_fetch_at:
             fetching = True
-            self._start()
-        if published is None or fetching or self._failed:
+            self._start_fetch()
+        if published is None or fetching or self._last_fetch_failed:
             message = "The issuer's keys are being fetched. Try again in a moment."
             raise ApiError(503, "signing_keys_missing", message, retry_after_s=1.0)
         message = "The token is signed with a key that its issuer does not publish. Sign in again."
         raise ApiError(401, "invalid_token", message)
 
-    def _start(self) -> None:
-        if not self._busy.acquire(blocking=False):
+    def _start_fetch(self) -> None:
+        if not self._fetch_lock.acquire(blocking=False):
             return
         try:
             threading.Thread(target=self._fetch, name="signing-keys", daemon=True).start()
         except RuntimeError as error:  # no thread is left
-            self._fail(error)
-            self._busy.release()
+            self._on_fetch_failed(error)
+            self._fetch_lock.release()
 
     def _fetch(self) -> None:
         try:
-            self._keep(_read(self._config))
+            self._on_fetched(_load_keys(self._config))
         except Exception as error:  # noqa: BLE001 - whatever it is, they are tried again, and not with every request
-            self._fail(error)
+            self._on_fetch_failed(error)
         finally:
-            self._busy.release()
+            self._fetch_lock.release()
 
-    def _fail(self, error: Exception) -> None:
-        self._stale_at = self._next = self._clock() + RETRY_S
-        self._failed = True
+    def _on_fetch_failed(self, error: Exception) -> None:
+        self._stale_at = self._next_fetch_at = self._clock() + RETRY_INTERVAL_S
+        self._last_fetch_failed = True
         log.warning("signing_keys_unavailable", reason=str(error))
 
-    def _keep(self, keys: dict[str, dict[str, Any]]) -> None:
+    def _on_fetched(self, keys: dict[str, dict[str, Any]]) -> None:
         now = self._clock()
-        self._next, self._stale_at = now + self._pause_s, now + self._max_age_s
-        self._failed = False
-        if self.published is None or keys != self.published.keys:
-            self.published = Published(keys)
+        self._next_fetch_at, self._stale_at = (
+            now + self._min_refetch_interval_s,
+            now + self._max_age_s,
+        )
+        self._last_fetch_failed = False
+        if self.published is None or keys != self.published.jwks_by_id:
+            self.published = PublishedKeys(keys)
 
 
-def _read(config: JwtConfig) -> dict[str, dict[str, Any]]:
+def _load_keys(config: JwtConfig) -> dict[str, dict[str, Any]]:
     """Public keys for signatures, by id. Raises ValueError."""
     where = config.jwks
     if where is None:
-        where = _discover(config.issuer or "")
-    raw = _get(where) if _is_url(where) else _file(where)
+        where = _discover_jwks_url(config.issuer or "")
+    raw = _fetch_document(where) if _is_url(where) else _read_file(where)
     try:
         published = msgspec.json.decode(raw, type=_KeySet).keys
     except msgspec.DecodeError as error:
@@ -171,13 +174,15 @@ def _read(config: JwtConfig) -> dict[str, dict[str, Any]]:
     return keys
 
 
-def _discover(issuer: str) -> str:
+def _discover_jwks_url(issuer: str) -> str:
     """Where the issuer's keys are, as it says itself."""
     try:
-        found = msgspec.json.decode(_get(issuer.rstrip("/") + DISCOVERY), type=_Discovered)
+        found = msgspec.json.decode(
+            _fetch_document(issuer.rstrip("/") + OPENID_DISCOVERY_PATH), type=_ProviderMetadata
+        )
     except msgspec.DecodeError as error:
         raise ValueError(
-            f"{issuer}{DISCOVERY} does not say where its keys are ({error})"
+            f"{issuer}{OPENID_DISCOVERY_PATH} does not say where its keys are ({error})"
         ) from error
     if found.issuer != issuer:
         raise ValueError(f"{issuer} calls itself {found.issuer}: write auth.jwt.issuer like that")
@@ -186,37 +191,37 @@ def _discover(issuer: str) -> str:
     return found.jwks_uri
 
 
-def _get(url: str) -> bytes:
+def _fetch_document(url: str) -> bytes:
     """Its document. Raises ValueError, naming the URL; the environment's proxies are heeded."""
     try:
-        return _read_all(url)
+        return _download(url)
     except (OSError, ImportError, httpx2.HTTPError, httpx2.InvalidURL) as error:
         raise ValueError(f"{url} cannot be reached ({error})") from error
 
 
-def _read_all(url: str) -> bytes:
+def _download(url: str) -> bytes:
     with (
-        httpx2.Client(timeout=FETCH_S) as client,
+        httpx2.Client(timeout=FETCH_TIMEOUT_S) as client,
         client.stream("GET", url, headers={"accept": "application/json"}) as answer,
     ):
         if answer.status_code != 200:
             raise ValueError(f"{url} answered with status {answer.status_code}")
-        body, deadline = b"", time.monotonic() + FETCH_S
+        body, deadline = b"", time.monotonic() + FETCH_TIMEOUT_S
         for piece in answer.iter_bytes():
             body += piece
             if time.monotonic() > deadline:
-                raise ValueError(f"{url} took longer than {FETCH_S:g} s to answer")
-            if len(body) > SIZE_LIMIT_BYTES:
-                raise ValueError(f"{url} answered with more than {SIZE_LIMIT_BYTES} bytes")
+                raise ValueError(f"{url} took longer than {FETCH_TIMEOUT_S:g} s to answer")
+            if len(body) > MAX_DOCUMENT_BYTES:
+                raise ValueError(f"{url} answered with more than {MAX_DOCUMENT_BYTES} bytes")
         return body
 
 
-def _file(path: str) -> bytes:
+def _read_file(path: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
         raise ValueError(f"auth.jwt.jwks: {path} cannot be read ({error.strerror})") from error
 
 
-def _is_url(where: str) -> bool:
-    return where.startswith(("http://", "https://"))
+def _is_url(location: str) -> bool:
+    return location.startswith(("http://", "https://"))

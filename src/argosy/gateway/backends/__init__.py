@@ -3,68 +3,77 @@
 from argosy.gateway.backends.backend_adapter import (
     CHAT_PATH,
     COMPLETION_PATH,
-    Carry,
-    Dialect,
-    Kind,
+    BackendAdapter,
+    BackendKind,
+    LoadReport,
     LoadSource,
-    Reading,
+    ResumeMode,
 )
-from argosy.gateway.backends.catalog import dialect_of
-from argosy.gateway.backends.detection import Found, find
-from argosy.gateway.backends.first_content import Opening
-from argosy.gateway.backends.kv_event_sources import KvAddress, KvSource
-from argosy.gateway.backends.native_stream_parser import Delivered
+from argosy.gateway.backends.catalog import get_adapter
+from argosy.gateway.backends.detection import DetectedBackend, detect_backend
+from argosy.gateway.backends.first_content import FirstContentDetector
+from argosy.gateway.backends.kv_event_sources import KvEventAddress, KvEventSource
+from argosy.gateway.backends.native_stream_parser import DeliveredOutput
 from argosy.gateway.backends.passthrough import (
-    Identity,
-    Usage,
-    endings_of,
-    is_object,
-    status_within,
-    tokens_within,
-    usage_of,
+    ReportedUsage,
+    ResponseIdentity,
+    estimate_response_tokens,
+    is_json_object,
+    parse_finish_reasons,
+    parse_usage,
+    status_in_body,
 )
-from argosy.gateway.backends.request_builder import resumed, resumed_tokens, sent_salt, shows_ids
-from argosy.gateway.backends.stream_continuation import Carrier, Leg, whole_request
+from argosy.gateway.backends.request_builder import (
+    count_resume_tokens,
+    derive_cache_salt,
+    is_token_ids_requested,
+    resume_token_counts,
+)
+from argosy.gateway.backends.stream_continuation import (
+    StreamContinuation,
+    UpstreamPlan,
+    build_nonstreaming_request,
+)
 from argosy.gateway.backends.stream_events import (
-    UNREADABLE,
-    check_objects,
-    message_of,
-    status_meant,
+    MALFORMED_EVENT_ERRORS,
+    check_container_count,
+    infer_status,
+    parse_error_message,
 )
-from argosy.gateway.backends.stream_parser import StreamReader
+from argosy.gateway.backends.stream_parser import StreamParser
 
 __all__ = [
     "CHAT_PATH",
     "COMPLETION_PATH",
-    "UNREADABLE",
-    "Carrier",
-    "Carry",
-    "Delivered",
-    "Dialect",
-    "Found",
-    "Identity",
-    "Kind",
-    "KvAddress",
-    "KvSource",
-    "Leg",
+    "MALFORMED_EVENT_ERRORS",
+    "BackendAdapter",
+    "BackendKind",
+    "DeliveredOutput",
+    "DetectedBackend",
+    "FirstContentDetector",
+    "KvEventAddress",
+    "KvEventSource",
+    "LoadReport",
     "LoadSource",
-    "Opening",
-    "Reading",
-    "StreamReader",
-    "Usage",
-    "check_objects",
-    "dialect_of",
-    "endings_of",
-    "find",
-    "is_object",
-    "message_of",
-    "resumed",
-    "resumed_tokens",
-    "sent_salt",
-    "shows_ids",
-    "status_meant",
-    "status_within",
-    "tokens_within",
-    "usage_of",
-    "whole_request",
+    "ReportedUsage",
+    "ResponseIdentity",
+    "ResumeMode",
+    "StreamContinuation",
+    "StreamParser",
+    "UpstreamPlan",
+    "build_nonstreaming_request",
+    "check_container_count",
+    "count_resume_tokens",
+    "derive_cache_salt",
+    "detect_backend",
+    "estimate_response_tokens",
+    "get_adapter",
+    "infer_status",
+    "is_json_object",
+    "is_token_ids_requested",
+    "parse_error_message",
+    "parse_finish_reasons",
+    "parse_usage",
+    "resume_token_counts",
+    "status_in_body",
 ]

@@ -10,26 +10,30 @@ from dataclasses import replace
 
 from argosy.gateway.backends import load_parsers
 from argosy.gateway.backends.backend_adapter import (
-    BROKEN_OFF,
+    ARGOSY_FIELDS,
     CHAT_PATH,
     COMPLETION_PATH,
-    OURS,
-    Carry,
-    Dialect,
-    Kind,
+    INCOMPLETE_FINISH_REASONS,
+    BackendAdapter,
+    BackendKind,
     LoadSource,
+    ResumeMode,
 )
-from argosy.gateway.backends.kv_event_sources import KvSource, sglang_info, vllm_sources
+from argosy.gateway.backends.kv_event_sources import (
+    KvEventSource,
+    parse_sglang_info,
+    parse_vllm_sources,
+)
 
-BOTH = frozenset({CHAT_PATH, COMPLETION_PATH})
-CHAT = frozenset({CHAT_PATH})
-COMPLETION = frozenset({COMPLETION_PATH})
-NONE: frozenset[bytes] = frozenset()
+BOTH_PATHS = frozenset({CHAT_PATH, COMPLETION_PATH})
+CHAT_ONLY = frozenset({CHAT_PATH})
+COMPLETION_ONLY = frozenset({COMPLETION_PATH})
+NO_PATHS: frozenset[bytes] = frozenset()
 
-CONTINUE = {"continue_final_message": True, "add_generation_prompt": False}
+CONTINUE_FINAL_MESSAGE = {"continue_final_message": True, "add_generation_prompt": False}
 """vLLM's way to say that the last message is to be carried on."""
 
-LLAMA_CPP_MISREAD = (
+LLAMA_CPP_CLIENT_ERROR_MARKERS = (
     "Failed to parse messages",
     "Failed to parse tools",
     "Jinja Exception",
@@ -43,79 +47,87 @@ LLAMA_CPP_MISREAD = (
 )
 """llama.cpp's (`tools/server/server-common.cpp`, `common/{chat,jinja/value,jinja/runtime}.cpp`)."""
 
-_DIALECTS = (
-    Dialect("auto", health=b"/v1/models"),
-    Dialect("argosy", journal=True, unknown=frozenset()),
-    Dialect(
+_ADAPTERS = (
+    BackendAdapter("auto", health_path=b"/v1/models"),
+    BackendAdapter("argosy", is_native=True, unsupported_fields=frozenset()),
+    BackendAdapter(
         "vllm",
-        loads=(LoadSource(b"/metrics", load_parsers.vllm_metrics),),
-        kv_source=KvSource(b"/kv_event_sources", vllm_sources),
-        ids=BOTH,
-        prefill=BOTH,
-        prefill_flags=CONTINUE,
-        keeps_stops="include_stop_str_in_output",
-        usage_with_each=True,
-        urgency=1,
-        unknown=OURS - {"session_id", "cache_salt"},
-        completion_tokens=16,
+        load_sources=(LoadSource(b"/metrics", load_parsers.parse_vllm_metrics),),
+        kv_event_source=KvEventSource(b"/kv_event_sources", parse_vllm_sources),
+        token_id_paths=BOTH_PATHS,
+        prefill_paths=BOTH_PATHS,
+        prefill_flags=CONTINUE_FINAL_MESSAGE,
+        include_stop_field="include_stop_str_in_output",
+        has_continuous_usage=True,
+        priority_sign=1,
+        unsupported_fields=ARGOSY_FIELDS - {"session_id", "cache_salt"},
+        default_completion_tokens=16,
     ),
-    Dialect(
+    BackendAdapter(
         "sglang",
-        loads=(
-            LoadSource(b"/v1/loads", load_parsers.sglang_loads),
-            LoadSource(b"/metrics", load_parsers.SGLANG),
+        load_sources=(
+            LoadSource(b"/v1/loads", load_parsers.parse_sglang_loads),
+            LoadSource(b"/metrics", load_parsers.SGLANG_METRICS),
         ),
-        kv_source=KvSource(b"/server_info", sglang_info),
-        ids=COMPLETION,
-        prefill=BOTH,
-        prefill_flags=CONTINUE,
-        usage_with_each=True,
-        urgency=-1,
-        unknown=OURS - {"cache_salt"},
-        completion_tokens=16,
+        kv_event_source=KvEventSource(b"/server_info", parse_sglang_info),
+        token_id_paths=COMPLETION_ONLY,
+        prefill_paths=BOTH_PATHS,
+        prefill_flags=CONTINUE_FINAL_MESSAGE,
+        has_continuous_usage=True,
+        priority_sign=-1,
+        unsupported_fields=ARGOSY_FIELDS - {"cache_salt"},
+        default_completion_tokens=16,
     ),
-    Dialect(
+    BackendAdapter(
         "tensorrt-llm",
-        loads=(LoadSource(b"/metrics", load_parsers.tensorrt_iterations),),
-        prefill=COMPLETION,
-        usage_with_each=True,
+        load_sources=(LoadSource(b"/metrics", load_parsers.parse_tensorrt_iterations),),
+        prefill_paths=COMPLETION_ONLY,
+        has_continuous_usage=True,
         # `CompletionOutput.finish_reason`. A gateway of ours says so of an answer whose own time was over.
-        broken_off=BROKEN_OFF | {"timeout"},
+        incomplete_finish_reasons=INCOMPLETE_FINISH_REASONS | {"timeout"},
     ),
-    Dialect("tgi", loads=(LoadSource(b"/metrics", load_parsers.TGI),), prefill=BOTH),
-    Dialect(
+    BackendAdapter(
+        "tgi",
+        load_sources=(LoadSource(b"/metrics", load_parsers.TGI_METRICS),),
+        prefill_paths=BOTH_PATHS,
+    ),
+    BackendAdapter(
         "lmdeploy",
-        loads=(LoadSource(b"/metrics", load_parsers.lmdeploy_metrics),),
-        prefill=COMPLETION,
+        load_sources=(LoadSource(b"/metrics", load_parsers.parse_lmdeploy_metrics),),
+        prefill_paths=COMPLETION_ONLY,
     ),
-    Dialect(
+    BackendAdapter(
         "llama.cpp",
-        loads=(
-            LoadSource(b"/slots", load_parsers.llama_cpp_slots),
-            LoadSource(b"/metrics", load_parsers.LLAMA_CPP),
+        load_sources=(
+            LoadSource(b"/slots", load_parsers.parse_llama_cpp_slots),
+            LoadSource(b"/metrics", load_parsers.LLAMA_CPP_METRICS),
         ),
-        prefill=BOTH,
-        prefill_flags=CONTINUE,
-        usage_of_each=True,
-        timings=True,
-        misread=LLAMA_CPP_MISREAD,
+        prefill_paths=BOTH_PATHS,
+        prefill_flags=CONTINUE_FINAL_MESSAGE,
+        has_per_choice_usage=True,
+        has_token_timings=True,
+        client_error_markers=LLAMA_CPP_CLIENT_ERROR_MARKERS,
     ),
-    Dialect("openai", health=b"/v1/models"),
+    BackendAdapter("openai", health_path=b"/v1/models"),
 )
-DIALECTS = {dialect.kind: dialect for dialect in _DIALECTS}
+ADAPTERS = {adapter.kind: adapter for adapter in _ADAPTERS}
 
 
 @functools.cache
-def dialect_of(
-    kind: Kind, carry: Carry = "exact", *, usage: bool = True, urgency: bool = False
-) -> Dialect:
+def get_adapter(
+    kind: BackendKind,
+    resume_mode: ResumeMode = "exact",
+    *,
+    stream_usage: bool = True,
+    priority_scheduling: bool = False,
+) -> BackendAdapter:
     """The dialect of a server, as far as its configuration lets it be used."""
-    whole = DIALECTS[kind]
+    whole = ADAPTERS[kind]
     return replace(
         whole,
-        ids=whole.ids if carry == "exact" else NONE,
-        prefill=whole.prefill if carry != "none" else NONE,
-        usage=whole.usage and usage,
-        usage_with_each=whole.usage_with_each and usage,
-        urgency=whole.urgency if urgency else 0,
+        token_id_paths=whole.token_id_paths if resume_mode == "exact" else NO_PATHS,
+        prefill_paths=whole.prefill_paths if resume_mode != "none" else NO_PATHS,
+        has_stream_usage=whole.has_stream_usage and stream_usage,
+        has_continuous_usage=whole.has_continuous_usage and stream_usage,
+        priority_sign=whole.priority_sign if priority_scheduling else 0,
     )

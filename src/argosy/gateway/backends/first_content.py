@@ -6,32 +6,32 @@ from typing import Any
 
 import msgspec
 
-from argosy.gateway.backends.stream_events import UNREADABLE
+from argosy.gateway.backends.stream_events import MALFORMED_EVENT_ERRORS
 from argosy.protocol import EventParser
 
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
 
 
-class Opening:
+class FirstContentDetector:
     """Looks at one stream, from its first byte."""
 
     def __init__(self) -> None:
-        self._events = EventParser()
+        self._event_parser = EventParser()
 
     def feed(self, body: bytes) -> bool:
         """Whether `body` brings an event that says something, or is no chunk: an error, or the end."""
-        return any(_says(data) for data in self._events.feed(body))
+        return any(_has_content(data) for data in self._event_parser.feed(body))
 
 
-def _says(data: bytes) -> bool:
+def _has_content(data: bytes) -> bool:
     try:
         choices = _decode(data).get("choices")
-        return choices is None or any(_choice_says(choice) for choice in choices)
-    except UNREADABLE:
+        return choices is None or any(_choice_has_content(choice) for choice in choices)
+    except MALFORMED_EVENT_ERRORS:
         return bool(data.strip())
 
 
-def _choice_says(choice: dict[str, Any]) -> bool:
+def _choice_has_content(choice: dict[str, Any]) -> bool:
     delta = choice.get("delta") or {}
     more = any(said for name, said in delta.items() if name != "role")
     return bool(more or choice.get("text") or choice.get("finish_reason"))

@@ -8,13 +8,18 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-from argosy.gateway.backends.backend_adapter import CHAT_PATH, COMPLETION_PATH, OPERATORS, Dialect
-from argosy.gateway.request_fields import Ask
-from argosy.protocol import ApiError, invalid
+from argosy.gateway.backends.backend_adapter import (
+    CHAT_PATH,
+    COMPLETION_PATH,
+    PRIVILEGED_FIELDS,
+    BackendAdapter,
+)
+from argosy.gateway.request_fields import RequestFields
+from argosy.protocol import ApiError, invalid_request
 
 _encode = msgspec.json.Encoder().encode
 
-_ONLY_CHAT = frozenset(
+_CHAT_ONLY_FIELDS = frozenset(
     {
         "messages",
         "max_completion_tokens",
@@ -36,7 +41,7 @@ _ONLY_CHAT = frozenset(
 )
 """What a completion has no use for, or means something else by."""
 
-_MORE_THAN_TEXT = frozenset(
+_NON_TEXT_FIELDS = frozenset(
     {
         "tools",
         "functions",
@@ -58,16 +63,16 @@ _MORE_THAN_TEXT = frozenset(
         "truncate_prompt_tokens",
     }
 )
-_UNSET = frozenset({b"null", b"false", b"[]", b"{}", b'""'})
+_UNSET_VALUES = frozenset({b"null", b"false", b"[]", b"{}", b'""'})
 
 
-def is_plain_text(ask: Ask, path: bytes) -> bool:
+def has_plain_text_output(request_fields: RequestFields, path: bytes) -> bool:
     """Whether the answer is one text and nothing else, so that any server can go on where another stopped.
 
     A grammar, a schema and the log-probabilities of what was told would begin anew.
     """
-    fields = ask.fields
-    if ask.choices != 1 or any(_is_set(fields, name) for name in _MORE_THAN_TEXT):
+    fields = request_fields.raw
+    if request_fields.choice_count != 1 or any(_is_set(fields, name) for name in _NON_TEXT_FIELDS):
         return False
     if _is_set(fields, "logprobs") or bytes(fields.get("best_of", Raw(b"1"))) not in {
         b"1",
@@ -76,15 +81,15 @@ def is_plain_text(ask: Ask, path: bytes) -> bool:
         return False
     if not _is_set(fields, "response_format"):
         return True
-    wanted = _said(ask, "response_format")
+    wanted = _decode_field(request_fields, "response_format")
     return path == CHAT_PATH and isinstance(wanted, dict) and wanted.get("type") == "text"
 
 
-def is_known_by_ids(ask: Ask, path: bytes) -> bool:
+def has_text_only_prompt(fields: RequestFields, path: bytes) -> bool:
     """Whether the token ids of its prompt say all of it: those of a picture or a sound only say where it stands."""
     if path == COMPLETION_PATH:
         return True
-    messages = _said(ask, "messages", list[dict[str, Any]])
+    messages = _decode_field(fields, "messages", list[dict[str, Any]])
     contents = [message.get("content") for message in messages]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     return all(
@@ -92,118 +97,131 @@ def is_known_by_ids(ask: Ask, path: bytes) -> bool:
     )
 
 
-def has_stop_strings(ask: Ask) -> bool:
+def has_stop_strings(fields: RequestFields) -> bool:
     """Servers hold back what could become one: then the text that was told lags behind the tokens."""
-    return _is_set(ask.fields, "stop") or _is_set(ask.fields, "stop_regex")
+    return _is_set(fields.raw, "stop") or _is_set(fields.raw, "stop_regex")
 
 
-def kept_stops(ask: Ask, dialect: Dialect) -> tuple[str, ...]:
+def gateway_stop_strings(fields: RequestFields, adapter: BackendAdapter) -> tuple[str, ...]:
     """The stop strings that this kind of server is asked to leave in its text, for the gateway to take out.
 
     None where it would leave the text of stop tokens there, too: nobody here could tell that from the answer's.
     """
-    shows_tokens = bytes(ask.fields.get("skip_special_tokens", Raw(b"true"))) == b"false"
+    shows_tokens = bytes(fields.raw.get("skip_special_tokens", Raw(b"true"))) == b"false"
     if (
-        not dialect.keeps_stops
+        not adapter.include_stop_field
         or shows_tokens
-        or any(_is_set(ask.fields, name) for name in (dialect.keeps_stops, "stop_token_ids"))
+        or any(_is_set(fields.raw, name) for name in (adapter.include_stop_field, "stop_token_ids"))
     ):
         return ()
-    stops = _said(ask, "stop")
+    stops = _decode_field(fields, "stop")
     listed = [stops] if isinstance(stops, str) else stops
     if not isinstance(listed, list) or not all(isinstance(stop, str) for stop in listed):
         return ()
     return tuple(stop for stop in listed if stop)
 
 
-def least_tokens(ask: Ask) -> int:
+def min_output_tokens(fields: RequestFields) -> int:
     """Tokens before which no stop string counts."""
-    least = _said(ask, "min_tokens")
+    least = _decode_field(fields, "min_tokens")
     return least if isinstance(least, int) else 0
 
 
-def echoes(ask: Ask) -> bool:
+def is_echo_requested(fields: RequestFields) -> bool:
     """Whether its answers begin with their prompts."""
-    return _is_set(ask.fields, "echo")
+    return _is_set(fields.raw, "echo")
 
 
-def shows_usage(ask: Ask) -> bool:
+def is_usage_requested(fields: RequestFields) -> bool:
     """Whether the client asked for the usage of its stream."""
-    return bool(_options(ask).get("include_usage"))
+    return bool(_stream_options(fields).get("include_usage"))
 
 
-def shows_usage_with_each(ask: Ask) -> bool:
+def is_continuous_usage_requested(fields: RequestFields) -> bool:
     """Whether it asked for it with each event."""
-    return bool(_options(ask).get("continuous_usage_stats"))
+    return bool(_stream_options(fields).get("continuous_usage_stats"))
 
 
-def shows_timings(ask: Ask) -> bool:
+def is_timings_requested(fields: RequestFields) -> bool:
     """Whether it asked for what llama.cpp has to tell of its time with each event."""
-    return _is_set(ask.fields, "timings_per_token")
+    return _is_set(fields.raw, "timings_per_token")
 
 
-def shows_ids(ask: Ask) -> bool:
+def is_token_ids_requested(fields: RequestFields) -> bool:
     """Whether it asked for token ids."""
-    return bytes(ask.fields.get("return_token_ids", Raw(b"null"))) == b"true"
+    return bytes(fields.raw.get("return_token_ids", Raw(b"null"))) == b"true"
 
 
-def journaled(
-    ask: Ask, model: str, ids: list[list[int]] | None = None, *, streams: bool = False
+def build_native_body(
+    fields: RequestFields,
+    model: str,
+    token_ids: list[list[int]] | None = None,
+    *,
+    force_stream: bool = False,
 ) -> bytes:
     """The request for a replica of ours, which goes on after `ids`: those of each choice."""
     changes: dict[str, Any] = {"model": model}
-    if streams and not ask.stream:
+    if force_stream and not fields.stream:
         changes["stream"] = True
-    if ids is not None:
-        told = [first + then for first, then in zip(_resumed(ask), ids, strict=True)]
+    if token_ids is not None:
+        told = [
+            first + then for first, then in zip(_resume_token_ids(fields), token_ids, strict=True)
+        ]
         changes["resume"] = {"token_ids": told[0] if len(told) == 1 else told}
-    return _changed(ask.fields, changes)
+    return _encode_with(fields.raw, changes)
 
 
-def resumed(ask: Ask) -> list[int]:
+def resume_token_counts(fields: RequestFields) -> list[int]:
     """How many ids the client itself gave for each choice to go on after; empty: none, or what makes no sense."""
-    if "resume" not in ask.fields:
+    if "resume" not in fields.raw:
         return []
     try:
-        return list(map(len, _resumed(ask)))
+        return list(map(len, _resume_token_ids(fields)))
     except (ApiError, LookupError, TypeError):
         return []
 
 
-def resumed_tokens(ask: Ask) -> int:
+def count_resume_tokens(fields: RequestFields) -> int:
     """How many these are together."""
-    return sum(resumed(ask))
+    return sum(resume_token_counts(fields))
 
 
-def _resumed(ask: Ask) -> list[list[int]]:
+def _resume_token_ids(fields: RequestFields) -> list[list[int]]:
     """The ids that the client itself wants each choice to go on after, which a replica has found good."""
-    resume = _said(ask, "resume")
+    resume = _decode_field(fields, "resume")
     if resume is None:
-        return [[]] * ask.choices
+        return [[]] * fields.choice_count
     given: list[Any] = resume["token_ids"]
     return given if given and isinstance(given[0], list) else [given]
 
 
-def asked(ask: Ask, path: bytes, dialect: Dialect, model: str, *, carriable: bool) -> bytes:
+def build_body(
+    fields: RequestFields, path: bytes, adapter: BackendAdapter, model: str, *, resumable: bool
+) -> bytes:
     """The request as this kind of server takes it; `carriable`: with what carrying it on needs."""
-    return _encode(_fields(ask, path, dialect, model, carriable=carriable))
+    return _encode(_build_raw_fields(fields, path, adapter, model, resumable=resumable))
 
 
-def with_text(
-    ask: Ask, path: bytes, dialect: Dialect, model: str, text: str, tokens: int
+def build_resume_from_text(
+    request_fields: RequestFields,
+    path: bytes,
+    adapter: BackendAdapter,
+    model: str,
+    text: str,
+    delivered_tokens: int,
 ) -> bytes | None:
     """The request for what comes after `text`, which has `tokens`. None: this prompt takes no more text."""
-    fields = _fields(ask, path, dialect, model, carriable=True)
-    changes: dict[str, Any] = _limits(ask, path, dialect, tokens)
+    fields = _build_raw_fields(request_fields, path, adapter, model, resumable=True)
+    changes: dict[str, Any] = _remaining_limits(request_fields, path, adapter, delivered_tokens)
     if path == COMPLETION_PATH:
-        prompt = _said(ask, "prompt")
+        prompt = _decode_field(request_fields, "prompt")
         if isinstance(prompt, list) and len(prompt) == 1:
             prompt = prompt[0]
         if not isinstance(prompt, str):
             return None
         changes["prompt"] = prompt + text
-        return _changed(fields, changes)
-    messages = _said(ask, "messages", list[dict[str, Any]])
+        return _encode_with(fields, changes)
+    messages = _decode_field(request_fields, "messages", list[dict[str, Any]])
     last = messages[-1] if messages else {}
     if last.get("role") != "assistant":
         messages.append({"role": "assistant", "content": text})
@@ -211,113 +229,127 @@ def with_text(
         last["content"] += text
     else:
         return None
-    return _changed(fields, changes | {"messages": messages} | dialect.prefill_flags)
+    return _encode_with(fields, changes | {"messages": messages} | adapter.prefill_flags)
 
 
-def with_ids(
-    ask: Ask, path: bytes, dialect: Dialect, model: str, ids: list[int], *, told: int, room: int
+def build_resume_from_ids(
+    request_fields: RequestFields,
+    path: bytes,
+    adapter: BackendAdapter,
+    model: str,
+    token_ids: list[int],
+    *,
+    delivered_tokens: int,
+    max_model_len: int,
 ) -> bytes | None:
     """The completion that goes on after `ids`, the last `told` of which are the answer's. None: how long is unknown.
 
     A chat goes on as a completion too: its prompt is known by its ids. `room` is the model's context, 0: unknown.
     """
-    fields = _fields(ask, COMPLETION_PATH, dialect, model, carriable=True)
-    changes: dict[str, Any] = _limits(ask, path, dialect, told)
+    fields = _build_raw_fields(request_fields, COMPLETION_PATH, adapter, model, resumable=True)
+    changes: dict[str, Any] = _remaining_limits(request_fields, path, adapter, delivered_tokens)
     if path == CHAT_PATH:
-        fields = {name: value for name, value in fields.items() if name not in _ONLY_CHAT}
+        fields = {name: value for name, value in fields.items() if name not in _CHAT_ONLY_FIELDS}
         limit = changes.pop("max_completion_tokens", None) or changes.get("max_tokens")
-        if limit is None and room <= len(ids):
+        if limit is None and max_model_len <= len(token_ids):
             return None
-        changes["max_tokens"] = limit or room - len(ids)
-    return _changed(fields, changes | {"prompt": ids})
+        changes["max_tokens"] = limit or max_model_len - len(token_ids)
+    return _encode_with(fields, changes | {"prompt": token_ids})
 
 
-def sent_salt(ask: Ask, dialect: Dialect) -> str:
+def derive_cache_salt(fields: RequestFields, adapter: BackendAdapter) -> str:
     """What keeps cached prompts of different tenants apart, with what the client wants apart itself; empty: nothing."""
-    if "cache_salt" in dialect.unknown:
+    if "cache_salt" in adapter.unsupported_fields:
         return ""
-    own = ask.fields.get("cache_salt", Raw(b"null"))
-    if ask.domain:
-        return hashlib.sha256(ask.domain.encode() + b"\0" + bytes(own)).hexdigest()
-    salt = _said(ask, "cache_salt")
+    own = fields.raw.get("cache_salt", Raw(b"null"))
+    if fields.cache_domain:
+        return hashlib.sha256(fields.cache_domain.encode() + b"\0" + bytes(own)).hexdigest()
+    salt = _decode_field(fields, "cache_salt")
     return salt if isinstance(salt, str) else ""
 
 
-def output_limit(ask: Ask, path: bytes, dialect: Dialect) -> int | None:
+def max_output_tokens(fields: RequestFields, path: bytes, adapter: BackendAdapter) -> int | None:
     """Most tokens that the answer may have; None: as many as the model's context has."""
-    if ask.max_output is not None:
-        return ask.max_output
-    return dialect.completion_tokens if path == COMPLETION_PATH else None
+    if fields.max_output_tokens is not None:
+        return fields.max_output_tokens
+    return adapter.default_completion_tokens if path == COMPLETION_PATH else None
 
 
-def _fields(
-    ask: Ask, path: bytes, dialect: Dialect, model: str, *, carriable: bool
+def _build_raw_fields(
+    request_fields: RequestFields,
+    path: bytes,
+    adapter: BackendAdapter,
+    model: str,
+    *,
+    resumable: bool,
 ) -> dict[str, Raw]:
-    left_out = dialect.unknown | OPERATORS
+    left_out = adapter.unsupported_fields | PRIVILEGED_FIELDS
     fields = {
         name: value
-        for name, value in ask.fields.items()
+        for name, value in request_fields.raw.items()
         # Servers in Go take "Model" for "model", and whichever comes last.
         if name not in left_out and name.lower() != "model"
     }
     if "vllm_xargs" in fields:  # vLLM takes `kv_transfer_params` from there, too
-        extra = _said(ask, "vllm_xargs", dict[str, Raw] | None) or {}
-        told = {name: value for name, value in extra.items() if name not in OPERATORS}
+        extra = _decode_field(request_fields, "vllm_xargs", dict[str, Raw] | None) or {}
+        told = {name: value for name, value in extra.items() if name not in PRIVILEGED_FIELDS}
         fields["vllm_xargs"] = Raw(_encode(told))
-    if ask.drew_seed:
+    if request_fields.has_generated_seed:
         del fields["seed"]  # it is for our own replicas; others are slower with one
     fields["model"] = Raw(_encode(model))
-    salt = sent_salt(ask, dialect)
+    salt = derive_cache_salt(request_fields, adapter)
     if salt:
         fields["cache_salt"] = Raw(_encode(salt))
-    if carriable and path in dialect.ids:
+    if resumable and path in adapter.token_id_paths:
         fields["return_token_ids"] = Raw(b"true")
-    if carriable and kept_stops(ask, dialect):
-        fields[dialect.keeps_stops] = Raw(b"true")
-    if carriable and dialect.timings:
+    if resumable and gateway_stop_strings(request_fields, adapter):
+        fields[adapter.include_stop_field] = Raw(b"true")
+    if resumable and adapter.has_token_timings:
         fields["timings_per_token"] = Raw(b"true")
-    if ask.stream and dialect.usage:
-        options = _options(ask) | {"include_usage": True}
-        if carriable and dialect.usage_with_each and path not in dialect.ids:
+    if request_fields.stream and adapter.has_stream_usage:
+        options = _stream_options(request_fields) | {"include_usage": True}
+        if resumable and adapter.has_continuous_usage and path not in adapter.token_id_paths:
             options["continuous_usage_stats"] = True
         fields["stream_options"] = Raw(_encode(options))
     return fields
 
 
-def _limits(ask: Ask, path: bytes, dialect: Dialect, told: int) -> dict[str, int]:
+def _remaining_limits(
+    fields: RequestFields, path: bytes, adapter: BackendAdapter, delivered_tokens: int
+) -> dict[str, int]:
     """What is left of the limits on the answer's length."""
     left = {}
     for name, least in (("max_tokens", 1), ("max_completion_tokens", 1), ("min_tokens", 0)):
-        value = _said(ask, name)
+        value = _decode_field(fields, name)
         if isinstance(value, int) and value >= 0:
-            left[name] = max(least, value - told)
-    limit = output_limit(ask, path, dialect)
-    if ask.max_output is None and limit is not None:
-        left["max_tokens"] = max(1, limit - told)
+            left[name] = max(least, value - delivered_tokens)
+    limit = max_output_tokens(fields, path, adapter)
+    if fields.max_output_tokens is None and limit is not None:
+        left["max_tokens"] = max(1, limit - delivered_tokens)
     return left
 
 
-def _said(ask: Ask, name: str, kind: Any = Any) -> Any:  # noqa: ANN401 - whatever it is
+def _decode_field(fields: RequestFields, name: str, type_: Any = Any) -> Any:  # noqa: ANN401 - whatever it is
     """What a field says; None where it is not there.
 
     Raises ApiError 400 for what can be no value here: engines may take it, numbers beyond any, say.
     """
     try:
-        return msgspec.json.decode(ask.fields.get(name, Raw(b"null")), type=kind)
+        return msgspec.json.decode(fields.raw.get(name, Raw(b"null")), type=type_)
     except msgspec.DecodeError as error:
         message = f"Invalid value for '{name}': {error}. Correct it."
-        raise invalid(message, name, "invalid_type") from error
+        raise invalid_request(message, name, "invalid_type") from error
 
 
-def _options(ask: Ask) -> dict[str, Any]:
-    options = _said(ask, "stream_options")
+def _stream_options(fields: RequestFields) -> dict[str, Any]:
+    options = _decode_field(fields, "stream_options")
     return options if isinstance(options, dict) else {}
 
 
-def _is_set(fields: dict[str, Raw], name: str) -> bool:
-    value = fields.get(name)
-    return value is not None and bytes(value) not in _UNSET
+def _is_set(raw: dict[str, Raw], name: str) -> bool:
+    value = raw.get(name)
+    return value is not None and bytes(value) not in _UNSET_VALUES
 
 
-def _changed(fields: dict[str, Raw], changes: dict[str, Any]) -> bytes:
-    return _encode(fields | changes)
+def _encode_with(raw: dict[str, Raw], changes: dict[str, Any]) -> bytes:
+    return _encode(raw | changes)

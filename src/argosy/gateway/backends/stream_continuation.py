@@ -10,216 +10,256 @@ from __future__ import annotations
 
 import msgspec
 
-from argosy.gateway.backends.backend_adapter import COMPLETION_PATH, Dialect
-from argosy.gateway.backends.emitted_choice import CARRIED_ON, Told
-from argosy.gateway.backends.native_stream_parser import Delivered, JournalReader
-from argosy.gateway.backends.passthrough import Identity, PassReader, Usages
+from argosy.gateway.backends.backend_adapter import COMPLETION_PATH, BackendAdapter
+from argosy.gateway.backends.emitted_choice import RESUMED_FINGERPRINT, EmittedChoice
+from argosy.gateway.backends.native_stream_parser import DeliveredOutput, NativeStreamParser
+from argosy.gateway.backends.passthrough import ChoiceUsageSum, PassthroughParser, ResponseIdentity
 from argosy.gateway.backends.request_builder import (
-    asked,
-    echoes,
+    build_body,
+    build_native_body,
+    build_resume_from_ids,
+    build_resume_from_text,
+    count_resume_tokens,
+    gateway_stop_strings,
+    has_plain_text_output,
     has_stop_strings,
-    is_known_by_ids,
-    is_plain_text,
-    journaled,
-    kept_stops,
-    least_tokens,
-    output_limit,
-    resumed_tokens,
-    shows_ids,
-    shows_timings,
-    shows_usage,
-    shows_usage_with_each,
-    with_ids,
-    with_text,
+    has_text_only_prompt,
+    is_continuous_usage_requested,
+    is_echo_requested,
+    is_timings_requested,
+    is_token_ids_requested,
+    is_usage_requested,
+    max_output_tokens,
+    min_output_tokens,
 )
-from argosy.gateway.backends.resumable_stream_parser import ChunkReader, View
-from argosy.gateway.backends.stop_string_filter import StopGate
-from argosy.gateway.backends.stream_parser import StreamReader
-from argosy.gateway.request_fields import Ask
+from argosy.gateway.backends.resumable_stream_parser import (
+    ResumableStreamParser,
+    StreamParserOptions,
+)
+from argosy.gateway.backends.stop_string_filter import StopStringFilter
+from argosy.gateway.backends.stream_parser import StreamParser
+from argosy.gateway.request_fields import RequestFields
 from argosy.protocol import SSE_DONE
 
-KNOWN_AGAIN = 16
+MIN_REPEATED_CHARS = 16
 """Characters of what was told by which it is known when it comes again: no event has as many by chance."""
 
 
-class Outgoing(msgspec.Struct, frozen=True):
+class UpstreamRequest(msgspec.Struct, frozen=True):
     """A request as one server gets it."""
 
     path: bytes
     body: bytes
 
-    def with_priority(self, priority: int) -> Outgoing:
+    def with_priority(self, priority: int) -> UpstreamRequest:
         """The same, saying how urgent it is: of what clients say of that, nothing is sent to others."""
-        return Outgoing(self.path, b'{"priority":%d,%b' % (priority, self.body[1:]))
+        return UpstreamRequest(self.path, b'{"priority":%d,%b' % (priority, self.body[1:]))
 
 
-class Leg(msgspec.Struct, frozen=True):
+class UpstreamPlan(msgspec.Struct, frozen=True):
     """One server's part of a streamed answer."""
 
-    outgoing: Outgoing
-    reader: StreamReader
+    request: UpstreamRequest
+    parser: StreamParser
 
 
-def whole_request(ask: Ask, path: bytes, dialect: Dialect, model: str) -> Outgoing:
+def build_nonstreaming_request(
+    fields: RequestFields, path: bytes, adapter: BackendAdapter, model: str
+) -> UpstreamRequest:
     """The request for an answer in one piece."""
-    if dialect.journal:
-        return Outgoing(path, journaled(ask, model))
-    return Outgoing(path, asked(ask, path, dialect, model, carriable=False))
+    if adapter.is_native:
+        return UpstreamRequest(path, build_native_body(fields, model))
+    return UpstreamRequest(path, build_body(fields, path, adapter, model, resumable=False))
 
 
-class Carrier:
+class StreamContinuation:
     """One streamed answer on its way over the servers that give it, one after the other."""
 
-    def __init__(self, ask: Ask, path: bytes, delivered: Delivered) -> None:
-        self._ask = ask
+    def __init__(self, fields: RequestFields, path: bytes, delivered: DeliveredOutput) -> None:
+        self._fields = fields
         self._path = path
         self._delivered = delivered
-        self._told = Told(path)
-        self._passing: PassReader | None = None
-        self._limit: int | None = None
+        self._emitted = EmittedChoice(path)
+        self._passthrough: PassthroughParser | None = None
+        self._max_output_tokens: int | None = None
 
-    def leg(self, dialect: Dialect, model: str, room: int = 0) -> Leg | None:
+    def plan_upstream(
+        self, adapter: BackendAdapter, model: str, max_model_len: int = 0
+    ) -> UpstreamPlan | None:
         """The next server's part. None: this one cannot go on where the last one stopped.
 
         What is told of the answer goes by the part that was given last.
         `room`: tokens that the model's context has; 0: unknown.
         """
-        if dialect.journal:
-            return self._journaled(model) if self._told.first is None and not self._passed else None
-        if self._passed or self._delivered.tokens:
+        if adapter.is_native:
+            return (
+                self._plan_native(model)
+                if self._emitted.first_chunk is None and not self._is_passthrough_committed
+                else None
+            )
+        if self._is_passthrough_committed or self._delivered.token_id_pieces:
             return None
-        self._limit = output_limit(self._ask, self._path, dialect)
-        if self._told.first is None:
-            return self._first(dialect, model)
-        return self._next(dialect, model, room)
+        self._max_output_tokens = max_output_tokens(self._fields, self._path, adapter)
+        if self._emitted.first_chunk is None:
+            return self._plan_first(adapter, model)
+        return self._plan_resume(adapter, model, max_model_len)
 
     @property
-    def identity(self) -> Identity | None:
+    def response_identity(self) -> ResponseIdentity | None:
         """What its events say of the answer, where a server that is not ours named it."""
-        if self._passing is not None:
-            return self._passing.identity
-        return None if self._told.first is None else msgspec.convert(self._told.head(), Identity)
+        if self._passthrough is not None:
+            return self._passthrough.response_identity
+        return (
+            None
+            if self._emitted.first_chunk is None
+            else msgspec.convert(self._emitted.common_fields(), ResponseIdentity)
+        )
 
     @property
-    def can_go_on(self) -> bool:
+    def can_resume(self) -> bool:
         """Whether there could be a server that goes on."""
-        return not self._passed and self._told.only_text
+        return not self._is_passthrough_committed and self._emitted.is_text_only
 
     @property
     def is_finished(self) -> bool:
         """Whether each choice was told to have come to its end."""
-        return len(self._delivered.finished) == self._ask.choices
+        return len(self._delivered.finish_reasons) == self._fields.choice_count
 
-    def held_back(self) -> bytes:
+    def flush_held_text(self) -> bytes:
         """What a server has given and the client has not, when the answer ends here."""
-        return self._told.held_event()
+        return self._emitted.build_held_event()
 
-    def ending(self) -> bytes | None:
+    def build_missing_tail(self) -> bytes | None:
         """What still has to be told of an answer that had come to its end when its server failed."""
-        told, limit = self._told, self._limit
-        if self._passing is not None and (self._passing.done or self.is_finished):
-            told_usage = self._passing.done or self._passing.usage_told
-            return SSE_DONE if told_usage or not shows_usage(self._ask) else None
-        if told.first is None:
+        told, limit = self._emitted, self._max_output_tokens
+        if self._passthrough is not None and (self._passthrough.is_done or self.is_finished):
+            told_usage = self._passthrough.is_done or self._passthrough.is_usage_delivered
+            return SSE_DONE if told_usage or not is_usage_requested(self._fields) else None
+        if told.first_chunk is None:
             return None
         missing = b""
-        if not told.finished:
-            if limit is None or told.tokens < limit or not told.only_text:
+        if not told.is_finished:
+            if limit is None or told.output_tokens < limit or not told.is_text_only:
                 return None
-            missing = told.finish_event("length")
-            self._delivered.finished[0] = "length"
+            missing = told.build_finish_event("length")
+            self._delivered.finish_reasons[0] = "length"
         # Where nobody said: about so many.
-        told.prompt_tokens = told.prompt_tokens or self._ask.prompt_tokens
+        told.prompt_tokens = told.prompt_tokens or self._fields.estimated_prompt_tokens
         self._delivered.prompt_tokens = told.prompt_tokens
-        if shows_usage(self._ask) and not told.usage_told:
-            missing += told.usage_event()
+        if is_usage_requested(self._fields) and not told.is_usage_delivered:
+            missing += told.build_usage_event()
         return missing + SSE_DONE
 
     @property
-    def _passed(self) -> bool:
-        return self._passing is not None and self._passing.passed
+    def _is_passthrough_committed(self) -> bool:
+        return self._passthrough is not None and self._passthrough.is_committed
 
-    def _journaled(self, model: str) -> Leg:
-        ask, delivered = self._ask, self._delivered
-        self._passing = ids = None
-        if delivered.tokens:
-            ids = [delivered.ids(choice) for choice in range(ask.choices)]
-        body = journaled(ask, model, ids, streams=True)
-        return Leg(Outgoing(self._path, body), JournalReader(delivered, resumed_tokens(ask)))
-
-    def _first(self, dialect: Dialect, model: str) -> Leg:
-        ask, path = self._ask, self._path
-        self._passing = None
-        carriable = path in dialect.ids | dialect.prefill and is_plain_text(ask, path)
-        body = asked(ask, path, dialect, model, carriable=carriable)
-        outgoing = Outgoing(path, body)
-        self._told.gate = None
-        if carriable:
-            return Leg(outgoing, self._reader(dialect))
-        shown, echoed = shows_usage(ask), echoes(ask)
-        self._passing = PassReader(
-            self._delivered,
-            dialect.broken_off,
-            shows_usage=shown,
-            echoes=echoed,
-            usages=Usages(ask) if dialect.usage_of_each else None,
+    def _plan_native(self, model: str) -> UpstreamPlan:
+        ask, delivered = self._fields, self._delivered
+        self._passthrough = ids = None
+        if delivered.token_id_pieces:
+            ids = [delivered.token_ids(choice) for choice in range(ask.choice_count)]
+        body = build_native_body(ask, model, ids, force_stream=True)
+        return UpstreamPlan(
+            UpstreamRequest(self._path, body),
+            NativeStreamParser(delivered, count_resume_tokens(ask)),
         )
-        return Leg(outgoing, self._passing)
 
-    def _next(self, dialect: Dialect, model: str, room: int) -> Leg | None:
+    def _plan_first(self, adapter: BackendAdapter, model: str) -> UpstreamPlan:
+        ask, path = self._fields, self._path
+        self._passthrough = None
+        carriable = (
+            path in adapter.token_id_paths | adapter.prefill_paths
+            and has_plain_text_output(ask, path)
+        )
+        body = build_body(ask, path, adapter, model, resumable=carriable)
+        outgoing = UpstreamRequest(path, body)
+        self._emitted.stop_filter = None
+        if carriable:
+            return UpstreamPlan(outgoing, self._build_parser(adapter))
+        shown, echoed = is_usage_requested(ask), is_echo_requested(ask)
+        self._passthrough = PassthroughParser(
+            self._delivered,
+            adapter.incomplete_finish_reasons,
+            include_usage=shown,
+            has_echo=echoed,
+            choice_usages=ChoiceUsageSum(ask) if adapter.has_per_choice_usage else None,
+        )
+        return UpstreamPlan(outgoing, self._passthrough)
+
+    def _plan_resume(
+        self, adapter: BackendAdapter, model: str, max_model_len: int
+    ) -> UpstreamPlan | None:
         """Go on after what was told: from the start while that was no text, else from the ids, else from the text."""
-        ask, path, told = self._ask, self._path, self._told
-        if not told.only_text or told.finished:
+        ask, path, told = self._fields, self._path, self._emitted
+        if not told.is_text_only or told.is_finished:
             return None
-        beginning = "".join(told.text)
+        beginning = "".join(told.text_pieces)
         if not beginning.strip():
-            told.begin_again()
-            body = asked(ask, path, dialect, model, carriable=True)
-            return Leg(Outgoing(path, body), self._reader(dialect, seam=beginning))
-        if not ask.drew_seed:
-            told.fingerprint = CARRIED_ON
-        told.forget_unsaid()
-        again = "" if told.ends_whole else told.whole_text()
-        known = told.ends_whole or len(again) >= KNOWN_AGAIN
-        aligned = known and (told.gate is not None or not has_stop_strings(ask))
-        exact = aligned and is_known_by_ids(ask, path)
-        if path in dialect.ids and told.has_ids and told.prompt_ids and exact:
-            ids = [*told.prompt_ids, *told.ids]
-            count = len(told.ids)
-            from_ids = with_ids(ask, path, dialect, model, ids, told=count, room=room)
+            told.restart()
+            body = build_body(ask, path, adapter, model, resumable=True)
+            return UpstreamPlan(
+                UpstreamRequest(path, body),
+                self._build_parser(adapter, trailing_whitespace=beginning),
+            )
+        if not ask.has_generated_seed:
+            told.system_fingerprint = RESUMED_FINGERPRINT
+        told.drop_textless_tokens()
+        again = "" if told.ends_on_token else told.full_text()
+        known = told.ends_on_token or len(again) >= MIN_REPEATED_CHARS
+        aligned = known and (told.stop_filter is not None or not has_stop_strings(ask))
+        exact = aligned and has_text_only_prompt(ask, path)
+        if (
+            path in adapter.token_id_paths
+            and told.has_token_ids
+            and told.prompt_token_ids
+            and exact
+        ):
+            ids = [*told.prompt_token_ids, *told.token_ids]
+            count = len(told.token_ids)
+            from_ids = build_resume_from_ids(
+                ask, path, adapter, model, ids, delivered_tokens=count, max_model_len=max_model_len
+            )
             if from_ids is not None:
-                reader = self._reader(dialect, completion=path != COMPLETION_PATH, again=again)
-                return Leg(Outgoing(COMPLETION_PATH, from_ids), reader)
-        if path not in dialect.prefill:
+                reader = self._build_parser(
+                    adapter, from_completion=path != COMPLETION_PATH, repeated_text=again
+                )
+                return UpstreamPlan(UpstreamRequest(COMPLETION_PATH, from_ids), reader)
+        if path not in adapter.prefill_paths:
             return None
         # A text that ends in white space is hard to go on from, and some templates drop it anyway.
-        text = told.whole_text()
+        text = told.full_text()
         stem = text.rstrip()
-        from_text = with_text(ask, path, dialect, model, stem, told.tokens)
+        from_text = build_resume_from_text(ask, path, adapter, model, stem, told.output_tokens)
         if from_text is None:
             return None
-        told.has_ids = False  # its tokens are not those that the new server sees
-        reader = self._reader(dialect, seam=text[len(stem) :])
-        return Leg(Outgoing(path, from_text), reader)
+        told.has_token_ids = False  # its tokens are not those that the new server sees
+        reader = self._build_parser(adapter, trailing_whitespace=text[len(stem) :])
+        return UpstreamPlan(UpstreamRequest(path, from_text), reader)
 
-    def _reader(
-        self, dialect: Dialect, *, completion: bool = False, seam: str = "", again: str = ""
-    ) -> ChunkReader:
-        ask = self._ask
-        path = COMPLETION_PATH if completion else self._path
-        added = dialect.usage_with_each and path not in dialect.ids
-        stops = kept_stops(ask, dialect)
-        if stops and self._told.gate is None:
-            self._told.gate = StopGate(stops)
-        view = View(
-            usage=shows_usage(ask),
-            usage_with_each=shows_usage_with_each(ask) or not added,
-            ids=shows_ids(ask),
-            broken_off=dialect.broken_off,
-            timings=shows_timings(ask),
-            completion=completion,
-            seam=seam,
-            least_tokens=least_tokens(ask),
-            again=again,
+    def _build_parser(
+        self,
+        adapter: BackendAdapter,
+        *,
+        from_completion: bool = False,
+        trailing_whitespace: str = "",
+        repeated_text: str = "",
+    ) -> ResumableStreamParser:
+        ask = self._fields
+        path = COMPLETION_PATH if from_completion else self._path
+        added = adapter.has_continuous_usage and path not in adapter.token_id_paths
+        stops = gateway_stop_strings(ask, adapter)
+        if stops and self._emitted.stop_filter is None:
+            self._emitted.stop_filter = StopStringFilter(stops)
+        view = StreamParserOptions(
+            include_usage=is_usage_requested(ask),
+            include_continuous_usage=is_continuous_usage_requested(ask) or not added,
+            include_token_ids=is_token_ids_requested(ask),
+            incomplete_finish_reasons=adapter.incomplete_finish_reasons,
+            include_timings=is_timings_requested(ask),
+            from_completion=from_completion,
+            trailing_whitespace=trailing_whitespace,
+            min_output_tokens=min_output_tokens(ask),
+            repeated_text=repeated_text,
         )
-        return ChunkReader(self._told, self._delivered, view)
+        return ResumableStreamParser(self._emitted, self._delivered, view)

@@ -1,17 +1,17 @@
 """What every request passes on its way in and out: the record, kept answers, limits, the ledger."""
 
-from argosy.gateway.filters.idempotency_filter import Idempotency, kept_answers
-from argosy.gateway.filters.limit_filter import Limits, LimitsConfig, shared_state
-from argosy.gateway.filters.telemetry_filter import Recorder
-from argosy.gateway.filters.usage_recorder import Ledger, settle_forever
+from argosy.gateway.filters.idempotency_filter import IdempotencyFilter, open_idempotency_store
+from argosy.gateway.filters.limit_filter import LimitFilter, LimitsConfig, open_quota_backend
+from argosy.gateway.filters.telemetry_filter import TelemetryFilter
+from argosy.gateway.filters.usage_recorder import UsageRecorder, flush_usage_forever
 
 __all__ = [
-    "Idempotency",
-    "Ledger",
-    "Limits",
+    "IdempotencyFilter",
+    "LimitFilter",
     "LimitsConfig",
-    "Recorder",
-    "kept_answers",
-    "settle_forever",
-    "shared_state",
+    "TelemetryFilter",
+    "UsageRecorder",
+    "flush_usage_forever",
+    "open_idempotency_store",
+    "open_quota_backend",
 ]

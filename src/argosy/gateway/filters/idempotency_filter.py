@@ -12,159 +12,183 @@ from collections.abc import Sequence
 import msgspec
 import structlog
 
-from argosy.gateway.filters.limit_filter import LimitsConfig, redis_password
-from argosy.gateway.principal import Caller
-from argosy.gateway.request_context import Alone, Journey
-from argosy.gateway.request_trace import KeyLine
-from argosy.protocol import SSE_CONTENT_TYPE, ApiError, invalid
-from argosy.store import Answer, Answers, Claim, IdempotencyConfig, open_answers
+from argosy.gateway.filters.limit_filter import LimitsConfig, read_redis_password
+from argosy.gateway.principal import Principal
+from argosy.gateway.request_context import FastPathBudget, RequestContext
+from argosy.gateway.request_trace import IdempotencyTrace
+from argosy.protocol import SSE_CONTENT_TYPE, ApiError, invalid_request
+from argosy.store import (
+    CachedResponse,
+    IdempotencyConfig,
+    IdempotencyStore,
+    InFlightClaim,
+    create_idempotency_store,
+)
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
-HEADER = b"idempotency-key"
-AGAIN_S = 1.0
+IDEMPOTENCY_KEY_HEADER = b"idempotency-key"
+RETRY_AFTER_S = 1.0
 """When to come back for an answer that is not whole yet."""
-_KEY = re.compile(rb"[!-~]{1,255}")
-_pack = msgspec.msgpack.Encoder().encode
+_KEY_PATTERN = re.compile(rb"[!-~]{1,255}")
+_encode_msgpack = msgspec.msgpack.Encoder().encode
 
 
-def kept_answers(config: IdempotencyConfig, limits: LimitsConfig) -> Answers:
+def open_idempotency_store(config: IdempotencyConfig, limits: LimitsConfig) -> IdempotencyStore:
     """Where the settings keep them: with the limits. Raises ValueError, saying what to change."""
-    return open_answers(config, limits.redis, redis_password(limits))
+    return create_idempotency_store(config, limits.redis, read_redis_password(limits))
 
 
-class Idempotency:
+class IdempotencyFilter:
     """A `Stage`. A request that is answered here counts against no limit, and has no row in the ledger."""
 
-    def __init__(self, answers: Answers, answer_bytes: int) -> None:
+    def __init__(self, store: IdempotencyStore, max_response_bytes: int) -> None:
         """Answers of more bytes are not kept."""
-        self._answers = answers
-        self._answer_bytes = answer_bytes
+        self._store = store
+        self._max_response_bytes = max_response_bytes
 
-    async def enter(self, journey: Journey) -> First | None:
+    async def on_request(self, context: RequestContext) -> ResponseRecorder | None:
         """Let in the first request with its key, and answer those that are the same.
 
         Raises ApiError 400 when the key is none, 409 while the first is being answered, 422 when that was another.
         """
-        key = journey.exchange.headers.get(HEADER)
+        key = context.exchange.headers.get(IDEMPOTENCY_KEY_HEADER)
         if key is None:
             return None
-        if not _KEY.fullmatch(key):
+        if not _KEY_PATTERN.fullmatch(key):
             message = "'Idempotency-Key' has 1 to 255 visible ASCII characters, such as a UUID. Send one, or none."
-            raise invalid(message, "Idempotency-Key", "invalid_idempotency_key")
-        name, claim = _name(journey.caller, key), Claim(journey.id, _digest(journey))
-        held = await self._answers.claim(name, claim)
-        first = journey.id if held is None else held.request
-        line = KeyLine(key.decode(), first, kept=isinstance(held, Answer))
-        journey.trace.idempotency = line
+            raise invalid_request(message, "Idempotency-Key", "invalid_idempotency_key")
+        name, claim = (
+            _scope_key(context.principal, key),
+            InFlightClaim(context.response_id, _request_digest(context)),
+        )
+        held = await self._store.claim(name, claim)
+        first = context.response_id if held is None else held.request_id
+        line = IdempotencyTrace(key.decode(), first, kept=isinstance(held, CachedResponse))
+        context.trace.idempotency = line
         if held is None:
-            copy = First(self._answers, self._answer_bytes, journey, name, claim, line)
-            journey.exchange.copy_to(copy)
+            copy = ResponseRecorder(
+                self._store, self._max_response_bytes, context, name, claim, line
+            )
+            context.exchange.observe_response(copy)
             return copy
-        if held.digest != claim.digest:
+        if held.request_digest != claim.request_digest:
             message = "This Idempotency-Key was sent with another request. Take a new one for each."
             raise ApiError(422, "idempotency_key_reused", message, param="Idempotency-Key")
-        if isinstance(held, Claim):
+        if isinstance(held, InFlightClaim):
             message = "The request with this Idempotency-Key is still being answered. Try again in a moment."
-            raise ApiError(409, "idempotency_key_in_use", message, retry_after_s=AGAIN_S)
-        await _answer(journey, held)
+            raise ApiError(409, "idempotency_key_in_use", message, retry_after_s=RETRY_AFTER_S)
+        await _replay_response(context, held)
         return None
 
 
-class First:
+class ResponseRecorder:
     """A `Visit`, and the copy of the answer: that of the first request with its key."""
 
-    __slots__ = ("_answers", "_body", "_claim", "_journey", "_kind", "_line", "_most", "_name")
+    __slots__ = (
+        "_body",
+        "_claim",
+        "_content_type",
+        "_context",
+        "_max_bytes",
+        "_scoped_key",
+        "_store",
+        "_trace_line",
+    )
 
     def __init__(
         self,
-        answers: Answers,
-        most: int,
-        journey: Journey,
-        name: str,
-        claim: Claim,
-        line: KeyLine,
+        store: IdempotencyStore,
+        max_bytes: int,
+        context: RequestContext,
+        scoped_key: str,
+        claim: InFlightClaim,
+        trace_line: IdempotencyTrace,
     ) -> None:
-        self._answers = answers
-        self._most = most
-        self._journey = journey
-        self._name = name
+        self._store = store
+        self._max_bytes = max_bytes
+        self._context = context
+        self._scoped_key = scoped_key
         self._claim = claim
-        self._line = line
-        self._kind = b""
+        self._trace_line = trace_line
+        self._content_type = b""
         self._body: bytearray | None = bytearray()
         """What was sent of it; None: it is not kept."""
 
-    def begin(self, kind: bytes) -> None:
+    def on_start(self, content_type: bytes) -> None:
         """See `Copy`."""
-        self._kind = kind
+        self._content_type = content_type
 
-    def add(self, data: bytes) -> None:
+    def on_body(self, data: bytes) -> None:
         """See `Copy`."""
         body = self._body
         if body is None:
             return
-        if len(body) + len(data) <= self._most and self._answers.hold(len(data)):
+        if len(body) + len(data) <= self._max_bytes and self._store.reserve_bytes(len(data)):
             body += data
         else:
-            self._forget()
+            self._release_body()
 
-    def alone(self) -> Alone:
+    def fast_path_budget(self) -> FastPathBudget:
         """Not at all: every byte has to come by."""
-        return Alone(0)
+        return FastPathBudget(0)
 
-    def counted(self, times: Sequence[float]) -> None:
+    def on_tokens(self, chunk_times: Sequence[float]) -> None:
         """See `Visit`."""
 
-    def leave(self) -> None:
+    def on_complete(self) -> None:
         """Keep what was sent, if it was an answer to the end."""
-        self._journey.exchange.copy_to(None)
-        body, kind = self._forget(), self._kind
+        self._context.exchange.observe_response(None)
+        body, kind = self._release_body(), self._content_type
         answer = None
-        if body is not None and _ended_well(self._journey):
-            answer = Answer(self._claim.request, self._claim.digest, kind, bytes(body))
-            self._journey.trace.idempotency = msgspec.structs.replace(self._line, kept=True)
-        self._answers.settle(self._name, self._claim, answer)
+        if body is not None and _is_cacheable(self._context):
+            answer = CachedResponse(
+                self._claim.request_id, self._claim.request_digest, kind, bytes(body)
+            )
+            self._context.trace.idempotency = msgspec.structs.replace(self._trace_line, kept=True)
+        self._store.settle_claim(self._scoped_key, self._claim, answer)
 
-    def _forget(self) -> bytearray | None:
+    def _release_body(self) -> bytearray | None:
         body, self._body = self._body, None
         if body is not None:
-            self._answers.release(len(body))
+            self._store.release_bytes(len(body))
         return body
 
 
-def _ended_well(journey: Journey) -> bool:
+def _is_cacheable(context: RequestContext) -> bool:
     """Whether the client was given all of an answer, one that a limit ended too."""
-    ended = journey.status in {"completed", "stopped"} and journey.error is None
-    return ended and journey.exchange.complete
+    ended = context.status in {"completed", "stopped"} and context.error is None
+    return ended and context.exchange.response_complete
 
 
-def _name(caller: Caller, key: bytes) -> str:
+def _scope_key(principal: Principal, key: bytes) -> str:
     """The key's, as it is the caller's project's, or theirs where they have none."""
-    own = "" if caller.project else caller.user or caller.key
-    return hashlib.sha256(_pack((caller.organisation, caller.project, own, key))).hexdigest()
+    own = "" if principal.project else principal.user or principal.key
+    return hashlib.sha256(
+        _encode_msgpack((principal.organisation, principal.project, own, key))
+    ).hexdigest()
 
 
-def _digest(journey: Journey) -> bytes:
+def _request_digest(context: RequestContext) -> bytes:
     """Of what is asked: the path and the fields, whatever their order."""
-    ask = journey.ask
+    ask = context.fields
     asked = [
         (name, bytes(value))
-        for name, value in sorted(ask.fields.items())
-        if not (name == "seed" and ask.drew_seed)
+        for name, value in sorted(ask.raw.items())
+        if not (name == "seed" and ask.has_generated_seed)
     ]
-    return hashlib.sha256(_pack((journey.api.path, asked))).digest()
+    return hashlib.sha256(_encode_msgpack((context.api.path, asked))).digest()
 
 
-async def _answer(journey: Journey, kept: Answer) -> None:
+async def _replay_response(context: RequestContext, cached: CachedResponse) -> None:
     """Send an answer again."""
-    exchange = journey.exchange
-    exchange.extra.append((b"idempotent-replayed", b"true"))
-    log.info("answer_replayed", request=journey.id, first=kept.request)
-    if kept.kind != SSE_CONTENT_TYPE:
-        await exchange.answer(200, kept.body, kept.kind)
+    exchange = context.exchange
+    exchange.extra_headers.append((b"idempotent-replayed", b"true"))
+    log.info("response_replayed", request=context.response_id, first=cached.request_id)
+    if cached.media_type != SSE_CONTENT_TYPE:
+        await exchange.send_response(200, cached.body, cached.media_type)
     else:
         await exchange.start_stream()
-        await exchange.write(kept.body)
+        await exchange.write(cached.body)
         await exchange.end_stream()
-    journey.status, journey.replays = "completed", kept.request
+    context.status, context.replayed_request_id = "completed", cached.request_id

@@ -13,21 +13,21 @@ import msgspec
 import structlog
 
 from argosy.gateway.kv_events.text_block_maps import (
-    AGAIN_S,
-    LATER_S,
-    WRONG,
-    TextsOf,
-    TooMuchError,
-    texts_of,
+    KV_EVENT_ERRORS,
+    RETRY_INTERVAL_S,
+    UNSUPPORTED_RETRY_INTERVAL_S,
+    TextBlockMaps,
+    TooManyBlocksError,
+    get_text_block_map,
 )
-from argosy.gateway.pool import NOT_THERE, Replica
-from argosy.gateway.upstream import Attempt, UpstreamError
-from argosy.policy import MOST_HELD, ExactIndex, PrefixIndex
-from argosy.protocol import EventParser, KvEvent, KvReading, unpack_names
+from argosy.gateway.pool import UNSUPPORTED_STATUSES, ReplicaEndpoint
+from argosy.gateway.upstream import UpstreamError, UpstreamResponse
+from argosy.policy import MAX_INDEXED_BLOCKS, EstimatedPrefixIndex, EventPrefixIndex
+from argosy.protocol import EventParser, KvEvent, TokenizationKey, unpack_block_names
 
-PATH = b"/kv_events"
-HEAD_S = 5.0
-SILENCE_S = 45.0
+KV_EVENTS_PATH = b"/kv_events"
+RESPONSE_HEAD_TIMEOUT_S = 5.0
+STREAM_IDLE_TIMEOUT_S = 45.0
 """A stream that is silent for longer than several of its keep-alive comments is broken."""
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
@@ -35,73 +35,88 @@ log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gatewa
 _decode = msgspec.json.Decoder(KvEvent).decode
 
 
-class EventFollower:
+class NativeKvEventSubscriber:
     """Follows one replica."""
 
-    def __init__(self, replica: Replica, texts: TextsOf) -> None:
+    def __init__(self, replica: ReplicaEndpoint, text_block_maps: TextBlockMaps) -> None:
         self._replica = replica
-        self._texts = texts
-        self._events = EventParser()
-        self._index: ExactIndex | None = None
+        self._text_block_maps = text_block_maps
+        self._event_parser = EventParser()
+        self._index: EventPrefixIndex | None = None
         """The replica's, while it tells."""
 
-    async def follow(self) -> float:
+    async def run_once(self) -> float:
         """Follow until the stream ends. In how many seconds to try again."""
-        self._events = EventParser()
-        attempt, upstream = Attempt(time.monotonic), self._replica.upstream
+        self._event_parser = EventParser()
+        attempt, upstream = UpstreamResponse(time.monotonic), self._replica.upstream
         try:
-            async with asyncio.timeout(HEAD_S):
-                await attempt.send(upstream, upstream.request(b"GET", PATH, b"", []))
-                status = await attempt.head
+            async with asyncio.timeout(RESPONSE_HEAD_TIMEOUT_S):
+                await attempt.send(
+                    upstream, upstream.build_request(b"GET", KV_EVENTS_PATH, b"", [])
+                )
+                status = await attempt.status
             if status == 200:
-                await self._read(attempt)
+                await self._read_stream(attempt)
         except (UpstreamError, TimeoutError) as error:
-            log.debug("kv_events_ended", replica=self._replica.name, reason=str(error))
-            return AGAIN_S
-        except WRONG as error:
-            log.warning("kv_events_not_followed", replica=self._replica.name, reason=str(error))
-            return LATER_S
+            log.debug("kv_events_disconnected", replica=self._replica.name, reason=str(error))
+            return RETRY_INTERVAL_S
+        except KV_EVENT_ERRORS as error:
+            log.warning(
+                "kv_events_subscription_failed", replica=self._replica.name, reason=str(error)
+            )
+            return UNSUPPORTED_RETRY_INTERVAL_S
         else:
-            return LATER_S if status in NOT_THERE else AGAIN_S
+            return (
+                UNSUPPORTED_RETRY_INTERVAL_S if status in UNSUPPORTED_STATUSES else RETRY_INTERVAL_S
+            )
         finally:
-            attempt.abandon("it is not read any more")
+            attempt.abort("it is not read any more")
             if self._index is not None:
                 self._index = None
-                self._replica.prefixes = PrefixIndex()
+                self._replica.prefix_index = EstimatedPrefixIndex()
 
-    async def _read(self, attempt: Attempt) -> None:
+    async def _read_stream(self, response: UpstreamResponse) -> None:
         """Take in the stream until its end. Raises UpstreamError, or one of `WRONG`."""
         wrong: list[Exception] = []
 
         def take(body: bytes) -> None:
             try:
-                self._take(body)
-            except WRONG as error:
+                self._apply_events(body)
+            except KV_EVENT_ERRORS as error:
                 wrong.append(error)
-                attempt.abandon(str(error))
+                response.abort(str(error))
 
-        attempt.deliver(take)
-        while not attempt.end.done():
-            await asyncio.wait({attempt.end}, timeout=SILENCE_S)
-            if not attempt.end.done() and time.monotonic() - attempt.last > SILENCE_S:
-                attempt.abandon(f"nothing came for {SILENCE_S:g} s")
+        response.stream_body(take)
+        while not response.end_of_body.done():
+            await asyncio.wait({response.end_of_body}, timeout=STREAM_IDLE_TIMEOUT_S)
+            if (
+                not response.end_of_body.done()
+                and time.monotonic() - response.last_activity_at > STREAM_IDLE_TIMEOUT_S
+            ):
+                response.abort(f"nothing came for {STREAM_IDLE_TIMEOUT_S:g} s")
         if wrong:
             raise wrong[0]
-        await attempt.end
+        await response.end_of_body
 
-    def _take(self, body: bytes) -> None:
-        for data in self._events.feed(body):
+    def _apply_events(self, body: bytes) -> None:
+        for data in self._event_parser.feed(body):
             told = _decode(data)
-            if told.start is not None:
-                self._begin(told.start)
+            if told.reset is not None:
+                self._create_index(told.reset)
             if self._index is None:
                 raise ValueError("its first event does not start")
-            self._index.stored(unpack_names(told.stored))
-            self._index.removed(unpack_names(told.removed))
-            if len(self._index.blocks) > MOST_HELD:
-                raise TooMuchError(f"it has more than {MOST_HELD} blocks")
+            self._index.on_blocks_stored(unpack_block_names(told.stored))
+            self._index.on_blocks_removed(unpack_block_names(told.removed))
+            if len(self._index.blocks) > MAX_INDEXED_BLOCKS:
+                raise TooManyBlocksError(f"it has more than {MAX_INDEXED_BLOCKS} blocks")
 
-    def _begin(self, reading: KvReading) -> None:
-        texts = texts_of(reading, self._texts)
-        self._index = self._replica.prefixes = ExactIndex(texts, reading.block_size)
-        log.info("kv_events_followed", replica=self._replica.name, block_size=reading.block_size)
+    def _create_index(self, tokenization_key: TokenizationKey) -> None:
+        texts = get_text_block_map(tokenization_key, self._text_block_maps)
+        self._index = self._replica.prefix_index = EventPrefixIndex(
+            texts, tokenization_key.block_size
+        )
+        log.info(
+            "kv_events_subscribed",
+            replica=self._replica.name,
+            block_size=tokenization_key.block_size,
+        )

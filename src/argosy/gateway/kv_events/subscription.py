@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import asyncio
 
-from argosy.gateway.kv_events.native_subscriber import EventFollower
-from argosy.gateway.kv_events.text_block_maps import AGAIN_S, TextsOf
-from argosy.gateway.kv_events.zmq_subscriber import EngineFollower
-from argosy.gateway.pool import Replica
+from argosy.gateway.kv_events.native_subscriber import NativeKvEventSubscriber
+from argosy.gateway.kv_events.text_block_maps import RETRY_INTERVAL_S, TextBlockMaps
+from argosy.gateway.kv_events.zmq_subscriber import ZmqKvEventSubscriber
+from argosy.gateway.pool import ReplicaEndpoint
 
 
-async def follow(replica: Replica, texts: TextsOf) -> None:
+async def subscribe(replica: ReplicaEndpoint, text_block_maps: TextBlockMaps) -> None:
     """Follow a replica again and again, from when it is known what it is, if it is of a kind that tells.
 
     Those of a pool share its texts.
     """
     while replica.kind == "auto":  # noqa: ASYNC110 - the replica does not say when it is known
-        await asyncio.sleep(AGAIN_S)
-    follower = _follower(replica, texts)
+        await asyncio.sleep(RETRY_INTERVAL_S)
+    follower = _create_subscriber(replica, text_block_maps)
     while follower is not None:
-        again_s = await follower.follow()
+        again_s = await follower.run_once()
         await asyncio.sleep(again_s)
 
 
-def _follower(replica: Replica, texts: TextsOf) -> EventFollower | EngineFollower | None:
+def _create_subscriber(
+    replica: ReplicaEndpoint, text_block_maps: TextBlockMaps
+) -> NativeKvEventSubscriber | ZmqKvEventSubscriber | None:
     if replica.kind == "argosy":
-        return EventFollower(replica, texts)
-    source = replica.dialect.kv_source
-    return None if source is None else EngineFollower(replica, source, texts)
+        return NativeKvEventSubscriber(replica, text_block_maps)
+    source = replica.adapter.kv_event_source
+    return None if source is None else ZmqKvEventSubscriber(replica, source, text_block_maps)

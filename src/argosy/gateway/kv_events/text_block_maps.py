@@ -6,28 +6,36 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
-from argosy.policy import Texts
-from argosy.protocol import KvReading
+from argosy.policy import TextBlockMap
+from argosy.protocol import TokenizationKey
 
-AGAIN_S = 0.25
-LATER_S = 30.0
+RETRY_INTERVAL_S = 0.25
+UNSUPPORTED_RETRY_INTERVAL_S = 30.0
 """When a server that does not tell, or too much, is asked again."""
 
-TextsOf = WeakValueDictionary[KvReading, Texts]
+TextBlockMaps = WeakValueDictionary[TokenizationKey, TextBlockMap]
 """The texts of a pool, by how its replicas read; forgotten when nobody reads so any more."""
 
 
-class TooMuchError(Exception):
+class TooManyBlocksError(Exception):
     """The replica holds more blocks than can be followed."""
 
 
-WRONG = (ValueError, OverflowError, RecursionError, msgspec.DecodeError, TooMuchError)
+KV_EVENT_ERRORS = (
+    ValueError,
+    OverflowError,
+    RecursionError,
+    msgspec.DecodeError,
+    TooManyBlocksError,
+)
 """What comes of events that cannot be followed."""
 
 
-def texts_of(reading: KvReading, known: TextsOf) -> Texts:
+def get_text_block_map(
+    tokenization_key: TokenizationKey, text_block_maps: TextBlockMaps
+) -> TextBlockMap:
     """The texts of the replicas that read like this."""
-    texts = known.get(reading)
+    texts = text_block_maps.get(tokenization_key)
     if texts is None:
-        texts = known[reading] = Texts()
+        texts = text_block_maps[tokenization_key] = TextBlockMap()
     return texts

@@ -1,7 +1,7 @@
 """The models that are served, and the pools that answer for them, as the settings have them now."""
 
-from argosy.gateway.model_registry.model_entries import Behind, read_models
-from argosy.gateway.model_registry.model_router import Models
-from argosy.gateway.model_registry.registry import Served
+from argosy.gateway.model_registry.model_entries import ModelEntries, build_model_entries
+from argosy.gateway.model_registry.model_router import ModelRouter
+from argosy.gateway.model_registry.registry import ModelRegistry
 
-__all__ = ["Behind", "Models", "Served", "read_models"]
+__all__ = ["ModelEntries", "ModelRegistry", "ModelRouter", "build_model_entries"]

@@ -7,16 +7,22 @@ from typing import NamedTuple
 
 import msgspec
 
-from argosy.gateway.config import GatewayConfig, ModelConfig, ReplicaConfig, Timeouts, headers_of
-from argosy.gateway.model_registry.model_router import Models
+from argosy.gateway.config import (
+    GatewayConfig,
+    ModelConfig,
+    ReplicaConfig,
+    Timeouts,
+    build_configured_headers,
+)
+from argosy.gateway.model_registry.model_router import ModelRouter
 from argosy.gateway.model_routes import RouteConfig
-from argosy.gateway.pool import Pool, Replica
-from argosy.gateway.upstream import Upstream, client_context
-from argosy.policy import Absence, Hedging
+from argosy.gateway.pool import Pool, ReplicaEndpoint
+from argosy.gateway.upstream import Upstream, create_client_ssl_context
+from argosy.policy import Hedging, OutageTracker
 from argosy.protocol import parse_endpoint
 
 
-class Entry:
+class ReplicaEntry:
     """One entry of a model's replicas: a server, or as many as its name has addresses.
 
     Raises ValueError or OSError, saying what to change.
@@ -26,40 +32,42 @@ class Entry:
         self.config = config
         self.name = config.name or config.url
         self.endpoint = parse_endpoint(config.url)
-        self._model = config.model or model
-        self._headers = headers_of(config)
-        self._tls = client_context(config.tls) if self.endpoint.tls else None
-        self._files = config.tls.digest()
+        self._upstream_model = config.model or model
+        self._headers = build_configured_headers(config)
+        self._tls_context = create_client_ssl_context(config.tls) if self.endpoint.tls else None
+        self._tls_digest = config.tls.digest()
         self._timeouts = timeouts
 
-    def replica(self, address: str | None = None) -> Replica:
+    def build_replica(self, address: str | None = None) -> ReplicaEndpoint:
         """The server at its URL, or the one at this of its name's addresses, which is called so, too."""
         config = self.config
         upstream = Upstream(
             msgspec.structs.replace(self.endpoint, address=address),
             headers=self._headers,
-            connect_timeout_s=self._timeouts.connect_s,
-            tls=self._tls,
+            connect_timeout_s=self._timeouts.connect_timeout_s,
+            tls=self._tls_context,
             server_name=config.tls.server_name,
         )
-        return Replica(
-            self.name if address is None else self.name_at(address),
+        return ReplicaEndpoint(
+            self.name if address is None else self.replica_name(address),
             config.kind,
-            self._model,
+            self._upstream_model,
             upstream,
-            absence=Absence(self._timeouts.recovery_s),
-            most=config.max_requests,
-            carry=config.carry,
+            outage=OutageTracker(self._timeouts.failover_timeout_s),
+            max_concurrency=config.max_requests,
+            resume_mode=config.resume_mode,
             stream_usage=config.stream_usage,
             priority_scheduling=config.priority_scheduling,
-            kv_events=None if config.kv_events is None else config.kv_events.at(upstream.endpoint),
+            kv_events=None
+            if config.kv_events is None
+            else config.kv_events.resolve_host(upstream.endpoint),
         )
 
-    def same(self, other: Entry) -> bool:
+    def is_equivalent(self, other: ReplicaEntry) -> bool:
         """Whether both make the same replicas."""
-        return self.config == other.config and self._files == other._files
+        return self.config == other.config and self._tls_digest == other._tls_digest
 
-    def same_names(self, other: Entry | None) -> bool:
+    def has_same_hostname(self, other: ReplicaEntry | None) -> bool:
         """Whether it is the same name that both look up."""
         return (
             other is not None
@@ -67,47 +75,55 @@ class Entry:
             and self.endpoint.host == other.endpoint.host
         )
 
-    def name_at(self, address: str) -> str:
+    def replica_name(self, address: str) -> str:
         """What the server at one of its name's addresses is called."""
         return f"{self.name}@{address}"
 
 
-class Behind(NamedTuple):
+class ModelEntries(NamedTuple):
     """A model, and what stands behind it."""
 
     model: ModelConfig
-    entries: tuple[Entry, ...]
+    entries: tuple[ReplicaEntry, ...]
 
 
-def read_models(config: GatewayConfig) -> list[Behind]:
+def build_model_entries(config: GatewayConfig) -> list[ModelEntries]:
     """All models of the configuration. Raises ValueError or OSError, saying what to change."""
     return [
-        Behind(model, tuple(Entry(one, model.name, config.timeouts) for one in model.replicas))
+        ModelEntries(
+            model, tuple(ReplicaEntry(one, model.name, config.timeouts) for one in model.replicas)
+        )
         for model in config.models
     ]
 
 
-def build_pool(behind: Behind) -> Pool:
+def build_pool(model_entries: ModelEntries) -> Pool:
     """A model's pool; whose names are to be looked up are not in it yet."""
-    model = behind.model
-    replicas = [entry.replica() for entry in behind.entries if entry.config.discover is None]
-    return Pool(model.name, replicas, model.routing, hedging_of(model))
+    model = model_entries.model
+    replicas = [
+        entry.build_replica() for entry in model_entries.entries if entry.config.discover is None
+    ]
+    return Pool(model.name, replicas, model.routing, build_hedging(model))
 
 
-def hedging_of(model: ModelConfig) -> Hedging | None:
+def build_hedging(model: ModelConfig) -> Hedging | None:
     """Whether silent replicas are raced by others, and how often."""
     return None if model.hedge_after_s is None else Hedging(model.hedge_after_s)
 
 
-def named(behind: Sequence[Behind], pools: Sequence[Pool]) -> dict[str, Pool]:
+def pools_by_name(model_entries: Sequence[ModelEntries], pools: Sequence[Pool]) -> dict[str, Pool]:
     """The pools by all names of their models."""
     return {
         name: pool
-        for (model, _), pool in zip(behind, pools, strict=True)
+        for (model, _), pool in zip(model_entries, pools, strict=True)
         for name in (model.name, *model.aliases)
     }
 
 
-def build_models(behind: Sequence[Behind], routes: Sequence[RouteConfig] = ()) -> Models:
+def build_model_router(
+    model_entries: Sequence[ModelEntries], routes: Sequence[RouteConfig] = ()
+) -> ModelRouter:
     """All models, by all their names, their pools in this order; `routes` name only these."""
-    return Models(named(behind, [build_pool(one) for one in behind]), routes)
+    return ModelRouter(
+        pools_by_name(model_entries, [build_pool(one) for one in model_entries]), routes
+    )

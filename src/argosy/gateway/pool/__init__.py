@@ -1,22 +1,22 @@
 """The replicas of a model: what is known of each, how it is found out, and which one a request gets."""
 
-from argosy.gateway.pool.background import Care, look_after
-from argosy.gateway.pool.dns_discovery import Discover, Discovery, LookUp, look_up
-from argosy.gateway.pool.pool import Picked, Pool
-from argosy.gateway.pool.prober import NOT_THERE, PROBE_TIMEOUT_S, Prober
-from argosy.gateway.pool.replica_endpoint import Replica
+from argosy.gateway.pool.background import CoroutineFactory, run_with_restarts
+from argosy.gateway.pool.dns_discovery import DiscoveryMode, DnsDiscovery, Resolver, resolve_host
+from argosy.gateway.pool.pool import Pool, RoutingDecision
+from argosy.gateway.pool.prober import PROBE_TIMEOUT_S, UNSUPPORTED_STATUSES, Prober
+from argosy.gateway.pool.replica_endpoint import ReplicaEndpoint
 
 __all__ = [
-    "NOT_THERE",
     "PROBE_TIMEOUT_S",
-    "Care",
-    "Discover",
-    "Discovery",
-    "LookUp",
-    "Picked",
+    "UNSUPPORTED_STATUSES",
+    "CoroutineFactory",
+    "DiscoveryMode",
+    "DnsDiscovery",
     "Pool",
     "Prober",
-    "Replica",
-    "look_after",
-    "look_up",
+    "ReplicaEndpoint",
+    "Resolver",
+    "RoutingDecision",
+    "resolve_host",
+    "run_with_restarts",
 ]

@@ -8,20 +8,20 @@ from typing import Any
 
 import structlog
 
-AGAIN_S = 5.0
+RETRY_INTERVAL_S = 5.0
 """After how long something that failed is looked after again."""
 
-Care = Callable[[], Coroutine[Any, Any, None]]
+CoroutineFactory = Callable[[], Coroutine[Any, Any, None]]
 """Looks after something for as long as the gateway runs, or as there is something to look after."""
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.gateway")
 
 
-async def look_after(care: Care) -> None:
+async def run_with_restarts(factory: CoroutineFactory) -> None:
     """Care until there is no more to care for: what went wrong, no thread left or no memory, may not go wrong again."""
     while True:
         try:
-            return await care()
+            return await factory()
         except Exception:
-            log.exception("looked_after_again", what=repr(care), after_s=AGAIN_S)
-        await asyncio.sleep(AGAIN_S)
+            log.exception("background_task_restarted", what=repr(factory), after_s=RETRY_INTERVAL_S)
+        await asyncio.sleep(RETRY_INTERVAL_S)

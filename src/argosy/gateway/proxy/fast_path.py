@@ -15,17 +15,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from argosy.native import UNLOADABLE, NativeUnavailable, build
+from argosy.native import LOAD_FAILURE_REMEDY, NativeUnavailableError, build_library
 
-SOURCES = Path(__file__).parent / "csrc"
-FLAGS = ("-std=c++17", "-O2", "-fPIC", "-pthread")
-AT_ONCE = 256
+SOURCE_FOLDER = Path(__file__).parent / "csrc"
+COMPILER_FLAGS = ("-std=c++17", "-O2", "-fPIC", "-pthread")
+RETURN_BATCH_SIZE = 256
 """Streams that are taken back in one call."""
 
-_Numbers = ctypes.c_int64 * AT_ONCE
+_StreamNumbers = ctypes.c_int64 * RETURN_BATCH_SIZE
 
 
-class _News(ctypes.Structure):
+class _NativeProgress(ctypes.Structure):
     _fields_ = (
         ("times", ctypes.c_void_p),
         ("pieces", ctypes.c_int64),
@@ -39,7 +39,7 @@ class _News(ctypes.Structure):
     )
 
 
-class Library:
+class FastPathLibrary:
     """The functions of csrc/fast_path.cpp. They run without the GIL, and trust their arguments."""
 
     def __init__(self, path: Path) -> None:
@@ -54,74 +54,76 @@ class Library:
 
         self.open = function("open", pointer)
         self.close = function("close", None, pointer)
-        self.left = function("left", number, pointer)
+        self.returned_fd = function("left", number, pointer)
         sockets = number, number
-        self.take = function("take", pointer, pointer, number, *sockets, pointer, number, number)
-        self.stop = function("stop", None, pointer, pointer, pointer)
-        self.news = function("news", None, pointer, pointer)
-        self.forget = function("forget", None, pointer, pointer)
-        self.gave_back = function("gave_back", number, pointer, pointer, number)
+        self.attach = function("take", pointer, pointer, number, *sockets, pointer, number, number)
+        self.detach = function("stop", None, pointer, pointer, pointer)
+        self.poll_progress = function("news", None, pointer, pointer)
+        self.release = function("forget", None, pointer, pointer)
+        self.take_returned = function("gave_back", number, pointer, pointer, number)
 
 
-class News(NamedTuple):
+class SpliceProgress(NamedTuple):
     """What was passed on since the last news."""
 
-    times: array[float]
+    chunk_times: array[float]
     """When each piece was, on the monotonic clock."""
-    ids: bytes
+    token_ids: bytes
     """Of its tokens, comma-separated."""
-    output: int
+    output_tokens: int
     """Tokens of the whole stream."""
-    rest: bytes
+    unread: bytes
     """What came from the replica and is still to be read, once the ride is over."""
     unsent: bytes
     """What is still to be sent to the client, in chunks as it is, once the ride is over."""
 
 
-def _read(told: _News) -> News:
+def _to_progress(told: _NativeProgress) -> SpliceProgress:
     times: array[float] = array("d")
-    times.frombytes(_bytes(told.times, told.pieces * times.itemsize))
-    return News(
+    times.frombytes(_copy_bytes(told.times, told.pieces * times.itemsize))
+    return SpliceProgress(
         times,
-        _bytes(told.ids, told.ids_bytes),
+        _copy_bytes(told.ids, told.ids_bytes),
         told.output,
-        _bytes(told.rest, told.rest_bytes),
-        _bytes(told.unsent, told.unsent_bytes),
+        _copy_bytes(told.rest, told.rest_bytes),
+        _copy_bytes(told.unsent, told.unsent_bytes),
     )
 
 
-def _bytes(place: int, size: int) -> bytes:
+def _copy_bytes(place: int, size: int) -> bytes:
     return ctypes.string_at(place, size) if size else b""
 
 
-class Ride:
+class SplicedStream:
     """One stream on the fast path."""
 
-    def __init__(self, path: FastPath, number: int, handle: int, ended: Callable[[], None]) -> None:
-        self.ended = ended
-        self._path = path
+    def __init__(
+        self, fast_path: FastPath, number: int, handle: int, on_returned: Callable[[], None]
+    ) -> None:
+        self.on_returned = on_returned
+        self._fast_path = fast_path
         self._number = number
         self._handle = handle
 
-    def news(self) -> News:
+    def poll_progress(self) -> SpliceProgress:
         """What has happened meanwhile."""
-        told = _News()
-        self._path.library.news(self._handle, ctypes.byref(told))
-        return _read(told)
+        told = _NativeProgress()
+        self._fast_path.library.poll_progress(self._handle, ctypes.byref(told))
+        return _to_progress(told)
 
-    def stop(self) -> News:
+    def detach(self) -> SpliceProgress:
         """Take the stream back, or what was given back. Call it once, and nothing after it."""
-        told = _News()
-        self._path.library.stop(self._path.handle, self._handle, ctypes.byref(told))
-        news = _read(told)
-        self._path.forget(self._number, self._handle)
+        told = _NativeProgress()
+        self._fast_path.library.detach(self._fast_path.handle, self._handle, ctypes.byref(told))
+        news = _to_progress(told)
+        self._fast_path.release(self._number, self._handle)
         return news
 
 
 class FastPath:
     """The thread. Belongs to one event loop."""
 
-    def __init__(self, library: Library) -> None:
+    def __init__(self, library: FastPathLibrary) -> None:
         """Start it. Raises NativeUnavailable when the process may have no more threads or files."""
         self.library = library
         self.handle: int = library.open()
@@ -129,25 +131,25 @@ class FastPath:
             message = (
                 "no thread or descriptor is left for the fast path; raise the process's limits"
             )
-            raise NativeUnavailable(message)
-        self._rides: dict[int, Ride] = {}
+            raise NativeUnavailableError(message)
+        self._streams: dict[int, SplicedStream] = {}
         self._numbers = itertools.count(1)
-        self._left: int = library.left(self.handle)
-        asyncio.get_running_loop().add_reader(self._left, self._take_back)
+        self._returned_fd: int = library.returned_fd(self.handle)
+        asyncio.get_running_loop().add_reader(self._returned_fd, self._on_streams_returned)
 
     def __len__(self) -> int:
-        return len(self._rides)
+        return len(self._streams)
 
-    def take(
+    def attach(
         self,
-        replica: int,
-        client: int,
+        replica_fd: int,
+        client_fd: int,
         *,
-        output: int,
-        most: int,
-        counter: int | None,
-        ended: Callable[[], None],
-    ) -> Ride | None:
+        output_tokens: int,
+        max_output_tokens: int,
+        token_counter_address: int | None,
+        on_returned: Callable[[], None],
+    ) -> SplicedStream | None:
         """Pass on what comes from one socket to the other, both by their descriptors; None: it cannot.
 
         output, most: tokens that the stream has, and may have until it is given back.
@@ -155,37 +157,47 @@ class FastPath:
         ended: called when the stream was given back; it has to stop its ride.
         """
         number = next(self._numbers)
-        handle = self.library.take(self.handle, number, replica, client, counter, output, most)
+        handle = self.library.attach(
+            self.handle,
+            number,
+            replica_fd,
+            client_fd,
+            token_counter_address,
+            output_tokens,
+            max_output_tokens,
+        )
         if not handle:
             return None
-        ride = self._rides[number] = Ride(self, number, handle, ended)
+        ride = self._streams[number] = SplicedStream(self, number, handle, on_returned)
         return ride
 
-    def forget(self, number: int, handle: int) -> None:
+    def release(self, number: int, handle: int) -> None:
         """A ride is over."""
-        del self._rides[number]
-        self.library.forget(self.handle, handle)
+        del self._streams[number]
+        self.library.release(self.handle, handle)
 
     def close(self) -> None:
         """Give back all streams, and end the thread."""
-        for ride in tuple(self._rides.values()):
-            ride.ended()
-        asyncio.get_running_loop().remove_reader(self._left)
+        for ride in tuple(self._streams.values()):
+            ride.on_returned()
+        asyncio.get_running_loop().remove_reader(self._returned_fd)
         self.library.close(self.handle)
 
-    def _take_back(self) -> None:
-        numbers = _Numbers()
-        count = self.library.gave_back(self.handle, numbers, AT_ONCE)
+    def _on_streams_returned(self) -> None:
+        numbers = _StreamNumbers()
+        count = self.library.take_returned(self.handle, numbers, RETURN_BATCH_SIZE)
         for number in numbers[:count]:
-            ride = self._rides.get(number)
+            ride = self._streams.get(number)
             if ride is not None:
-                asyncio.get_running_loop().call_soon(ride.ended)
+                asyncio.get_running_loop().call_soon(ride.on_returned)
 
 
-def load_fast_path() -> Library:
+def load_fast_path() -> FastPathLibrary:
     """The native code, built where no earlier process has. Raises NativeUnavailable."""
-    path = build(SOURCES, FLAGS)
+    path = build_library(SOURCE_FOLDER, COMPILER_FLAGS)
     try:
-        return Library(path)
+        return FastPathLibrary(path)
     except (OSError, AttributeError) as error:
-        raise NativeUnavailable(f"{path} does not load ({error}); {UNLOADABLE}") from error
+        raise NativeUnavailableError(
+            f"{path} does not load ({error}); {LOAD_FAILURE_REMEDY}"
+        ) from error

@@ -9,73 +9,73 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from argosy.gateway.backends import Carrier, Kind, resumed_tokens
+from argosy.gateway.backends import BackendKind, StreamContinuation, count_resume_tokens
 from argosy.gateway.config import GatewayConfig
-from argosy.gateway.model_registry import Models
+from argosy.gateway.model_registry import ModelRouter
 from argosy.gateway.pool import Pool
-from argosy.gateway.principal import TIERS, Caller
+from argosy.gateway.principal import TIERS, Principal
 from argosy.gateway.proxy.dispatcher import RETRY_AFTER_S, Dispatcher
-from argosy.gateway.proxy.failover import Relay, Ways
+from argosy.gateway.proxy.failover import FailoverProxy, ProxyConfig
 from argosy.gateway.proxy.fast_path import FastPath
-from argosy.gateway.proxy.fast_path_switch import Shortcut
-from argosy.gateway.proxy.response_relay import ClientStream, StreamLimits
-from argosy.gateway.proxy.response_writers import Gathered, Out, Streamed
+from argosy.gateway.proxy.fast_path_switch import FastPathSwitch
+from argosy.gateway.proxy.response_relay import ResponseRelay, StreamTimeouts
+from argosy.gateway.proxy.response_writers import AggregatingWriter, ResponseWriter, StreamingWriter
 from argosy.gateway.request_context import (
     CHAT,
     COMPLETION,
-    UNANSWERED,
-    Api,
-    Journey,
-    Stage,
-    Visit,
-    enter,
-    leave,
+    UNANSWERED_STATUSES,
+    ApiShape,
+    FilterState,
+    RequestContext,
+    RequestFilter,
+    complete_filters,
+    run_filters,
 )
-from argosy.gateway.request_fields import Ask, read
-from argosy.gateway.request_trace import Trace
-from argosy.gateway.upstream import Attempt
-from argosy.http_server import Deadlines, DisconnectedError, Exchange, SlowReaderError
-from argosy.protocol import ApiError, event, invalid
+from argosy.gateway.request_fields import RequestFields, parse_request_fields
+from argosy.gateway.request_trace import RequestTrace
+from argosy.gateway.upstream import UpstreamResponse
+from argosy.http_server import Deadlines, DisconnectedError, HttpExchange, SlowReaderError
+from argosy.protocol import ApiError, format_event, invalid_request
 
-RESUMING = frozenset[Kind]({"argosy", "auto"})
+RESUMABLE_KINDS = frozenset[BackendKind]({"argosy", "auto"})
 """Kinds of servers that may know `resume`: ours, and those that have not said yet what they are."""
 
 
-class Serving:
+class CompletionHandlers:
     """The handlers of the two generation APIs; every request passes `stages`."""
 
     def __init__(
         self,
-        models: Models,
+        models: ModelRouter,
         config: GatewayConfig,
-        stages: Sequence[Stage],
+        filters: Sequence[RequestFilter],
         fast_path: FastPath | None,
     ) -> None:
         self._models = models
         self._config = config
-        self._stages = stages
+        self._filters = filters
         self._fast_path = fast_path
-        self._longest_s = config.timeouts.request_s or math.inf
+        self._max_request_s = config.timeouts.request_timeout_s or math.inf
         self._clock = time.monotonic
-        self._limits = StreamLimits(
-            config.timeouts.first_token_s,
-            config.timeouts.between_tokens_s,
-            config.keep_alive_s,
+        self._stream_timeouts = StreamTimeouts(
+            config.timeouts.first_token_timeout_s,
+            config.timeouts.stream_idle_timeout_s,
+            config.sse_keepalive_interval_s,
             config.slow_reader_timeout_s,
         )
         self._dispatchers: dict[Pool, Dispatcher] = {}
         """Of each pool that was asked for something."""
-        self._streams: set[ClientStream] = set()
-        self._ways = Ways(
+        self._relays: set[ResponseRelay] = set()
+        self._proxy_config = ProxyConfig(
             config.timeouts,
-            config.attempts,
+            config.max_failed_attempts,
             self._clock,
-            heads=Deadlines(config.timeouts.first_token_s, _too_late),
-            wholes=Deadlines(config.timeouts.total_s, _too_late),
+            stream_start_deadlines=Deadlines(config.timeouts.first_token_timeout_s, _abandon_late),
+            buffered_deadlines=Deadlines(config.timeouts.non_streaming_timeout_s, _abandon_late),
         )
 
     @property
-    def queued(self) -> Mapping[str, int]:
+    def queued_requests(self) -> Mapping[str, int]:
         """Requests that wait for a replica, by model."""
         queued = {pool.model: 0 for pool in self._models.pools}
         for pool, dispatcher in self._dispatchers.items():
@@ -84,178 +84,196 @@ class Serving:
         return queued
 
     @property
-    def on_fast_path(self) -> int:
+    def fast_path_streams(self) -> int:
         """Streams that native code passes on just now."""
         return 0 if self._fast_path is None else len(self._fast_path)
 
-    async def chat(self, exchange: Exchange, caller: Caller) -> None:
+    async def chat_completions(self, exchange: HttpExchange, principal: Principal) -> None:
         """`POST /v1/chat/completions`."""
-        await self._answer(exchange, caller, CHAT)
+        await self._handle(exchange, principal, CHAT)
 
-    async def completion(self, exchange: Exchange, caller: Caller) -> None:
+    async def completions(self, exchange: HttpExchange, principal: Principal) -> None:
         """`POST /v1/completions`."""
-        await self._answer(exchange, caller, COMPLETION)
+        await self._handle(exchange, principal, COMPLETION)
 
-    async def tend(self) -> None:
+    async def monitor_streams(self) -> None:
         """Look after running streams and all that wait, for as long as the gateway runs."""
         while True:
             await asyncio.sleep(1.0)
-            self._tend()  # a function, as its names would keep the last stream until there is another
+            self._check_streams()  # a function, as its names would keep the last stream until there is another
 
-    def _tend(self) -> None:
+    def _check_streams(self) -> None:
         for pool, dispatcher in tuple(self._dispatchers.items()):
-            dispatcher.pump()
-            if not (pool.requests or pool in self._models.pools):
+            dispatcher.dispatch_waiting()
+            if not (pool.active_requests or pool in self._models.pools):
                 del self._dispatchers[pool]
         now = self._clock()
-        for stream in tuple(self._streams):
-            stream.tend(now, self._limits)
+        for stream in tuple(self._relays):
+            stream.check_timeouts(now, self._stream_timeouts)
 
     # --- one request ---------------------------------------------------------------------------
 
-    async def _answer(self, exchange: Exchange, caller: Caller, api: Api) -> None:
-        session = exchange.header(b"x-session-affinity")
-        ask = read(await exchange.body(), api.prompt_field, caller.domain, session)
-        exchange.rename(ask.request_id)
-        journey = self._journey(exchange, ask, api, caller)
-        visits: list[Visit] = []
-        out: Out = Streamed(exchange) if ask.stream else Gathered(journey)
+    async def _handle(self, exchange: HttpExchange, principal: Principal, api: ApiShape) -> None:
+        session = exchange.get_header(b"x-session-affinity")
+        ask = parse_request_fields(
+            await exchange.read_body(), api.prompt_field, principal.cache_domain, session
+        )
+        exchange.set_request_id(ask.request_id)
+        context = self._build_context(exchange, ask, api, principal)
+        visits: list[FilterState] = []
+        out: ResponseWriter = (
+            StreamingWriter(exchange) if ask.stream else AggregatingWriter(context)
+        )
         try:
-            await self._pass(journey, visits, out)
+            await self._execute(context, visits, out)
         except (DisconnectedError, SlowReaderError):
-            journey.status = "cancelled"
+            context.status = "cancelled"
             raise
         except ApiError as error:
-            journey.fails(error)
-            if exchange.status is not None and not exchange.complete:
-                exchange.push(event(error.body(exchange.request_id)))
+            context.record_error(error)
+            if exchange.status is not None and not exchange.response_complete:
+                exchange.write_nowait(format_event(error.encode_body(exchange.request_id)))
                 await exchange.end_stream()
             raise
         except Exception:
-            journey.trace.error = "internal_error"  # as it will be answered
+            context.trace.error_code = "internal_error"  # as it will be answered
             raise
         finally:
-            delivered = journey.delivered
-            unsent = journey.status in UNANSWERED and out.retract()
+            delivered = context.delivered
+            unsent = context.status in UNANSWERED_STATUSES and out.discard()
             if unsent or exchange.status is None:
-                delivered.forget()  # nothing reached the client, so nothing is billed
-            elif journey.status != "completed" and not delivered.output_tokens:
+                delivered.reset()  # nothing reached the client, so nothing is billed
+            elif context.status != "completed" and not delivered.output_tokens:
                 delivered.prompt_tokens = delivered.cached_tokens = 0  # nor is a prompt alone
-            leave(visits, journey)
-            journey.error = None  # which has this frame, and so all that was answered
+            complete_filters(visits, context)
+            context.error = None  # which has this frame, and so all that was answered
 
-    def _journey(self, exchange: Exchange, ask: Ask, api: Api, caller: Caller) -> Journey:
+    def _build_context(
+        self, exchange: HttpExchange, ask: RequestFields, api: ApiShape, principal: Principal
+    ) -> RequestContext:
         """Raises ApiError when nothing here serves the model, to this caller, or ever could."""
-        pool, route = self._models.target(ask.model, caller, exchange.headers)
+        pool, route = self._models.resolve_target(ask.model, principal, exchange.headers)
         most = pool.max_model_len
-        if most is not None and ask.exceeds(most):
+        if most is not None and ask.exceeds_token_limit(most):
             # OpenAI's status and words: clients know by them that it is the prompt.
             message = (
                 f"This model's maximum context length is {most} tokens, and the prompt is longer. "
                 "Send less, or have it cut (truncate_prompt_tokens)."
             )
-            raise invalid(message, api.prompt_field, "context_length_exceeded")
-        if resumed_tokens(ask) and not _may_resume(pool):
+            raise invalid_request(message, api.prompt_field, "context_length_exceeded")
+        if count_resume_tokens(ask) and not _can_resume(pool):
             message = (
                 "Only replicas of Argosy go on after tokens ('resume'), and none has this model. "
                 "Send what is there as text."
             )
-            raise invalid(message, "resume")
+            raise invalid_request(message, "resume")
         now = self._clock()
-        return Journey(
+        return RequestContext(
             exchange,
             ask,
             api,
             pool,
             f"{api.id_prefix}-{random.getrandbits(128):032x}",
-            caller,
-            tier=min(caller.tier + ask.priority, len(TIERS) - 1),  # it may ask for a lower one
-            route=route,
-            deadline=exchange.arrived + min(ask.timeout_s, self._longest_s),
-            headers=exchange.extra,
-            trace=Trace(arrived=exchange.arrived, read=now),
-            started_at=time.time() - (now - exchange.arrived),
+            principal,
+            tier=min(principal.tier + ask.priority, len(TIERS) - 1),  # it may ask for a lower one
+            route_name=route,
+            deadline=exchange.arrived_at + min(ask.timeout_s, self._max_request_s),
+            response_headers=exchange.extra_headers,
+            trace=RequestTrace(arrived_at=exchange.arrived_at, parsed_at=now),
+            started_at=time.time() - (now - exchange.arrived_at),
         )
 
-    async def _pass(self, journey: Journey, visits: list[Visit], out: Out) -> None:
+    async def _execute(
+        self, context: RequestContext, visits: list[FilterState], out: ResponseWriter
+    ) -> None:
         """Let the request in and answer it, unless the client or the gateway goes away, or its deadline passes."""
         task = asyncio.current_task()
         assert task is not None  # noqa: S101 - this is a coroutine
-        pool = journey.pool
-        dispatcher = self._dispatcher(pool)
-        carrier = Carrier(journey.ask, journey.api.path, journey.delivered)
-        stream = ClientStream(
-            journey,
+        pool = context.pool
+        dispatcher = self._get_dispatcher(pool)
+        carrier = StreamContinuation(context.fields, context.api.path, context.delivered)
+        stream = ResponseRelay(
+            context,
             out,
             carrier,
-            visits=visits,
-            charge=partial(dispatcher.charge, journey),
-            leave=task.cancel,
-            shortcut=self._shortcut(journey.ask, out, visits),
+            filter_states=visits,
+            charge=partial(dispatcher.charge_tenant, context),
+            cancel=task.cancel,
+            fast_path_switch=self._build_fast_path_switch(context.fields, out, visits),
         )
         alarm = None
-        if journey.deadline < math.inf:
-            left_s = max(0.0, journey.deadline - self._clock())
-            alarm = asyncio.get_running_loop().call_later(left_s, stream.expire)
-        journey.exchange.watch(stream)
-        self._streams.add(stream)
-        pool.requests += 1
+        if context.deadline < math.inf:
+            left_s = max(0.0, context.deadline - self._clock())
+            alarm = asyncio.get_running_loop().call_later(left_s, stream.on_deadline)
+        context.exchange.set_listener(stream)
+        self._relays.add(stream)
+        pool.active_requests += 1
         try:
-            if await enter(self._stages, visits, journey):
-                journey.trace.admitted = self._clock()
-                await Relay(self._ways, dispatcher, journey, carrier, stream, out).run()
+            if await run_filters(self._filters, visits, context):
+                context.trace.admitted_at = self._clock()
+                await FailoverProxy(
+                    self._proxy_config, dispatcher, context, carrier, stream, out
+                ).run()
         except asyncio.CancelledError:
             task.uncancel()
-            if stream.gone:
-                raise (SlowReaderError if stream.cut_off else DisconnectedError) from None
-            if not stream.left:
+            if stream.client_disconnected:
+                raise (
+                    SlowReaderError if stream.disconnected_as_slow else DisconnectedError
+                ) from None
+            if not stream.aborted:
                 message = "The gateway is going away. Send the request again."
                 raise ApiError(503, "draining", message, retry_after_s=RETRY_AFTER_S) from None
-            if stream.stopped is None:
-                raise _out_of_time(journey) from None
+            if stream.early_finish_reason is None:
+                raise _deadline_exceeded_error(context) from None
         finally:
             if alarm is not None:
                 alarm.cancel()
-            self._streams.discard(stream)
-            pool.requests -= 1
-            stream.settle()
-            dispatcher.ended(journey)
-            journey.exchange.watch(None)
-        if journey.exchange.complete:
+            self._relays.discard(stream)
+            pool.active_requests -= 1
+            stream.charge_delivered()
+            dispatcher.release(context)
+            context.exchange.set_listener(None)
+        if context.exchange.response_complete:
             return  # passed on as it came, or answered by a stage
-        await out.end()
-        journey.status = "stopped" if stream.stopped is not None else journey.ending
+        await out.finish()
+        context.status = (
+            "stopped" if stream.early_finish_reason is not None else context.final_status
+        )
 
-    def _dispatcher(self, pool: Pool) -> Dispatcher:
+    def _get_dispatcher(self, pool: Pool) -> Dispatcher:
         """The queue in front of a pool."""
         dispatcher = self._dispatchers.get(pool)
         if dispatcher is None:
             dispatcher = self._dispatchers[pool] = Dispatcher(pool, self._config.queue, self._clock)
         return dispatcher
 
-    def _shortcut(self, ask: Ask, out: Out, visits: Sequence[Visit]) -> Shortcut | None:
+    def _build_fast_path_switch(
+        self, ask: RequestFields, out: ResponseWriter, visits: Sequence[FilterState]
+    ) -> FastPathSwitch | None:
         """The way by the fast path, for a stream that may go there: it knows one choice."""
-        if self._fast_path is None or ask.choices > 1 or not isinstance(out, Streamed):
+        if self._fast_path is None or ask.choice_count > 1 or not isinstance(out, StreamingWriter):
             return None
-        return Shortcut(self._fast_path, out, visits)
+        return FastPathSwitch(self._fast_path, out, visits)
 
 
-def _may_resume(pool: Pool) -> bool:
+def _can_resume(pool: Pool) -> bool:
     """Whether some server knows `resume`, or may come that does."""
     kinds = {replica.kind for replica in pool.replicas.values()}
-    return not kinds or not kinds.isdisjoint(RESUMING)
+    return not kinds or not kinds.isdisjoint(RESUMABLE_KINDS)
 
 
-def _out_of_time(journey: Journey) -> ApiError:
+def _deadline_exceeded_error(context: RequestContext) -> ApiError:
     """The deadline of a request has ended it before anything came."""
-    journey.status = "stopped"
-    journey.headers.append((b"x-should-retry", b"false"))  # or SDKs would, with as little time
-    allowed_s = journey.deadline - journey.exchange.arrived
+    context.status = "stopped"
+    context.response_headers.append(
+        (b"x-should-retry", b"false")
+    )  # or SDKs would, with as little time
+    allowed_s = context.deadline - context.exchange.arrived_at
     message = (
         f"No answer had begun in the {allowed_s:g} s that its timeout_s, or the server, allows."
     )
     return ApiError(504, "deadline_exceeded", f"{message} Allow more, or try again later.")
 
 
-def _too_late(attempt: Attempt) -> None:
-    attempt.abandon("too late")
+def _abandon_late(attempt: UpstreamResponse) -> None:
+    attempt.abort("too late")

@@ -7,43 +7,43 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from argosy.gateway.backends import (
-    Carrier,
-    Dialect,
-    Identity,
-    StreamReader,
-    Usage,
-    endings_of,
-    resumed_tokens,
-    tokens_within,
-    usage_of,
+    BackendAdapter,
+    ReportedUsage,
+    ResponseIdentity,
+    StreamContinuation,
+    StreamParser,
+    count_resume_tokens,
+    estimate_response_tokens,
+    parse_finish_reasons,
+    parse_usage,
 )
-from argosy.gateway.pool import Replica
-from argosy.gateway.proxy.attempts import RefusedError
-from argosy.gateway.proxy.fast_path import News
-from argosy.gateway.proxy.fast_path_switch import Shortcut
-from argosy.gateway.proxy.final_events import closing
-from argosy.gateway.proxy.response_writers import Out
-from argosy.gateway.proxy.token_rate_meter import Pace
-from argosy.gateway.request_context import Journey, Visit
-from argosy.gateway.upstream import Attempt, UpstreamError
-from argosy.policy import Outcome, classify, service
+from argosy.gateway.pool import ReplicaEndpoint
+from argosy.gateway.proxy.attempts import UpstreamRefusedError
+from argosy.gateway.proxy.fast_path import SpliceProgress
+from argosy.gateway.proxy.fast_path_switch import FastPathSwitch
+from argosy.gateway.proxy.final_events import build_final_events
+from argosy.gateway.proxy.response_writers import ResponseWriter
+from argosy.gateway.proxy.token_rate_meter import TokenRateMeter
+from argosy.gateway.request_context import FilterState, RequestContext
+from argosy.gateway.upstream import UpstreamError, UpstreamResponse
+from argosy.policy import AttemptOutcome, classify_status, weighted_tokens
 
 
 @dataclass(frozen=True, slots=True)
-class StreamLimits:
+class StreamTimeouts:
     """How long a stream may be silent, in seconds."""
 
-    first_token_s: float
+    first_token_timeout_s: float
     """The replica, before its first token: then it counts as stalled."""
-    between_tokens_s: float
+    stream_idle_timeout_s: float
     """The same, after it."""
-    keep_alive_s: float
+    sse_keepalive_interval_s: float
     """Towards the client: then it gets a comment."""
-    slow_reader_s: float
+    slow_reader_timeout_s: float
     """The client, while much waits for it to be taken: then it is cut off."""
 
 
-class ClientStream:
+class ResponseRelay:
     """Watches the client and passes on what its replica gives, piece by piece, without a task between.
 
     The `visits` of the stages are told of each piece that brought tokens, once it was passed on; a finish reason that
@@ -52,339 +52,367 @@ class ClientStream:
 
     def __init__(
         self,
-        journey: Journey,
-        out: Out,
-        carrier: Carrier,
+        context: RequestContext,
+        writer: ResponseWriter,
+        continuation: StreamContinuation,
         *,
-        visits: Sequence[Visit],
+        filter_states: Sequence[FilterState],
         charge: Callable[[float], None],
-        leave: Callable[[], object],
-        shortcut: Shortcut | None,
+        cancel: Callable[[], object],
+        fast_path_switch: FastPathSwitch | None,
     ) -> None:
-        self.gone = False
-        self.cut_off = False
+        self.client_disconnected = False
+        self.disconnected_as_slow = False
         """The client has gone because it took nothing, and was cut off."""
-        self.stopped: str | None = None
+        self.early_finish_reason: str | None = None
         """The finish reason with which a limit ended it, or its deadline."""
-        self.left = False
+        self.aborted = False
         """It has called `leave`."""
-        self._journey = journey
-        self._delivered = journey.delivered
-        self._out = out
-        self._carrier = carrier
-        self._visits = visits
+        self._context = context
+        self._delivered = context.delivered
+        self._writer = writer
+        self._continuation = continuation
+        self._filter_states = filter_states
         self._charge = charge
-        self._leave = leave
-        self._shortcut = shortcut
-        self._told = 0
-        self._before = 0
+        self._cancel = cancel
+        self._fast_path_switch = fast_path_switch
+        self._output_tokens = 0
+        self._attempt_start_tokens = 0
         """Output tokens that the client had when the attempt began."""
-        self._first_at: float | None = None
+        self._first_token_at: float | None = None
         """When the attempt's first token came."""
-        self._pace: Pace | None = None
-        self._charged = 0.0
-        self._full = False
-        self._full_since: float | None = None
-        self._attempt: Attempt | None = None
-        self._replica: Replica | None = None
-        self._reader: StreamReader | None = None
-        self._moved_at = 0.0
+        self._token_rate: TokenRateMeter | None = None
+        self._charged_tokens = 0.0
+        self._client_backpressure = False
+        self._backpressure_since: float | None = None
+        self._response: UpstreamResponse | None = None
+        self._replica: ReplicaEndpoint | None = None
+        self._parser: StreamParser | None = None
+        self._progress_at = 0.0
         """When the answer last got on. A comment says that a server lives, not that it gets on."""
-        self._shown_at = 0.0
+        self._keepalive_at = 0.0
         """When the client was last given a comment."""
 
-    def feed_from(self, attempt: Attempt, replica: Replica, reader: StreamReader) -> None:
+    def attach_upstream(
+        self, response: UpstreamResponse, replica: ReplicaEndpoint, parser: StreamParser
+    ) -> None:
         """Pass on what `reader` makes of what `attempt` gives; `out` must have begun."""
-        self._attempt = attempt
+        self._response = response
         self._replica = replica
-        self._before = self._told
-        self._first_at = self._pace = None
-        self._moved_at = attempt.last
-        self._reader = reader
-        if self._full:
-            attempt.pause()
-        attempt.deliver(self._take)
+        self._attempt_start_tokens = self._output_tokens
+        self._first_token_at = self._token_rate = None
+        self._progress_at = response.last_activity_at
+        self._parser = parser
+        if self._client_backpressure:
+            response.pause_reading()
+        response.stream_body(self._on_data)
 
-    def finish(self) -> None:
+    def finish_upstream(self) -> None:
         """Pass on the end of the attempt that has ended. Raises UpstreamError when that was no answer's end.
 
         RefusedError when the server has only now said that it does not take the request.
         """
-        self._measure()
-        self._attempt = None
-        self.settle()
-        if self.stopped is not None:
+        self._measure_rate()
+        self._response = None
+        self.charge_delivered()
+        if self.early_finish_reason is not None:
             return  # its end was there already
-        reader = self._reader
+        reader = self._parser
         assert reader is not None  # noqa: S101 - the attempt has fed it
-        missing = b"" if reader.done else self._missing(reader)
-        self._count_prompt()
+        missing = b"" if reader.is_done else self._synthesize_tail(reader)
+        self._record_prompt_tokens()
         try:
-            self._push(missing or reader.take_held())
+            self._write(missing or reader.flush())
         except ValueError as error:
             raise UpstreamError(f"the end of its stream cannot be read ({error})") from error
-        self._journey.pool.answered(self._told / self._journey.ask.choices)
+        self._context.pool.on_completed(self._output_tokens / self._context.fields.choice_count)
 
-    def _missing(self, reader: StreamReader) -> bytes:
+    def _synthesize_tail(self, reader: StreamParser) -> bytes:
         """What is still to be told of an answer whose stream ended without `[DONE]`. Raises as `finish` does."""
-        whole = self._carrier.is_finished and not reader.failure
-        ending = self.ending() if whole else None
+        whole = self._continuation.is_finished and not reader.failure
+        ending = self.build_tail() if whole else None
         if ending is not None:
             return ending
-        if self._told == self._before and classify(reader.status or 500) is not Outcome.FAILURE:
-            raise RefusedError(reader.status, reader.failure)
+        if (
+            self._output_tokens == self._attempt_start_tokens
+            and classify_status(reader.failure_status or 500) is not AttemptOutcome.FAILURE
+        ):
+            raise UpstreamRefusedError(reader.failure_status, reader.failure)
         raise UpstreamError(reader.failure or "the stream ended before its end")
 
-    def ending(self) -> bytes | None:
+    def build_tail(self) -> bytes | None:
         """What is still to be told of an answer that was told to its last token; None: it was not."""
-        ending = self._carrier.ending()
-        if ending is None and self._carrier.is_finished and not resumed_tokens(self._journey.ask):
-            return self._closing()
+        ending = self._continuation.build_missing_tail()
+        if (
+            ending is None
+            and self._continuation.is_finished
+            and not count_resume_tokens(self._context.fields)
+        ):
+            return self._build_final_events()
         return ending
 
-    def _closing(self, reason: str = "") -> bytes:
+    def _build_final_events(self, reason: str = "") -> bytes:
         """The events with which the answer ends here; those of its choices that have not end for `reason`."""
-        journey, replica = self._journey, self._replica
+        context, replica = self._context, self._replica
         assert replica is not None  # noqa: S101 - it gave what there is
-        ours = Identity(journey.id, int(journey.started_at), replica.model)
-        return closing(journey, self._carrier.identity or ours, reason)
+        ours = ResponseIdentity(
+            context.response_id, int(context.started_at), replica.upstream_model
+        )
+        return build_final_events(context, self._continuation.response_identity or ours, reason)
 
-    def end_with(self, events: bytes) -> None:
+    def write_tail(self, events: bytes) -> None:
         """Pass on the end of an answer that its replica could no longer tell."""
-        self._push(events)
+        self._write(events)
 
-    def let_go(self) -> None:
+    def detach(self) -> None:
         """The attempt failed: what was not told for good is forgotten."""
-        self._measure()
-        self.settle()
-        self._attempt = self._reader = None
+        self._measure_rate()
+        self.charge_delivered()
+        self._response = self._parser = None
 
-    def count_whole(self, content: bytes, came: float, dialect: Dialect) -> None:
+    def record_buffered(self, body: bytes, received_at: float, adapter: BackendAdapter) -> None:
         """An answer came in one piece: count what it says it used, about so much where it does not say.
 
         Tokens that a replica of ours was given to go on after were read as its prompt was.
         """
-        journey, delivered = self._journey, self._delivered
-        if journey.current is not None:
-            journey.current.first = came
-        usage = usage_of(content, journey.ask, dialect) or Usage()
-        resumed = resumed_tokens(journey.ask) if dialect.journal else 0
-        delivered.prompt_tokens = journey.ask.prompt_tokens
-        usage.into(delivered)
+        context, delivered = self._context, self._delivered
+        if context.attempt_trace is not None:
+            context.attempt_trace.first_token_at = received_at
+        usage = parse_usage(body, context.fields, adapter) or ReportedUsage()
+        resumed = count_resume_tokens(context.fields) if adapter.is_native else 0
+        delivered.prompt_tokens = context.fields.estimated_prompt_tokens
+        usage.apply_to(delivered)
         delivered.prompt_tokens += resumed
         if usage.completion_tokens is None:
-            delivered.output_tokens = tokens_within(content)
+            delivered.output_tokens = estimate_response_tokens(body)
         else:
-            journey.pool.answered(usage.completion_tokens / journey.ask.choices)
+            context.pool.on_completed(usage.completion_tokens / context.fields.choice_count)
             delivered.output_tokens = max(0, usage.completion_tokens - resumed)
-        delivered.finished.update(endings_of(content))
-        self.settle()
-        self._count((came,))
+        delivered.finish_reasons.update(parse_finish_reasons(body))
+        self.charge_delivered()
+        self._notify_filters((received_at,))
 
-    def start_over(self) -> None:
+    def restart(self) -> None:
         """Forget what was delivered of an answer that is sent whole: the client has none of it."""
-        self._out.retract()
-        self._delivered.forget()
-        self._told = 0
+        self._writer.discard()
+        self._delivered.reset()
+        self._output_tokens = 0
 
-    def slow_down(self) -> bytes:
+    def exit_fast_path(self) -> bytes:
         """Take the stream back from the fast path, if it is there; what came from the replica and was not read."""
-        news = None if self._shortcut is None else self._shortcut.leave()
-        self._catch_up(news, self._visits)
-        return b"" if news is None else news.rest
+        news = None if self._fast_path_switch is None else self._fast_path_switch.exit()
+        self._apply_progress(news, self._filter_states)
+        return b"" if news is None else news.unread
 
-    def expire(self) -> None:
+    def on_deadline(self) -> None:
         """The request's deadline has passed: its answer ends with what there is."""
-        self.slow_down()
+        self.exit_fast_path()
         if self._replica is not None:
-            self._stop("timeout")
+            self._end_early("timeout")
         else:
-            self._give_up()
+            self._abort()
 
-    def settle(self) -> None:
+    def charge_delivered(self) -> None:
         """Charge the tenant's share for what came since the last time."""
         told = self._delivered
-        got = service(told.prompt_tokens - told.cached_tokens, told.output_tokens)
-        if got != self._charged:
-            came, self._charged = got - self._charged, got
+        got = weighted_tokens(told.prompt_tokens - told.cached_tokens, told.output_tokens)
+        if got != self._charged_tokens:
+            came, self._charged_tokens = got - self._charged_tokens, got
             self._charge(came)
 
-    def tend(self, now: float, limits: StreamLimits) -> None:
+    def check_timeouts(self, now: float, timeouts: StreamTimeouts) -> None:
         """Called each second: end what has stalled, and show the client that somebody is there."""
-        if self._full:
-            self._moved_at = now  # it may not
-            self._full_since = self._full_since or now
-            if now - self._full_since > limits.slow_reader_s:
-                self.cut_off = True
-                self._journey.exchange.cut()
-        attempt = self._attempt
+        if self._client_backpressure:
+            self._progress_at = now  # it may not
+            self._backpressure_since = self._backpressure_since or now
+            if now - self._backpressure_since > timeouts.slow_reader_timeout_s:
+                self.disconnected_as_slow = True
+                self._context.exchange.abort()
+        attempt = self._response
         if attempt is None:
             if self._replica is not None:  # another is waited for
-                self._show_now_and_then(now, limits)
+                self._send_keepalive_if_due(now, timeouts)
             return
-        if self._shortcut is not None:
-            self._catch_up(self._shortcut.news(), self._shortcut.beside)
-        self.settle()
-        if self._pace is not None:
-            self._pace.measure(self._told, now)
-            self._pace.held = self._full
-        patience = limits.first_token_s if self._first_at is None else limits.between_tokens_s
-        if now - self._moved_at > patience:
-            self.slow_down()
-            attempt.abandon(f"nothing came for {patience:g} s")
+        if self._fast_path_switch is not None:
+            self._apply_progress(
+                self._fast_path_switch.poll_progress(), self._fast_path_switch.notified_states
+            )
+        self.charge_delivered()
+        if self._token_rate is not None:
+            self._token_rate.measure(self._output_tokens, now)
+            self._token_rate.is_client_limited = self._client_backpressure
+        patience = (
+            timeouts.first_token_timeout_s
+            if self._first_token_at is None
+            else timeouts.stream_idle_timeout_s
+        )
+        if now - self._progress_at > patience:
+            self.exit_fast_path()
+            attempt.abort(f"nothing came for {patience:g} s")
         else:
-            self._show_now_and_then(now, limits)
+            self._send_keepalive_if_due(now, timeouts)
 
-    def _take(self, body: bytes) -> None:
-        reader, attempt = self._reader, self._attempt
-        if reader is None or attempt is None or self.stopped is not None:
+    def _on_data(self, body: bytes) -> None:
+        reader, attempt = self._parser, self._response
+        if reader is None or attempt is None or self.early_finish_reason is not None:
             return
         data = reader.feed(body)
-        if data and not self.gone:
+        if data and not self.client_disconnected:
             if data.startswith(b":"):
-                self._shown_at = attempt.last
+                self._keepalive_at = attempt.last_activity_at
             else:
-                self._moved_at = attempt.last
-            self._out.push(data)
+                self._progress_at = attempt.last_activity_at
+            self._writer.write_events(data)
         told = self._delivered.output_tokens
-        if told != self._told:
-            self._moved_at = attempt.last  # also where their text is held back
-            if self._first_at is None:
-                self._count_prompt()
-                self._begin()
-            self._told = told
-            reason = self._count((attempt.last,)) or ("length" if self._out.full else None)
+        if told != self._output_tokens:
+            self._progress_at = attempt.last_activity_at  # also where their text is held back
+            if self._first_token_at is None:
+                self._record_prompt_tokens()
+                self._on_first_token()
+            self._output_tokens = told
+            reason = self._notify_filters((attempt.last_activity_at,)) or (
+                "length" if self._writer.is_full else None
+            )
             if reason is not None:
-                self._stop(reason)
+                self._end_early(reason)
                 return
-            if self._shortcut is not None and self._shortcut.passed_by():
+            if self._fast_path_switch is not None and self._fast_path_switch.observe_chunk():
                 # What was pushed is with the kernel by then.
-                asyncio.get_running_loop().call_soon(self._hurry)
-        if reader.over or reader.status:  # what that status means is for `finish` to say
-            attempt.leave()
+                asyncio.get_running_loop().call_soon(self._enter_fast_path)
+        if (
+            reader.stopped_early or reader.failure_status
+        ):  # what that status means is for `finish` to say
+            attempt.finish_early()
         elif reader.failure:
-            attempt.abandon(reader.failure)
+            attempt.abort(reader.failure)
 
-    def _count_prompt(self) -> None:
+    def _record_prompt_tokens(self) -> None:
         """There is an answer, so its prompt counts: about so many tokens, as long as no server says."""
         told = self._delivered
-        told.prompt_tokens = told.prompt_tokens or self._journey.ask.prompt_tokens
+        told.prompt_tokens = told.prompt_tokens or self._context.fields.estimated_prompt_tokens
 
-    def _count(self, times: Sequence[float]) -> str | None:
+    def _notify_filters(self, times: Sequence[float]) -> str | None:
         """Tell all stages that more was delivered; the finish reason of one that ends the answer here."""
         ends = None
-        for visit in self._visits:
-            ends = visit.counted(times) or ends
+        for visit in self._filter_states:
+            ends = visit.on_tokens(times) or ends
         return ends
 
-    def _hurry(self) -> None:
+    def _enter_fast_path(self) -> None:
         """Let the stream go on by itself, if it can at this moment."""
-        attempt, reader = self._attempt, self._reader
-        if self._shortcut is None or attempt is None or reader is None:
+        attempt, reader = self._response, self._parser
+        if self._fast_path_switch is None or attempt is None or reader is None:
             return
-        if reader.steady and not (self._full or self.gone or self.stopped):
-            self._shortcut.take(attempt, self._told, self._read_on)
+        if reader.can_use_fast_path and not (
+            self._client_backpressure or self.client_disconnected or self.early_finish_reason
+        ):
+            self._fast_path_switch.enter(attempt, self._output_tokens, self._resume_reading)
 
-    def _read_on(self) -> None:
+    def _resume_reading(self) -> None:
         """Take the stream back from there, and go on."""
-        rest = self.slow_down()
-        if self._attempt is not None:
-            self._attempt.take_back(rest)
-            if self._full and self._attempt is not None:
-                self._attempt.pause()
+        rest = self.exit_fast_path()
+        if self._response is not None:
+            self._response.reclaim_socket(rest)
+            if self._client_backpressure and self._response is not None:
+                self._response.pause_reading()
 
-    def _show_now_and_then(self, now: float, limits: StreamLimits) -> None:
-        if now - max(self._moved_at, self._shown_at) > limits.keep_alive_s:
-            self._shown_at = now
-            self._show_life()
+    def _send_keepalive_if_due(self, now: float, limits: StreamTimeouts) -> None:
+        if now - max(self._progress_at, self._keepalive_at) > limits.sse_keepalive_interval_s:
+            self._keepalive_at = now
+            self._send_keepalive()
 
-    def _show_life(self) -> None:
-        self._read_on()
-        self._out.keep_alive()
+    def _send_keepalive(self) -> None:
+        self._resume_reading()
+        self._writer.send_keepalive()
 
-    def _catch_up(self, news: News | None, visits: Sequence[Visit]) -> None:
-        attempt = self._attempt
-        if attempt is None or news is None or not news.times:
+    def _apply_progress(self, news: SpliceProgress | None, visits: Sequence[FilterState]) -> None:
+        attempt = self._response
+        if attempt is None or news is None or not news.chunk_times:
             return
-        self._delivered.tokens.setdefault(0, []).append(news.ids)
-        self._delivered.output_tokens = self._told = news.output
-        attempt.last = self._moved_at = news.times[-1]
+        self._delivered.token_id_pieces.setdefault(0, []).append(news.token_ids)
+        self._delivered.output_tokens = self._output_tokens = news.output_tokens
+        attempt.last_activity_at = self._progress_at = news.chunk_times[-1]
         for visit in visits:
-            visit.counted(news.times)
+            visit.on_tokens(news.chunk_times)
 
-    def _begin(self) -> None:
+    def _on_first_token(self) -> None:
         """The attempt's first token came: what does that say of its replica?"""
-        attempt, replica, told = self._attempt, self._replica, self._delivered
-        tried, picked = self._journey.current, self._journey.picked
+        attempt, replica, told = self._response, self._replica, self._delivered
+        tried, picked = self._context.attempt_trace, self._context.decision
         if attempt is None or replica is None or tried is None or picked is None:
             return
-        self._first_at = tried.first = attempt.last
-        if self._journey.ask.choices == 1:
-            self._pace = Pace(replica, told.output_tokens, attempt.last)
-            self._pace.held = self._full
-        replica.computed(picked.uncached, tried.at)
-        if tried.sent is None or self._before:
+        self._first_token_at = tried.first_token_at = attempt.last_activity_at
+        if self._context.fields.choice_count == 1:
+            self._token_rate = TokenRateMeter(replica, told.output_tokens, attempt.last_activity_at)
+            self._token_rate.is_client_limited = self._client_backpressure
+        replica.on_prefill_done(picked.uncached_tokens, tried.chosen_at)
+        if tried.sent_at is None or self._attempt_start_tokens:
             return
-        uncached = picked.uncached
+        uncached = picked.uncached_tokens
         if replica.kind == "argosy":  # others tell at the end, if at all
             uncached = told.prompt_tokens - told.cached_tokens
-            prompt = told.prompt_tokens - resumed_tokens(self._journey.ask)
-            picked.answered(prompt, told.cached_tokens, told.prompt_blocks)
-        elif told.prompt_ids is not None:
-            picked.read(told.prompt_ids, self._journey.ask)
-        replica.first_token(attempt.last - tried.sent, uncached, attempt.last)
+            prompt = told.prompt_tokens - count_resume_tokens(self._context.fields)
+            picked.record_cache_hits(prompt, told.cached_tokens, told.prompt_blocks)
+        elif told.prompt_token_ids is not None:
+            picked.record_prompt_tokens(told.prompt_token_ids, self._context.fields)
+        replica.on_first_token(
+            attempt.last_activity_at - tried.sent_at, uncached, attempt.last_activity_at
+        )
 
-    def _measure(self) -> None:
+    def _measure_rate(self) -> None:
         """The attempt is over."""
-        if self._attempt is not None and self._pace is not None:
-            self._pace.measure(self._told, self._attempt.last)
+        if self._response is not None and self._token_rate is not None:
+            self._token_rate.measure(self._output_tokens, self._response.last_activity_at)
 
-    def _stop(self, reason: str) -> None:
+    def _end_early(self, reason: str) -> None:
         """End the answer here, unless its replica just has."""
-        journey = self._journey
-        if self.stopped is not None or len(self._delivered.finished) == journey.ask.choices:
+        context = self._context
+        if (
+            self.early_finish_reason is not None
+            or len(self._delivered.finish_reasons) == context.fields.choice_count
+        ):
             return
-        self.stopped = reason
-        self._push(self._carrier.held_back() + self._closing(reason))
-        for choice in range(journey.ask.choices):
-            self._delivered.finished.setdefault(choice, reason)
-        if self._attempt is not None:
-            self._attempt.abandon("the answer was ended here")
+        self.early_finish_reason = reason
+        self._write(self._continuation.flush_held_text() + self._build_final_events(reason))
+        for choice in range(context.fields.choice_count):
+            self._delivered.finish_reasons.setdefault(choice, reason)
+        if self._response is not None:
+            self._response.abort("the answer was ended here")
         else:  # the next replica is waited for
-            self._give_up()
+            self._abort()
 
-    def _give_up(self) -> None:
-        self.left = True
-        self._leave()
+    def _abort(self) -> None:
+        self.aborted = True
+        self._cancel()
 
-    def _push(self, data: bytes) -> None:
-        if data and not self.gone:
-            self._out.push(data)
+    def _write(self, data: bytes) -> None:
+        if data and not self.client_disconnected:
+            self._writer.write_events(data)
 
     # --- what the client's connection calls --------------------------------------------------------
 
-    def on_full(self) -> None:
+    def on_backpressure(self) -> None:
         """The client is behind: the replica waits."""
-        self._full = True
-        if self._pace is not None:
-            self._pace.held = True
-        if self._attempt is not None:
-            self._attempt.pause()
+        self._client_backpressure = True
+        if self._token_rate is not None:
+            self._token_rate.is_client_limited = True
+        if self._response is not None:
+            self._response.pause_reading()
 
-    def on_room(self) -> None:
+    def on_writable(self) -> None:
         """It has caught up."""
-        self._full = False
-        self._full_since = None
-        if self._attempt is not None:
-            self._attempt.resume()
+        self._client_backpressure = False
+        self._backpressure_since = None
+        if self._response is not None:
+            self._response.resume_reading()
 
-    def on_quiet(self) -> None:
+    def on_half_close(self) -> None:
         """It will send no more: what it is sent tells whether it is there."""
-        if not self._full:
-            self._show_life()
+        if not self._client_backpressure:
+            self._send_keepalive()
 
-    def on_gone(self) -> None:
+    def on_disconnect(self) -> None:
         """Nobody waits any more: the replica learns of it at once."""
-        self.gone = True
-        self.slow_down()
-        self._give_up()
+        self.client_disconnected = True
+        self.exit_fast_path()
+        self._abort()

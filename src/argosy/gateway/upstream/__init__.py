@@ -1,20 +1,20 @@
 """Connections to the servers behind the gateway, and what is asked on them."""
 
 from argosy.gateway.upstream.connection import UpstreamError
-from argosy.gateway.upstream.fetch import answer_to, get
-from argosy.gateway.upstream.name_resolution import addresses_of
-from argosy.gateway.upstream.tls import UpstreamTls, client_context
+from argosy.gateway.upstream.fetch import fetch_path, fetch_response
+from argosy.gateway.upstream.name_resolution import resolve_addresses
+from argosy.gateway.upstream.tls import UpstreamTls, create_client_ssl_context
 from argosy.gateway.upstream.upstream import Upstream
-from argosy.gateway.upstream.upstream_response import Attempt, TooLargeError
+from argosy.gateway.upstream.upstream_response import ResponseTooLargeError, UpstreamResponse
 
 __all__ = [
-    "Attempt",
-    "TooLargeError",
+    "ResponseTooLargeError",
     "Upstream",
     "UpstreamError",
+    "UpstreamResponse",
     "UpstreamTls",
-    "addresses_of",
-    "answer_to",
-    "client_context",
-    "get",
+    "create_client_ssl_context",
+    "fetch_path",
+    "fetch_response",
+    "resolve_addresses",
 ]

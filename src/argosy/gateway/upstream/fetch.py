@@ -5,23 +5,25 @@ from __future__ import annotations
 import time
 
 from argosy.gateway.upstream.upstream import Upstream
-from argosy.gateway.upstream.upstream_response import Attempt
+from argosy.gateway.upstream.upstream_response import UpstreamResponse
 
-LARGEST_BYTES = 4 * 1024 * 1024
+MAX_FETCHED_BYTES = 4 * 1024 * 1024
 """Of an answer: lists of hosted APIs have a megabyte."""
 
 
-async def get(upstream: Upstream, path: bytes, *headers: tuple[bytes, bytes]) -> tuple[int, bytes]:
+async def fetch_path(
+    upstream: Upstream, path: bytes, *headers: tuple[bytes, bytes]
+) -> tuple[int, bytes]:
     """Status and body of what a server has there. Raises UpstreamError."""
-    return await answer_to(upstream, upstream.request(b"GET", path, b"", [*headers]))
+    return await fetch_response(upstream, upstream.build_request(b"GET", path, b"", [*headers]))
 
 
-async def answer_to(upstream: Upstream, request: bytes) -> tuple[int, bytes]:
+async def fetch_response(upstream: Upstream, request: bytes) -> tuple[int, bytes]:
     """Status and body of its answer. Raises UpstreamError."""
-    attempt = Attempt(time.monotonic, LARGEST_BYTES)
+    attempt = UpstreamResponse(time.monotonic, MAX_FETCHED_BYTES)
     try:
         await attempt.send(upstream, request)
-        return await attempt.head, await attempt.whole()
+        return await attempt.status, await attempt.read_body()
     except BaseException:
-        attempt.abandon("nobody waits for its answer any more")
+        attempt.abort("nobody waits for its answer any more")
         raise

@@ -5,10 +5,10 @@ from __future__ import annotations
 import socket
 from functools import partial
 
-from argosy.process import aside
+from argosy.process import run_in_daemon_thread
 
 
-async def addresses_of(
+async def resolve_addresses(
     host: str, family: socket.AddressFamily = socket.AF_UNSPEC
 ) -> tuple[str, ...]:
     """In the order in which they are to be tried. Raises OSError when there is none, or nobody can say.
@@ -20,7 +20,7 @@ async def addresses_of(
         try:
             found = ask(flags=socket.AI_NUMERICHOST)  # what is an address is not looked up
         except socket.gaierror:
-            found = await aside(ask)
+            found = await run_in_daemon_thread(ask)
     except UnicodeError as error:
         raise OSError(f"{host!r} is no name") from error
     return tuple(dict.fromkeys(str(address[0]) for *_, address in found))

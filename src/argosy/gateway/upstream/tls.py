@@ -27,7 +27,7 @@ class UpstreamTls(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return hashlib.blake2b(b"\0".join(found)).digest()
 
 
-def client_context(config: UpstreamTls) -> ssl.SSLContext:
+def create_client_ssl_context(config: UpstreamTls) -> ssl.SSLContext:
     """What connections to such a replica use. Raises ValueError, naming the file to change."""
     try:
         context = ssl.create_default_context(cafile=config.ca)

@@ -20,16 +20,16 @@ from argosy.store.errors import StoreError
 log = logging.getLogger("argosy.store")
 """Commands migrate too, and what they print is no place for this."""
 
-LOCKED_WITHIN_S = 2
+LOCK_TIMEOUT_S = 2
 """How long a step waits for those who use a table of PostgreSQL: whoever comes after waits for both."""
-PAUSE_S = 5.0
+RETRY_INTERVAL_S = 5.0
 """Then all others have so long."""
-_IN_USE = "55P03"
+_LOCK_NOT_AVAILABLE = "55P03"
 """What PostgreSQL says then."""
-_LOCK = 0x4172676F7379
+_ADVISORY_LOCK_ID = 0x4172676F7379
 """Of PostgreSQL's advisory locks, the one that migrations hold."""
 
-_alone = threading.Lock()
+_alembic_lock = threading.Lock()
 """Alembic's context is one for the whole process."""
 
 
@@ -41,33 +41,38 @@ def migrate(database: Database) -> None:
     """
     for attempt in itertools.count():
         try:
-            _migrate(database)
+            _run_migrations(database)
         except StoreError as error:
-            if getattr(getattr(error.__cause__, "orig", None), "sqlstate", None) != _IN_USE:
+            if (
+                getattr(getattr(error.__cause__, "orig", None), "sqlstate", None)
+                != _LOCK_NOT_AVAILABLE
+            ):
                 raise
         else:
             return
         if not attempt:
-            log.warning("The tables of %s are used by somebody: waiting for that.", database.name)
-        time.sleep(PAUSE_S)
+            log.warning(
+                "The tables of %s are used by somebody: waiting for that.", database.display_name
+            )
+        time.sleep(RETRY_INTERVAL_S)
 
 
-def _migrate(database: Database) -> None:
+def _run_migrations(database: Database) -> None:
     config = Config()
     config.set_main_option("script_location", str(Path(__file__).parent).replace("%", "%%"))
     scripts = ScriptDirectory.from_config(config)
-    with _alone, database.write() as connection:
+    with _alembic_lock, database.write_transaction() as connection:
         postgresql = connection.dialect.name == "postgresql"
         if postgresql:
-            connection.execute(select(func.pg_advisory_xact_lock(_LOCK)))
+            connection.execute(select(func.pg_advisory_xact_lock(_ADVISORY_LOCK_ID)))
         found = MigrationContext.configure(connection).get_current_revision()
         if found == scripts.get_current_head():
             return
         if found is not None and found not in {step.revision for step in scripts.walk_revisions()}:
             raise StoreError(
-                f"The tables of {database.name} are those of a newer Argosy ({found}): update this one."
+                f"The tables of {database.display_name} are those of a newer Argosy ({found}): update this one."
             )
         if postgresql:
-            connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{LOCKED_WITHIN_S}s'")
+            connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{LOCK_TIMEOUT_S}s'")
         config.attributes["connection"] = connection
         command.upgrade(config, "head")

@@ -21,7 +21,7 @@ from argosy.gateway import (
 )
 from argosy.store import StoreConfig
 
-QUICK = Timeouts(first_token_s=5.0, between_tokens_s=5.0, recovery_s=0.5)
+QUICK = Timeouts(first_token_timeout_s=5.0, stream_idle_timeout_s=5.0, failover_timeout_s=0.5)
 CHAT = "/v1/chat/completions"
 COMPLETION = "/v1/completions"
 BODIES: dict[str, dict[str, Any]] = {

@@ -12,8 +12,8 @@ from tests.integration.rough_server import Asked, Rough, rough_server
 from tests.waiting import until
 
 from argosy.gateway import GatewayConfig, GatewayServer
-from argosy.gateway.config_reloader import Reread
-from argosy.gateway.pool.dns_discovery import LookUp, look_up
+from argosy.gateway.config_reloader import ConfigLoader
+from argosy.gateway.pool.dns_discovery import Resolver, resolve_host
 
 BODY = {"model": "big", "prompt": "Say something", "max_tokens": 3}
 
@@ -42,7 +42,7 @@ class Running:
 
 @contextlib.asynccontextmanager
 async def gateway(
-    config: GatewayConfig, reread: Reread | None = None, look_up: LookUp = look_up
+    config: GatewayConfig, reread: ConfigLoader | None = None, look_up: Resolver = resolve_host
 ) -> AsyncIterator[Running]:
     """It leaves no task behind."""
     before = asyncio.all_tasks()

@@ -9,27 +9,27 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 
-from argosy.engine.execution.gpu.attention_kernels import RANGE, attend, merge_ranges, store
-from argosy.engine.execution.kv_cache_tensor import BlockStore
+from argosy.engine.execution.gpu.attention_kernels import RANGE_SIZE, attend, merge_ranges, store_kv
+from argosy.engine.execution.kv_cache_tensor import KvCacheTensor
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from argosy.engine.execution.batch import AttentionSpec, Batch, CacheShape
-    from argosy.engine.execution.rope import RopeRows
+    from argosy.engine.execution.batch import AttentionParams, Batch, KvCacheShape
+    from argosy.engine.execution.rope import RopeRotation
 
 KV_FLOAT8 = torch.float8_e4m3fn
-FLOAT8_MOST = 448.0
+FLOAT8_MAX = 448.0
 """The largest number of e4m3; what is beyond it is stored as it."""
-STORE_ROWS = 16
+STORE_TILE_ROWS = 16
 """Heads of tokens that one program stores: 128 threads with 16 bytes of each of two at a time."""
-HEAD_BYTES = 512
+MAX_HEAD_BYTES = 512
 """Most bytes of a head's row."""
-SCRATCH_BYTES = 128 << 20
+MAX_SCRATCH_BYTES = 128 << 20
 """Most memory for ranges that await merging; beyond it each program does all ranges of its rows."""
 
 
-class TritonAttention(BlockStore):
+class TritonAttention(KvCacheTensor):
     """Paged attention over [layers, num_blocks, kv_heads, block_size, head_dim] keys and values.
 
     A program takes a tile of neighbouring tokens of one sequence, with all query heads of one KV head,
@@ -43,10 +43,10 @@ class TritonAttention(BlockStore):
 
     def __init__(
         self,
-        shape: CacheShape,
+        shape: KvCacheShape,
         *,
         device: torch.device,
-        processors: int,
+        num_multiprocessors: int,
         scales: Tensor | None = None,
     ) -> None:
         """Allocate the cache.
@@ -56,20 +56,20 @@ class TritonAttention(BlockStore):
         when read; 1 where None. Raises ValueError for heads that the kernels have no room for.
         """
         head_dim, dtype = shape.head_dim, shape.dtype
-        if _width(head_dim) * dtype.itemsize > HEAD_BYTES:
+        if _padded_head_dim(head_dim) * dtype.itemsize > MAX_HEAD_BYTES:
             raise ValueError(
                 f"a head of {head_dim} in {dtype} has no room on a GPU's processor; serve it in bfloat16"
             )
-        sizes = (shape.layers, shape.num_blocks, shape.kv_heads, shape.block_size, head_dim)
+        sizes = (shape.num_layers, shape.num_blocks, shape.num_kv_heads, shape.block_size, head_dim)
         super().__init__(
             torch.zeros(sizes, dtype=dtype, device=device),
             torch.zeros(sizes, dtype=dtype, device=device),
         )
         if scales is None:
-            scales = torch.ones(shape.layers, 2, shape.kv_heads)
+            scales = torch.ones(shape.num_layers, 2, shape.num_kv_heads)
         self._scales = scales.to(device, torch.float32).contiguous()
         self._block_size = shape.block_size
-        self._processors = processors
+        self._num_multiprocessors = num_multiprocessors
         self._float8 = dtype == KV_FLOAT8
 
     @property
@@ -87,27 +87,27 @@ class TritonAttention(BlockStore):
         k: Tensor,
         v: Tensor,
         batch: Batch,
-        spec: AttentionSpec,
-        rope: RopeRows | None,
+        params: AttentionParams,
+        rope: RopeRotation | None,
     ) -> Tensor:
         """See `Attention`."""
-        q, k, v = _packed(q), _packed(k), _packed(v)
+        q, k, v = _contiguous_heads(q), _contiguous_heads(k), _contiguous_heads(v)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if len(q):
-            self._store(k, v, batch, spec, rope)
-            self._attend(q, out, batch, spec, rope)
+            self._store(k, v, batch, params, rope)
+            self._attend(q, out, batch, params, rope)
         return out
 
     def _store(
-        self, k: Tensor, v: Tensor, batch: Batch, spec: AttentionSpec, rope: RopeRows | None
+        self, k: Tensor, v: Tensor, batch: Batch, spec: AttentionParams, rope: RopeRotation | None
     ) -> None:
         tokens, kv_heads, head_dim = k.shape
-        store[(triton.cdiv(tokens * kv_heads, STORE_ROWS),)](
+        store_kv[(triton.cdiv(tokens * kv_heads, STORE_TILE_ROWS),)](
             k,
             v,
             self.keys[spec.layer],
             self.values[spec.layer],
-            batch.slots,
+            batch.slot_mapping,
             *(rope or (k, k)),
             self._scales[spec.layer],
             k.stride(0),
@@ -115,33 +115,35 @@ class TritonAttention(BlockStore):
             tokens,
             KV_HEADS=kv_heads,
             HEAD_DIM=head_dim,
-            WIDTH=_width(head_dim),
-            ROWS=STORE_ROWS,
+            WIDTH=_padded_head_dim(head_dim),
+            ROWS=STORE_TILE_ROWS,
             BLOCK=self._block_size,
             ROTARY=0 if rope is None else rope[0].shape[-1],
             FLOAT8=self._float8,
-            MOST=FLOAT8_MOST,
+            MOST=FLOAT8_MAX,
             num_warps=4,
         )
 
     def _attend(
-        self, q: Tensor, out: Tensor, batch: Batch, spec: AttentionSpec, rope: RopeRows | None
+        self, q: Tensor, out: Tensor, batch: Batch, spec: AttentionParams, rope: RopeRotation | None
     ) -> None:
         tokens, heads, head_dim = q.shape
         sequences, kv_heads = len(batch.seq_lens), self.keys.shape[2]
         single = tokens == sequences
-        tile = _tile(heads // kv_heads, _width(head_dim) * q.element_size(), single=single)
+        tile = _tile(
+            heads // kv_heads, _padded_head_dim(head_dim) * q.element_size(), single=single
+        )
         units = tokens if single else tokens // tile.tokens + sequences
-        window = spec.window or 0
-        ranges = triton.cdiv(batch.page_table.shape[1] * self._block_size, RANGE)
-        hands = self._hands(units * kv_heads, ranges, window, q.numel())
+        window = spec.sliding_window or 0
+        ranges = triton.cdiv(batch.block_table.shape[1] * self._block_size, RANGE_SIZE)
+        hands = self._num_splits(units * kv_heads, ranges, window, q.numel())
         scratch = _scratch(ranges if hands > 1 else 0, out)
         log2e = math.log2(math.e)
         shared = {
             "HEADS": heads,
             "GROUP": heads // kv_heads,
             "HEAD_DIM": head_dim,
-            "WIDTH": _width(head_dim),
+            "WIDTH": _padded_head_dim(head_dim),
             "WINDOWED": window > 0,
         }
         attend[(units, kv_heads, hands)](
@@ -150,13 +152,13 @@ class TritonAttention(BlockStore):
             self.values[spec.layer],
             out,
             *scratch,
-            batch.cu_q,
+            batch.query_start_loc,
             batch.seq_lens,
-            batch.page_table,
+            batch.block_table,
             *(rope or (q, q)),
             self._scales[spec.layer],
             q.stride(0),
-            batch.page_table.stride(0),
+            batch.block_table.stride(0),
             tokens,
             sequences,
             window,
@@ -187,12 +189,12 @@ class TritonAttention(BlockStore):
                 num_warps=4,
             )
 
-    def _hands(self, programs: int, ranges: int, window: int, numel: int) -> int:
+    def _num_splits(self, programs: int, ranges: int, window: int, numel: int) -> int:
         """How many programs share the ranges of a tile, so that every processor has four."""
-        seen = min(ranges, triton.cdiv(window, RANGE) + 1) if window else ranges
-        if seen == 1 or 4 * ranges * numel > SCRATCH_BYTES:
+        seen = min(ranges, triton.cdiv(window, RANGE_SIZE) + 1) if window else ranges
+        if seen == 1 or 4 * ranges * numel > MAX_SCRATCH_BYTES:
             return 1
-        return int(min(seen, triton.cdiv(4 * self._processors, programs)))
+        return int(min(seen, triton.cdiv(4 * self._num_multiprocessors, programs)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,12 +229,12 @@ def _scratch(ranges: int, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return sums, peaks, totals
 
 
-def _packed(rows: Tensor) -> Tensor:
+def _contiguous_heads(rows: Tensor) -> Tensor:
     """[T, heads, D] with each token's heads side by side; tokens may lie apart."""
     side_by_side = rows.stride(2) == 1 and rows.stride(1) == rows.shape[2]
     return rows if side_by_side else rows.contiguous()
 
 
-def _width(head_dim: int) -> int:
+def _padded_head_dim(head_dim: int) -> int:
     """The head dimension padded to what a matrix instruction takes."""
     return int(max(16, triton.next_power_of_2(head_dim)))

@@ -10,17 +10,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-RANGE = 512
+RANGE_SIZE = 512
 """Keys whose sums are made together: few, so that one long sequence keeps many processors busy."""
 KEY_TILE = tl.constexpr(64)
-RANGE_KEYS = tl.constexpr(RANGE)
-RANGE_TILES = tl.constexpr(RANGE // 64)
+RANGE_KEYS = tl.constexpr(RANGE_SIZE)
+RANGE_TILES = tl.constexpr(RANGE_SIZE // 64)
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
 # Numbers that change from step to step must not make new kernels.
 @triton.jit(do_not_specialize=["tokens"])
-def store(
+def store_kv(
     k,
     v,
     keys,
@@ -49,7 +49,7 @@ def store(
     slot = tl.load(slots + token, mask=token < tokens, other=-1)
     held = (slot >= 0)[:, None] & (col < HEAD_DIM)[None, :]
     origin = token * k_stride + head * HEAD_DIM
-    key = _turned(k, origin, token, col, held, first, second, ROTARY)
+    key = _load_rotated(k, origin, token, col, held, first, second, ROTARY)
     place = (token * v_stride + head * HEAD_DIM)[:, None] + col[None, :]
     value = tl.load(v + place, mask=held, other=0.0)
     if FLOAT8:
@@ -105,7 +105,7 @@ def attend(
     """
     unit = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
-    sequence, begin, end = _place(unit, cu_q, sequences, SINGLE, TOKENS)
+    sequence, begin, end = _locate_unit(unit, cu_q, sequences, SINGLE, TOKENS)
     if begin >= end:
         return
     length = tl.load(seq_lens + sequence)
@@ -118,7 +118,7 @@ def attend(
     at = token.to(tl.int64) * HEADS + kv_head * GROUP + row % GROUP
     origin = token.to(tl.int64) * q_stride + (kv_head * GROUP + row % GROUP) * HEAD_DIM
     held = mine[:, None] & (col < HEAD_DIM)[None, :]
-    query = _turned(q, origin, token, col, held, first, second, ROTARY)
+    query = _load_rotated(q, origin, token, col, held, first, second, ROTARY)
 
     key_scale = tl.load(scales + kv_head) * scale
     value_scale = tl.load(scales + HEADS // GROUP + kv_head)
@@ -129,32 +129,34 @@ def attend(
         oldest = tl.maximum(length - end + begin - window + 1, 0)
     stop = (newest + KEY_TILE) // KEY_TILE  # newest is -1 where a sequence has no length
 
-    acc, peak, total = _nothing(ROWS, WIDTH)
+    acc, peak, total = _empty_sums(ROWS, WIDTH)
     if ALONE:
-        whole, whole_peak, whole_total = _nothing(ROWS, WIDTH)
+        whole, whole_peak, whole_total = _empty_sums(ROWS, WIDTH)
         for tile in range(oldest // KEY_TILE, stop):
             start = tile * KEY_TILE
             if start % RANGE_KEYS == 0:
-                whole, whole_peak, whole_total = _merged(
+                whole, whole_peak, whole_total = _merge_sums(
                     whole, whole_peak, whole_total, acc, peak, total
                 )
-                acc, peak, total = _nothing(ROWS, WIDTH)
-            acc, peak, total = _step(
+                acc, peak, total = _empty_sums(ROWS, WIDTH)
+            acc, peak, total = _attend_tile(
                 query, acc, peak, total, start, position, length, pages, keys, values, kv_head,
                 window, key_scale, cap, col,
                 HEADS // GROUP, HEAD_DIM, BLOCK, WINDOWED, SOFTCAP, PRECISION,
             )  # fmt: skip
-        whole, whole_peak, whole_total = _merged(whole, whole_peak, whole_total, acc, peak, total)
+        whole, whole_peak, whole_total = _merge_sums(
+            whole, whole_peak, whole_total, acc, peak, total
+        )
         place = at[:, None] * HEAD_DIM + col[None, :]
-        tl.store(out + place, _quotient(whole, whole_total, value_scale, out), mask=held)
+        tl.store(out + place, _normalize(whole, whole_total, value_scale, out), mask=held)
     else:
         range_stop = (stop + RANGE_TILES - 1) // RANGE_TILES
         for index in range(oldest // RANGE_KEYS + tl.program_id(2), range_stop, tl.num_programs(2)):
-            acc, peak, total = _nothing(ROWS, WIDTH)
+            acc, peak, total = _empty_sums(ROWS, WIDTH)
             from_tile = tl.maximum(oldest // KEY_TILE, index * RANGE_TILES)
             for tile in range(from_tile, tl.minimum(stop, (index + 1) * RANGE_TILES)):
                 start = tile * KEY_TILE
-                acc, peak, total = _step(
+                acc, peak, total = _attend_tile(
                     query, acc, peak, total, start, position, length, pages, keys, values, kv_head,
                     window, key_scale, cap, col,
                     HEADS // GROUP, HEAD_DIM, BLOCK, WINDOWED, SOFTCAP, PRECISION,
@@ -194,21 +196,23 @@ def merge_ranges(
     mine = row < GROUP
     held = mine[:, None] & (col < HEAD_DIM)[None, :]
     at = token * HEADS + kv_head * GROUP + row
-    whole, whole_peak, whole_total = _nothing(ROWS, WIDTH)
+    whole, whole_peak, whole_total = _empty_sums(ROWS, WIDTH)
     # Unrolled, the loads of the next ranges do not wait for the sums of this one.
     for index in tl.range(oldest // RANGE_KEYS, position // RANGE_KEYS + 1, loop_unroll_factor=4):
         part = index * tokens * HEADS + at
         acc = tl.load(sums + part[:, None] * HEAD_DIM + col[None, :], mask=held, other=0.0)
         peak = tl.load(peaks + part, mask=mine, other=0.0)
         total = tl.load(totals + part, mask=mine, other=1.0)
-        whole, whole_peak, whole_total = _merged(whole, whole_peak, whole_total, acc, peak, total)
+        whole, whole_peak, whole_total = _merge_sums(
+            whole, whole_peak, whole_total, acc, peak, total
+        )
     value_scale = tl.load(scales + HEADS // GROUP + kv_head)
     place = at[:, None] * HEAD_DIM + col[None, :]
-    tl.store(out + place, _quotient(whole, whole_total, value_scale, out), mask=held)
+    tl.store(out + place, _normalize(whole, whole_total, value_scale, out), mask=held)
 
 
 @triton.jit
-def _place(unit, cu_q, sequences, SINGLE: tl.constexpr, TOKENS: tl.constexpr):
+def _locate_unit(unit, cu_q, sequences, SINGLE: tl.constexpr, TOKENS: tl.constexpr):
     """The sequence that a unit of TOKENS flat tokens is of, its first token, and the sequence's end.
 
     Units of sequence i begin at number cu_q[i] // TOKENS + i, which leaves each enough of them
@@ -233,7 +237,7 @@ def _place(unit, cu_q, sequences, SINGLE: tl.constexpr, TOKENS: tl.constexpr):
 
 
 @triton.jit
-def _turned(x, start, token, col, held, first, second, ROTARY: tl.constexpr):
+def _load_rotated(x, start, token, col, held, first, second, ROTARY: tl.constexpr):
     """Rows x[start + col]; their first ROTARY elements rotated in float32 and rounded once."""
     rows = tl.load(x + start[:, None] + col[None, :], mask=held, other=0.0)
     if ROTARY > 0:
@@ -249,7 +253,7 @@ def _turned(x, start, token, col, held, first, second, ROTARY: tl.constexpr):
 
 
 @triton.jit
-def _nothing(ROWS: tl.constexpr, WIDTH: tl.constexpr):
+def _empty_sums(ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """Sums, peaks and totals of no keys."""
     acc = tl.zeros((ROWS, WIDTH), tl.float32)
     peak = tl.full((ROWS,), float("-inf"), tl.float32)
@@ -258,7 +262,7 @@ def _nothing(ROWS: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _step(
+def _attend_tile(
     query,
     acc,
     peak,
@@ -313,7 +317,7 @@ def _step(
 
 
 @triton.jit
-def _merged(acc, peak, total, next_acc, next_peak, next_total):
+def _merge_sums(acc, peak, total, next_acc, next_peak, next_total):
     """Add what the next range gave. What saw nothing adds nothing, exactly."""
     now = tl.maximum(peak, next_peak)
     base = tl.where(now == float("-inf"), 0.0, now)
@@ -324,7 +328,7 @@ def _merged(acc, peak, total, next_acc, next_peak, next_total):
 
 
 @triton.jit
-def _quotient(acc, total, scale, out):
+def _normalize(acc, total, scale, out):
     """The weighted mean of the values. Adding zero turns -0, which masked keys may leave, into 0."""
     safe = tl.where(total == 0.0, 1.0, total)
     return ((acc / safe[:, None]) * scale + 0.0).to(out.dtype.element_ty)

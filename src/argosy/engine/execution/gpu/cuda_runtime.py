@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 
-from argosy.engine.execution.gpu.device import LEAST_CAPABILITY, GpuDevice
+from argosy.engine.execution.gpu.device import MIN_CAPABILITY, GpuDevice
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
-    from argosy.engine.execution.device import Device, Event, Graph
+    from argosy.engine.execution.device import CapturedGraph, Device, DeviceEvent
 
 
-def cuda_device(index: int = 0) -> Device:
+def create_cuda_device(index: int = 0) -> Device:
     """The GPU `index` of those that this process may see. ValueError, with the remedy: there is none."""
     if torch.version.cuda is None:
         raise ValueError(
@@ -28,8 +28,8 @@ def cuda_device(index: int = 0) -> Device:
             "no GPU is visible; look at nvidia-smi and CUDA_VISIBLE_DEVICES, or set device to cpu"
         )
     torch.cuda.set_device(index)
-    runtime = Cuda(index)
-    if runtime.capability < LEAST_CAPABILITY:
+    runtime = CudaRuntime(index)
+    if runtime.compute_capability < MIN_CAPABILITY:
         raise ValueError(
             f"{runtime.name} has no bfloat16; take a GPU of the Ampere generation or later, "
             "or set device to cpu"
@@ -37,12 +37,12 @@ def cuda_device(index: int = 0) -> Device:
     return GpuDevice(runtime)
 
 
-class Cuda:
+class CudaRuntime:
     """The `Runtime` of one GPU, on torch's current stream."""
 
     def __init__(self, index: int) -> None:
         self.index = index
-        self._pool = torch.cuda.graph_pool_handle()
+        self._graph_pool = torch.cuda.graph_pool_handle()
         """The memory that all recorded graphs share."""
 
     @property
@@ -56,12 +56,12 @@ class Cuda:
         return torch.device("cuda", self.index)
 
     @property
-    def capability(self) -> tuple[int, int]:
+    def compute_capability(self) -> tuple[int, int]:
         """See `Runtime`."""
         return torch.cuda.get_device_capability(self.index)
 
     @property
-    def processors(self) -> int:
+    def num_multiprocessors(self) -> int:
         """See `Runtime`."""
         return torch.cuda.get_device_properties(self.index).multi_processor_count
 
@@ -71,7 +71,7 @@ class Cuda:
         idle = torch.cuda.memory_reserved(self.index) - torch.cuda.memory_allocated(self.index)
         return free + idle
 
-    def peak_bytes(self, work: Callable[[], object]) -> int:
+    def measure_peak_bytes(self, work: Callable[[], object]) -> int:
         """See `Runtime`."""
         torch.cuda.synchronize(self.index)
         torch.cuda.reset_peak_memory_stats(self.index)
@@ -82,18 +82,18 @@ class Cuda:
         torch.cuda.empty_cache()
         return peak
 
-    def pinned(self, tensor: Tensor) -> Tensor:
+    def empty_pinned_like(self, tensor: Tensor) -> Tensor:
         """See `Runtime`."""
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
 
-    def event(self) -> Event:
+    def record_event(self) -> DeviceEvent:
         """See `Runtime`."""
         return CudaEvent()
 
-    def record(self, work: Callable[[], object]) -> Graph:
+    def capture(self, work: Callable[[], object]) -> CapturedGraph:
         """See `Recorder`."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._graph_pool, capture_error_mode="thread_local"):
             work()
         return graph
 
@@ -109,6 +109,6 @@ class CudaEvent:
         """See `Event`."""
         self._event.synchronize()
 
-    def since(self, earlier: Self) -> float:
+    def seconds_since(self, earlier: Self) -> float:
         """See `Event`."""
         return float(earlier._event.elapsed_time(self._event)) / 1000.0

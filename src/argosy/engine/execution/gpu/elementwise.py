@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from argosy.engine.execution.elementwise_cpu import scale_of
+from argosy.engine.execution.elementwise_cpu import norm_scale
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
     from argosy.engine.execution.elementwise_cpu import Norm
     from argosy.engine.execution.model_architecture import Activation, NormKind
 
-NORM_TILE = 1024
+NORM_TILE_ELEMENTS = 1024
 """Elements of a norm's program, where rows are short: several heads share one."""
-GATE_TILE = 1024
+GATE_TILE_OUTPUTS = 1024
 """Outputs of a gate's program: 128 threads of eight, so that loads are 16 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
-class TritonRows:
+class TritonElementwiseOps:
     """The `RowOps` of a GPU."""
 
-    def norm(self, kind: NormKind, weight: Tensor, eps: float) -> Norm:
+    def create_norm(self, kind: NormKind, weight: Tensor, eps: float) -> Norm:
         """See `RowOps`."""
         return _TritonNorm(kind, weight, eps)
 
-    def gate(self, activation: Activation) -> Callable[[Tensor], Tensor]:
+    def create_gated_activation(self, activation: Activation) -> Callable[[Tensor], Tensor]:
         """See `RowOps`."""
 
         def compute(x: Tensor) -> Tensor:
@@ -41,8 +41,10 @@ class TritonRows:
             rows, size = x.shape[0], x.shape[1] // 2
             out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
             if rows:
-                grid = (rows, triton.cdiv(size, GATE_TILE))
-                _gate[grid](x, out, size, ACTIVATION=activation, TILE=GATE_TILE, num_warps=4)
+                grid = (rows, triton.cdiv(size, GATE_TILE_OUTPUTS))
+                _gated_activation[grid](
+                    x, out, size, ACTIVATION=activation, TILE=GATE_TILE_OUTPUTS, num_warps=4
+                )
             return out
 
         return compute
@@ -52,11 +54,11 @@ class _TritonNorm:
     """An RMS norm of rows of one size."""
 
     def __init__(self, kind: NormKind, weight: Tensor, eps: float) -> None:
-        self._scale = scale_of(kind, weight)
-        self._narrow = kind == "narrow"
+        self._scale = norm_scale(kind, weight)
+        self._round_before_weight = kind == "narrow"
         self._eps = eps
         self._width = triton.next_power_of_2(len(weight))
-        self._rows = max(1, NORM_TILE // self._width)
+        self._rows = max(1, NORM_TILE_ELEMENTS // self._width)
         # 8 to 16 elements a thread: a decode step has few rows, so each must be quick.
         self._warps = min(16, max(4, self._width // 512))
 
@@ -66,9 +68,9 @@ class _TritonNorm:
             x = x.contiguous()
         return self._compute(x, x)
 
-    def after_adding(self, x: Tensor, mixed: Tensor) -> Tensor:
+    def add_and_norm(self, x: Tensor, delta: Tensor) -> Tensor:
         """See `Norm`."""
-        return self._compute(x, mixed.contiguous())
+        return self._compute(x, delta.contiguous())
 
     def _compute(self, x: Tensor, mixed: Tensor) -> Tensor:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -87,7 +89,7 @@ class _TritonNorm:
                 SIZE=x.shape[-1],
                 WIDTH=self._width,
                 ROWS=self._rows,
-                NARROW=self._narrow,
+                NARROW=self._round_before_weight,
                 ADD=mixed is not x,
                 num_warps=self._warps,
             )
@@ -133,7 +135,7 @@ def _norm(
 
 
 @triton.jit
-def _gate(x, out, size, ACTIVATION: tl.constexpr, TILE: tl.constexpr):
+def _gated_activation(x, out, size, ACTIVATION: tl.constexpr, TILE: tl.constexpr):
     """One tile of activation(first half) * second half of a row."""
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * TILE + tl.arange(0, TILE)

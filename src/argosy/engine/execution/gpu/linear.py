@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 LinearFormat = Literal["plain", "float8"]
 """Weights as they came, or e4m3 with a scale for each output and, as they come, for each token."""
 
-FLOAT8_MOST = 448.0
+FLOAT8_MAX = 448.0
 """The largest number of e4m3."""
 STAGE_BYTES = 128
 """Bytes of a row a pipeline stage: the widest swizzle of shared memory."""
-WAVE = 96
+MIN_WAVE_PROGRAMS = 96
 """Programs that keep most of an H200's 132 processors at work."""
 TILES = (
     # outputs, tokens, warps, stages. A stage is 128 bytes * (outputs + tokens).
@@ -35,7 +35,7 @@ TILES = (
 two programs a processor with eight stages have 128 KiB of weights under way, three times what 4.8 TB/s need."""
 
 
-def pack(
+def create_gpu_linear(
     weight: Tensor, bias: Tensor | None, linear_format: LinearFormat = "plain"
 ) -> Callable[[Tensor], Tensor]:
     """Hold weight [N, K] and bias [N] in a format; the result maps [T, K] to [T, N] in x's dtype."""
@@ -56,7 +56,7 @@ class PlainLinear:
         if x.stride(1) != 1:
             x = x.contiguous()
         out = torch.empty(len(x), len(self._weight), dtype=x.dtype, device=x.device)
-        _launch(x, self._weight, self._bias, out, None)
+        _launch_matmul(x, self._weight, self._bias, out, None)
         return out
 
 
@@ -67,18 +67,18 @@ class Float8Linear:
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._weight, self._scales = float8_rows(weight.detach())
+        self._weight, self._scales = quantize_float8_rows(weight.detach())
         self._bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, K] to [T, N]."""
-        rows, scales = float8_rows(x)
+        rows, scales = quantize_float8_rows(x)
         out = torch.empty(len(x), len(self._weight), dtype=x.dtype, device=x.device)
-        _launch(rows, self._weight, self._bias, out, (scales, self._scales))
+        _launch_matmul(rows, self._weight, self._bias, out, (scales, self._scales))
         return out
 
 
-def float8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_float8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """X [R, K] as e4m3 [R, K] times a scale for each row, float32 [R]: its largest element / 448."""
     if x.stride(1) != 1:
         x = x.contiguous()
@@ -87,14 +87,14 @@ def float8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     scales = torch.empty(rows, dtype=torch.float32, device=x.device)
     if rows:
         width = triton.next_power_of_2(cols)
-        _narrow[(rows,)](
+        _quantize_float8[(rows,)](
             x,
             narrow,
             scales,
             x.stride(0),
             COLS=cols,
             WIDTH=width,
-            MOST=FLOAT8_MOST,
+            MOST=FLOAT8_MAX,
             num_warps=min(16, max(4, width // 512)),
         )
     return narrow, scales
@@ -108,14 +108,14 @@ def _tile(tokens: int, outs: int, dtype: torch.dtype) -> tuple[int, int, int, in
     for tile in TILES if dtype.itemsize == 2 else TILES[1:]:
         outs_tile, tokens_tile, _, _ = tile
         programs = triton.cdiv(tokens, tokens_tile) * triton.cdiv(outs, outs_tile)
-        if tokens_tile < 2 * tokens and programs >= WAVE:
+        if tokens_tile < 2 * tokens and programs >= MIN_WAVE_PROGRAMS:
             return tile
     narrow = [tile for tile in TILES if tile[0] == 64]
     holding = [tile for tile in narrow if tile[1] >= tokens]
     return holding[-1] if holding else narrow[0]
 
 
-def _launch(
+def _launch_matmul(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -127,7 +127,7 @@ def _launch(
         return
     outs_tile, tokens_tile, warps, stages = _tile(tokens, outs, x.dtype)
     x_scales, weight_scales = scales or (x, weight)
-    _multiply[(triton.cdiv(outs, outs_tile) * triton.cdiv(tokens, tokens_tile),)](
+    _matmul[(triton.cdiv(outs, outs_tile) * triton.cdiv(tokens, tokens_tile),)](
         x,
         weight,
         out,
@@ -149,7 +149,7 @@ def _launch(
 
 
 @triton.jit(do_not_specialize=["tokens"])  # or each kind of batch would make a new kernel
-def _multiply(
+def _matmul(
     x,
     weight,
     out,
@@ -207,7 +207,9 @@ def _multiply(
 
 
 @triton.jit
-def _narrow(x, narrow, scales, stride, COLS: tl.constexpr, WIDTH: tl.constexpr, MOST: tl.constexpr):
+def _quantize_float8(
+    x, narrow, scales, stride, COLS: tl.constexpr, WIDTH: tl.constexpr, MOST: tl.constexpr
+):
     """One row to e4m3 and its scale; a row of zeros has scale 1."""
     row = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, WIDTH)

@@ -14,7 +14,7 @@ from argosy.folders import cache_folder
 log = structlog.get_logger(__name__)
 
 
-class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class MemoryProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A file's content."""
 
     key: str
@@ -22,30 +22,30 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     working_bytes: int
 
 
-def read(key: str) -> int | None:
+def read_memory_profile(key: str) -> int | None:
     """The bytes that were measured for `key`; None where there is no such plan, or only a damaged one."""
     try:
-        plan = msgspec.json.decode(_path(key).read_bytes(), type=Plan)
+        plan = msgspec.json.decode(_profile_path(key).read_bytes(), type=MemoryProfile)
     except FileNotFoundError:
         return None
     except (OSError, msgspec.MsgspecError) as error:
-        log.warning("memory_plan.unreadable", key=key, reason=str(error))
+        log.warning("memory_profile_unreadable", key=key, reason=str(error))
         return None
     return plan.working_bytes if plan.key == key and plan.working_bytes > 0 else None
 
 
-def write(key: str, working_bytes: int) -> None:
+def write_memory_profile(key: str, working_bytes: int) -> None:
     """Keep it; where the disk does not take it, the next boot measures again."""
     try:
-        path = _path(key)
+        path = _profile_path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(msgspec.json.encode(Plan(key, working_bytes)))
+            file.write(msgspec.json.encode(MemoryProfile(key, working_bytes)))
         Path(file.name).replace(path)
     except OSError as error:
-        log.warning("memory_plan.not_kept", reason=str(error))
+        log.warning("memory_profile_not_saved", reason=str(error))
 
 
-def _path(key: str) -> Path:
+def _profile_path(key: str) -> Path:
     name = hashlib.sha256(key.encode()).hexdigest()[:24]
     return cache_folder() / "memory" / f"{name}.json"

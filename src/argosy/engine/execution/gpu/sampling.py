@@ -14,50 +14,59 @@ import torch
 import triton
 import triton.language as tl
 
-from argosy.engine.execution.sampling_ops import EXP2, FRACTION, NOTHING, TorchDraws
+from argosy.engine.execution.sampling_ops import (
+    EXP2_COEFFICIENTS,
+    FRACTION_BITS,
+    MIN_EXPONENT,
+    TorchSamplingOps,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from argosy.engine.execution.sampling_ops import Draws, Telling
+    from argosy.engine.execution.sampling_ops import LogprobResult, SamplingMetadata
 
 VOCAB_TILE = 2048
 """Logits of one program: a vocabulary of 128,000 gives 63, so that two rows keep a GPU busy."""
-OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+KERNEL_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 
 
-class TritonDraws:
+class TritonSamplingOps:
     """The `DrawOps` of a GPU; torch draws for rows with top-k or top-p, and tells."""
 
     def __init__(self) -> None:
-        self._torch = TorchDraws()
+        self._torch = TorchSamplingOps()
 
-    def draw(self, logits: Tensor, draws: Draws) -> Tensor:
+    def sample(self, logits: Tensor, metadata: SamplingMetadata) -> Tensor:
         """See `DrawOps`; does not wait for the device unless a row has top-k or top-p."""
-        tokens = _drawn(logits, draws)
-        limited = (draws.top_k < logits.shape[1]) | (draws.top_p < 1.0)
-        cut = np.flatnonzero(limited & (draws.scale > 0))
+        tokens = _sample(logits, metadata)
+        limited = (metadata.top_k < logits.shape[1]) | (metadata.top_p < 1.0)
+        cut = np.flatnonzero(limited & (metadata.logit_scale > 0))
         if cut.size:
             index = torch.from_numpy(cut).to(logits.device, non_blocking=True)
-            tokens[index] = self._torch.draw(logits[index], draws.of(cut))
+            tokens[index] = self._torch.sample(logits[index], metadata.select_rows(cut))
         return tokens
 
-    def tell(
-        self, logits: Tensor, which: NDArray[np.int64], tokens: Tensor, counts: NDArray[np.int64]
-    ) -> Telling:
+    def compute_logprobs(
+        self,
+        logits: Tensor,
+        logit_rows: NDArray[np.int64],
+        tokens: Tensor,
+        top_counts: NDArray[np.int64],
+    ) -> LogprobResult:
         """See `DrawOps`."""
-        return self._torch.tell(logits, which, tokens, counts)
+        return self._torch.compute_logprobs(logits, logit_rows, tokens, top_counts)
 
 
-def _drawn(logits: Tensor, draws: Draws) -> Tensor:
+def _sample(logits: Tensor, draws: SamplingMetadata) -> Tensor:
     """See `DrawOps.draw`, but for top-k and top-p."""
     rows, vocab = logits.shape
     device = logits.device
     tokens = torch.empty(rows, dtype=torch.int64, device=device)
     if not rows:
         return tokens
-    how = np.stack((draws.scale, draws.least, draws.chance), dtype=np.float64)
+    how = np.stack((draws.logit_scale, draws.log2_min_p, draws.random_values), dtype=np.float64)
     options = torch.from_numpy(how).to(device, non_blocking=True)
     tiles = triton.cdiv(vocab, VOCAB_TILE)
     width = triton.next_power_of_2(tiles)
@@ -65,21 +74,21 @@ def _drawn(logits: Tensor, draws: Draws) -> Tensor:
     likeliest = torch.empty(rows, tiles, dtype=torch.int32, device=device)
     masses = torch.empty(rows, tiles, dtype=torch.int64, device=device)
     grid, row = (rows, tiles), (vocab, logits.stride(0))
-    _survey[grid](logits, peaks, likeliest, *row, TILE=VOCAB_TILE, **OPTIONS)
-    constants = {"WIDTH": width, "TILE": VOCAB_TILE, "FACTORS": EXP2} | OPTIONS
-    constants |= {"FRACTION": FRACTION, "NOTHING": NOTHING}
-    _measure[grid](logits, options, peaks, masses, *row, **constants)
+    _find_peaks[grid](logits, peaks, likeliest, *row, TILE=VOCAB_TILE, **KERNEL_OPTIONS)
+    constants = {"WIDTH": width, "TILE": VOCAB_TILE, "FACTORS": EXP2_COEFFICIENTS} | KERNEL_OPTIONS
+    constants |= {"FRACTION": FRACTION_BITS, "NOTHING": MIN_EXPONENT}
+    _sum_weights[grid](logits, options, peaks, masses, *row, **constants)
     held = (peaks, likeliest, masses)
-    _pick[(rows,)](logits, options, *held, tokens, *row, TILES=tiles, **constants)
+    _select_token[(rows,)](logits, options, *held, tokens, *row, TILES=tiles, **constants)
     return tokens
 
 
 @triton.jit
-def _survey(logits, peaks, likeliest, vocab, stride, TILE: tl.constexpr):
+def _find_peaks(logits, peaks, likeliest, vocab, stride, TILE: tl.constexpr):
     """Of one tile of a row: the largest logit, infinite if one is not sound, and the first token that has it."""
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
-    x = _tile(logits + row * stride, tile, vocab, TILE)
+    x = _load_tile(logits + row * stride, tile, vocab, TILE)
     unsound = tl.max((x < float("inf")).to(tl.int32) ^ 1, axis=0)
     place = row * tl.num_programs(1) + tile
     tl.store(peaks + place, tl.where(unsound == 1, float("inf"), tl.max(x, axis=0)))
@@ -87,7 +96,7 @@ def _survey(logits, peaks, likeliest, vocab, stride, TILE: tl.constexpr):
 
 
 @triton.jit
-def _measure(
+def _sum_weights(
     logits,
     options,
     peaks,
@@ -109,14 +118,14 @@ def _measure(
         least = tl.load(options + tl.num_programs(0) + row).to(tl.float32)
         col = tl.arange(0, WIDTH)
         peak = tl.load(peaks + row * tiles + col, mask=col < tiles, other=float("-inf"))
-        x = _tile(logits + row * stride, tile, vocab, TILE)
+        x = _load_tile(logits + row * stride, tile, vocab, TILE)
         exponents = (x - tl.max(peak, axis=0)) * scale
-        weights = _weigh(exponents, least, FACTORS, FRACTION, NOTHING)
+        weights = _compute_weights(exponents, least, FACTORS, FRACTION, NOTHING)
         tl.store(masses + row * tiles + tile, tl.sum(weights, axis=0))
 
 
 @triton.jit
-def _pick(
+def _select_token(
     logits,
     options,
     peaks,
@@ -152,21 +161,23 @@ def _pick(
         passed = tl.cumsum(mass, axis=0)
         chosen = tl.sum((passed <= target).to(tl.int32), axis=0)
         target -= tl.sum(tl.where(tile < chosen, mass, 0), axis=0)
-        x = _tile(logits + row * stride, chosen, vocab, TILE)
-        weights = _weigh((x - largest) * scale, least, FACTORS, FRACTION, NOTHING)
+        x = _load_tile(logits + row * stride, chosen, vocab, TILE)
+        weights = _compute_weights((x - largest) * scale, least, FACTORS, FRACTION, NOTHING)
         step = tl.sum((tl.cumsum(weights, axis=0) <= target).to(tl.int32), axis=0)
         tl.store(tokens + row, (chosen * TILE + step).to(tl.int64))
 
 
 @triton.jit
-def _tile(row, tile, vocab, TILE: tl.constexpr):
+def _load_tile(row, tile, vocab, TILE: tl.constexpr):
     """One tile of a row's logits; beyond the vocabulary stands -infinity."""
     token = tile * TILE + tl.arange(0, TILE)
     return tl.load(row + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
-def _weigh(exponents, least, FACTORS: tl.constexpr, FRACTION: tl.constexpr, NOTHING: tl.constexpr):
+def _compute_weights(
+    exponents, least, FACTORS: tl.constexpr, FRACTION: tl.constexpr, NOTHING: tl.constexpr
+):
     """`draws.weigh`, and 0 for exponents below `least`."""
     y = tl.maximum(exponents, NOTHING)
     whole = (y + 12582912.0) - 12582912.0  # 1.5 * 2^23: adding it rounds to an integer

@@ -17,14 +17,14 @@ from argosy.protocol import ApiError
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.server")
 
 
-class Deltas(Protocol):
+class DeltaSource(Protocol):
     """The deltas of one request."""
 
-    def notify(self, heard: Callable[[], None]) -> None:
+    def set_listener(self, listener: Callable[[], None]) -> None:
         """Call `heard` when there is something to take."""
         ...
 
-    def take(self) -> Delta | None:
+    def drain(self) -> Delta | None:
         """All that came since the last one was taken; None when nothing has."""
         ...
 
@@ -33,10 +33,10 @@ class Deltas(Protocol):
         ...
 
 
-class Generator(Protocol):
+class TokenGenerator(Protocol):
     """What generates: the engine's client."""
 
-    def generate(self, request: EngineRequest) -> Deltas:
+    def generate(self, request: EngineRequest) -> DeltaSource:
         """Submit at once; raises ApiError when there is no engine to take it."""
         ...
 
@@ -49,30 +49,33 @@ class Generation:
     """
 
     def __init__(
-        self, engine: Generator, choices: list[Choice], progress: Callable[[Choice, Delta], None]
+        self,
+        engine: TokenGenerator,
+        choices: list[Choice],
+        on_delta: Callable[[Choice, Delta], None],
     ) -> None:
         self.choices = choices
         self.tier = choices[0].request.tier
         self._engine = engine
-        self._progress = progress
-        self._streams: dict[int, Deltas] = {}
+        self._delta_callback = on_delta
+        self._streams: dict[int, DeltaSource] = {}
         """Of the choices that are not complete."""
-        self._heard: dict[int, Choice] = {}
+        self._pending_choices: dict[int, Choice] = {}
         """Choices with something to take."""
         self._error: ApiError | None = None
-        self._waiter: asyncio.Future[None] | None = None
-        self._alarm: asyncio.TimerHandle | None = None
+        self._output_waiter: asyncio.Future[None] | None = None
+        self._idle_timer: asyncio.TimerHandle | None = None
         """One for all waits: it is moved when it rings, not with each token."""
-        self._due = 0.0
+        self._idle_deadline = 0.0
 
     def __enter__(self) -> Self:
         try:
             for choice in self.choices:  # in order: a lead before its siblings
-                if choice.finish is None:
+                if choice.finish_reason is None:
                     stream = self._streams[choice.index] = self._engine.generate(choice.request)
-                    stream.notify(partial(self._hear, choice))
+                    stream.set_listener(partial(self._on_delta_available, choice))
         except BaseException:
-            self._close()
+            self._close_streams()
             raise
         return self
 
@@ -82,10 +85,10 @@ class Generation:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._close()
+        self._close_streams()
 
     @property
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         """Whether every choice has ended and been taken."""
         return not self._streams
 
@@ -93,35 +96,35 @@ class Generation:
         """End the request with `error`; the first one counts."""
         if self._error is None:
             self._error = error
-        self._wake()
+        self._wake_waiter()
 
-    async def news(self, idle_s: float | None = None) -> list[Choice]:
+    async def next_outputs(self, idle_timeout_s: float | None = None) -> list[Choice]:
         """The choices with something new, or none after `idle_s`. Raises what ended the request."""
-        if self._streams and not self._heard and self._error is None:
-            await self._wait(idle_s)
-        heard = list(self._heard.values())
-        self._heard.clear()
-        news = [choice for choice in heard if self._take(choice)]
+        if self._streams and not self._pending_choices and self._error is None:
+            await self._wait_for_output(idle_timeout_s)
+        heard = list(self._pending_choices.values())
+        self._pending_choices.clear()
+        news = [choice for choice in heard if self._apply_delta(choice)]
         if self._error is not None and not news:
             raise self._error
         return news
 
-    async def complete(self) -> None:
+    async def wait_complete(self) -> None:
         """Wait until every choice has ended. Raises what ended the request before that."""
         while self._streams:
-            await self.news()
+            await self.next_outputs()
         if self._error is not None:
             raise self._error
 
-    def _take(self, choice: Choice) -> bool:
+    def _apply_delta(self, choice: Choice) -> bool:
         """Give a choice what came for it; whether that was anything."""
         stream = self._streams.get(choice.index)
         try:
-            delta = None if stream is None else stream.take()
+            delta = None if stream is None else stream.drain()
             if delta is None:
                 return False
             choice.push(delta)
-            self._progress(choice, delta)
+            self._delta_callback(choice, delta)
         except ApiError as error:
             self.fail(error)
             return False
@@ -129,45 +132,45 @@ class Generation:
             log.exception("generation_failed", request=choice.request.id)
             self.fail(ApiError(500, "internal_error", "An internal error ended the request."))
             return False
-        if choice.finish is not None:
+        if choice.finish_reason is not None:
             self._streams.pop(choice.index).close()
         return True
 
-    def _hear(self, choice: Choice) -> None:
+    def _on_delta_available(self, choice: Choice) -> None:
         if choice.index in self._streams:
-            self._heard[choice.index] = choice
-            self._wake()
+            self._pending_choices[choice.index] = choice
+            self._wake_waiter()
 
-    async def _wait(self, idle_s: float | None) -> None:
+    async def _wait_for_output(self, idle_timeout_s: float | None) -> None:
         loop = asyncio.get_running_loop()
-        if idle_s is not None:
-            self._due = loop.time() + idle_s
-            if self._alarm is None:
-                self._alarm = loop.call_at(self._due, self._ring)
-        self._waiter = loop.create_future()
+        if idle_timeout_s is not None:
+            self._idle_deadline = loop.time() + idle_timeout_s
+            if self._idle_timer is None:
+                self._idle_timer = loop.call_at(self._idle_deadline, self._on_idle_timer)
+        self._output_waiter = loop.create_future()
         try:
-            await self._waiter
+            await self._output_waiter
         finally:
-            self._waiter = None
+            self._output_waiter = None
 
-    def _ring(self) -> None:
-        self._alarm = None
+    def _on_idle_timer(self) -> None:
+        self._idle_timer = None
         loop = asyncio.get_running_loop()
-        if self._waiter is None:
+        if self._output_waiter is None:
             return
-        if loop.time() < self._due:
-            self._alarm = loop.call_at(self._due, self._ring)
+        if loop.time() < self._idle_deadline:
+            self._idle_timer = loop.call_at(self._idle_deadline, self._on_idle_timer)
         else:
-            self._wake()
+            self._wake_waiter()
 
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+    def _wake_waiter(self) -> None:
+        if self._output_waiter is not None and not self._output_waiter.done():
+            self._output_waiter.set_result(None)
 
-    def _close(self) -> None:
-        if self._alarm is not None:
-            self._alarm.cancel()
-            self._alarm = None
+    def _close_streams(self) -> None:
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+            self._idle_timer = None
         self._error = None  # raised, it holds on to whoever waited here
         while self._streams:
             self._streams.popitem()[1].close()

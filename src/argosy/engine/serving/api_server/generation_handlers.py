@@ -12,15 +12,23 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from argosy.engine.serving.api_server.event_writers import ChatEvents, CompletionEvents, EventWriter
+from argosy.engine.serving.api_server.event_writers import (
+    ChatEventWriter,
+    CompletionEventWriter,
+    EventWriter,
+)
 from argosy.engine.serving.api_server.generation import Generation
-from argosy.engine.serving.api_server.replica_state import Replica, Service
-from argosy.engine.serving.api_server.request_metrics import Recorder, reason_of
-from argosy.engine.serving.api_server.response_spec import Frame, new_id
-from argosy.engine.serving.api_server.responses import chat_completion, completion
-from argosy.engine.serving.api_server.resume_metadata import Journal
-from argosy.engine.serving.preprocessing.request_processor import Context, Door, Job
-from argosy.http_server import Exchange, SlowReaderError
+from argosy.engine.serving.api_server.replica_state import LoadedModel, ReplicaState
+from argosy.engine.serving.api_server.request_metrics import RequestMetrics, abort_reason
+from argosy.engine.serving.api_server.response_spec import ResponseSpec, new_response_id
+from argosy.engine.serving.api_server.responses import build_chat_completion, build_completion
+from argosy.engine.serving.api_server.resume_metadata import ResumeMetadataWriter
+from argosy.engine.serving.preprocessing.request_processor import (
+    GatewayHeaders,
+    PreparedRequest,
+    RequestProcessor,
+)
+from argosy.http_server import HttpExchange, SlowReaderError
 from argosy.protocol import (
     SSE_DONE,
     ApiError,
@@ -29,23 +37,23 @@ from argosy.protocol import (
     Completion,
     CompletionRequest,
     GenerationRequest,
-    comment,
-    event,
-    invalid,
-    parse,
+    format_comment,
+    format_event,
+    invalid_request,
+    parse_body,
 )
 
-LARGE_BODY_BYTES = 32 * 1024
+MIN_THREADED_BODY_BYTES = 32 * 1024
 """Bodies from this size are parsed and tokenized in a thread, so that streams do not wait for them."""
 
-DIGEST = b"x-argosy-model-digest"
-JOURNAL = b"x-argosy-journal"
-CACHED = b"x-argosy-cached"
-GIVEN = b"x-argosy-given"
-KEEP_ALIVE = comment(b"keep-alive")
-_COUNT = re.compile(r"[0-9]{1,9}")
-_COUNTS = re.compile(r"[0-9]{1,9}(?:,[0-9]{1,9})*")
-_ANSWER = re.compile(r"([\x21-\x7e]{1,128}) (\d{1,11})")
+MODEL_DIGEST_HEADER = b"x-argosy-model-digest"
+RESUME_METADATA_HEADER = b"x-argosy-resume-metadata"
+CACHED_TOKENS_HEADER = b"x-argosy-cached-tokens"
+RESUME_GIVEN_HEADER = b"x-argosy-resume-given"
+KEEP_ALIVE_COMMENT = format_comment(b"keep-alive")
+_COUNT_PATTERN = re.compile(r"[0-9]{1,9}")
+_COUNTS_PATTERN = re.compile(r"[0-9]{1,9}(?:,[0-9]{1,9})*")
+_RESPONSE_ID_PATTERN = re.compile(r"([\x21-\x7e]{1,128}) (\d{1,11})")
 MAX_WEIGHT = 1e6
 MAX_TIER = 100
 
@@ -54,137 +62,170 @@ _encode = msgspec.json.Encoder().encode
 
 
 @dataclass(frozen=True, slots=True)
-class Api(Generic[Body]):
+class GenerationEndpoint(Generic[Body]):
     """What tells one generation API from another."""
 
-    body: type[Body]
+    request_type: type[Body]
     id_prefix: str
-    lower: Callable[[Door, Body, Context], Job]
-    whole: Callable[[Frame], ChatCompletion | Completion]
-    events: Callable[[Frame], EventWriter]
+    prepare_request: Callable[[RequestProcessor, Body, GatewayHeaders], PreparedRequest]
+    build_response: Callable[[ResponseSpec], ChatCompletion | Completion]
+    writer_type: Callable[[ResponseSpec], EventWriter]
 
 
-CHAT = Api(ChatCompletionRequest, "chatcmpl", Door.chat, chat_completion, ChatEvents)
-COMPLETION = Api(CompletionRequest, "cmpl", Door.completion, completion, CompletionEvents)
+CHAT_ENDPOINT = GenerationEndpoint(
+    ChatCompletionRequest,
+    "chatcmpl",
+    RequestProcessor.prepare_chat,
+    build_chat_completion,
+    ChatEventWriter,
+)
+COMPLETION_ENDPOINT = GenerationEndpoint(
+    CompletionRequest,
+    "cmpl",
+    RequestProcessor.prepare_completion,
+    build_completion,
+    CompletionEventWriter,
+)
 
 
-class Answering:
+class GenerationHandlers:
     """The handlers of the two generation APIs."""
 
-    def __init__(self, replica: Replica) -> None:
+    def __init__(self, replica: ReplicaState) -> None:
         self._replica = replica
 
-    async def chat(self, exchange: Exchange) -> None:
+    async def chat(self, exchange: HttpExchange) -> None:
         """`POST /v1/chat/completions`."""
-        with self._replica.working():
-            await self._answer(exchange, CHAT)
+        with self._replica.track_generation():
+            await self._handle(exchange, CHAT_ENDPOINT)
 
-    async def completion(self, exchange: Exchange) -> None:
+    async def completion(self, exchange: HttpExchange) -> None:
         """`POST /v1/completions`."""
-        with self._replica.working():
-            await self._answer(exchange, COMPLETION)
+        with self._replica.track_generation():
+            await self._handle(exchange, COMPLETION_ENDPOINT)
 
-    async def _answer(self, exchange: Exchange, api: Api[Body]) -> None:
+    async def _handle(self, exchange: HttpExchange, endpoint: GenerationEndpoint[Body]) -> None:
         try:
-            self._replica.service()  # refuse before reading
-            self._check_digest(exchange)
-            raw = await exchange.body()
-            body, frame = await self._admit(exchange, api, raw)
+            self._replica.require_ready()  # refuse before reading
+            self._check_model_digest(exchange)
+            raw = await exchange.read_body()
+            body, frame = await self._prepare(exchange, endpoint, raw)
         except ApiError as error:
-            self._replica.metrics.rejected(error.status)
+            self._replica.metrics.record_rejection(error.status)
             raise
         if body.request_id is not None:
-            exchange.rename(body.request_id)
-        recorder = Recorder(self._replica, frame.choices, exchange.arrived)
+            exchange.set_request_id(body.request_id)
+        recorder = RequestMetrics(self._replica, frame.choices, exchange.arrived_at)
         reason: str | None = "internal_error"
         try:
-            await self._generate(exchange, api, body, frame, recorder)
+            await self._generate(exchange, endpoint, body, frame, recorder)
             reason = None
         except SlowReaderError:
             reason = "slow_reader"
             raise
         except (Exception, asyncio.CancelledError) as error:
-            reason = reason_of(error)
+            reason = abort_reason(error)
             raise
         finally:
-            recorder.ended(reason)
+            recorder.record_end(reason)
 
-    def _check_digest(self, exchange: Exchange) -> None:
+    def _check_model_digest(self, exchange: HttpExchange) -> None:
         """Refuse to go on with what another model began, whatever it is called."""
-        digest, wanted = self._replica.engine.info.digest, exchange.header(DIGEST)
+        digest, wanted = (
+            self._replica.engine.info.model_digest,
+            exchange.get_header(MODEL_DIGEST_HEADER),
+        )
         if wanted not in {"", digest}:
             message = "The answer was begun by another model of this name. Ask a replica that has it, or begin anew."
             raise ApiError(409, "other_model", message)
-        if digest and exchange.header(JOURNAL) == "1":
-            exchange.extra.append((DIGEST, digest.encode()))
+        if digest and exchange.get_header(RESUME_METADATA_HEADER) == "1":
+            exchange.extra_headers.append((MODEL_DIGEST_HEADER, digest.encode()))
 
-    async def _admit(self, exchange: Exchange, api: Api[Body], raw: bytes) -> tuple[Body, Frame]:
+    async def _prepare(
+        self, exchange: HttpExchange, endpoint: GenerationEndpoint[Body], raw: bytes
+    ) -> tuple[Body, ResponseSpec]:
         """Check everything and prepare the answer."""
-        service = self._replica.service()
-        context = trusted_context(exchange, new_id(api.id_prefix))
-        work = partial(self._lower, api, service, raw, context)
-        admitted = work() if len(raw) < LARGE_BODY_BYTES else await asyncio.to_thread(work)
-        self._replica.service()  # it may have begun to drain meanwhile
+        service = self._replica.require_ready()
+        context = parse_gateway_headers(exchange, new_response_id(endpoint.id_prefix))
+        work = partial(self._prepare_in_thread, endpoint, service, raw, context)
+        admitted = work() if len(raw) < MIN_THREADED_BODY_BYTES else await asyncio.to_thread(work)
+        self._replica.require_ready()  # it may have begun to drain meanwhile
         return admitted
 
-    def _lower(
-        self, api: Api[Body], service: Service, raw: bytes, context: Context
-    ) -> tuple[Body, Frame]:
-        body = parse(api.body, raw)
+    def _prepare_in_thread(
+        self,
+        endpoint: GenerationEndpoint[Body],
+        model: LoadedModel,
+        raw: bytes,
+        headers: GatewayHeaders,
+    ) -> tuple[Body, ResponseSpec]:
+        body = parse_body(endpoint.request_type, raw)
         self._replica.check_model(body.model)
-        job = api.lower(service.door, body, context)
-        return body, Frame.of(body, job, service.tokenizer, context)
+        job = endpoint.prepare_request(model.processor, body, headers)
+        return body, ResponseSpec.from_request(body, job, model.tokenizer, headers)
 
     async def _generate(
         self,
-        exchange: Exchange,
-        api: Api[Body],
+        exchange: HttpExchange,
+        endpoint: GenerationEndpoint[Body],
         body: Body,
-        frame: Frame,
-        recorder: Recorder,
+        spec: ResponseSpec,
+        recorder: RequestMetrics,
     ) -> None:
         replica = self._replica
-        with Generation(replica.engine, frame.choices, recorder.progress) as generation:
-            replica.generation_begins(generation, exchange.header(b"x-argosy-gateway"))
-            watch = exchange.on_disconnect(partial(_leave, generation))
+        with Generation(replica.engine, spec.choices, recorder.record_delta) as generation:
+            replica.on_generation_start(generation, exchange.get_header(b"x-argosy-gateway"))
+            watch = exchange.listen_for_disconnect(partial(_on_disconnect, generation))
             try:
                 if body.stream:
-                    writer = api.events(frame)
-                    writer = Journal(frame, writer) if frame.journal else writer
-                    await self._stream(exchange, generation, frame, writer)
+                    writer = endpoint.writer_type(spec)
+                    writer = (
+                        ResumeMetadataWriter(spec, writer)
+                        if spec.include_resume_metadata
+                        else writer
+                    )
+                    await self._stream_response(exchange, generation, spec, writer)
                 else:
-                    await generation.complete()
-                    _refuse_nothing(frame)
-                    await exchange.answer(200, _encode(api.whole(frame)))
+                    await generation.wait_complete()
+                    _raise_if_timed_out(spec)
+                    await exchange.send_response(200, _encode(endpoint.build_response(spec)))
             finally:
                 watch.cancel()
-                replica.generation_ends(generation)
+                replica.on_generation_end(generation)
 
-    async def _stream(
-        self, exchange: Exchange, generation: Generation, frame: Frame, writer: EventWriter
+    async def _stream_response(
+        self,
+        exchange: HttpExchange,
+        generation: Generation,
+        spec: ResponseSpec,
+        writer: EventWriter,
     ) -> None:
         try:
-            await self._send_events(exchange, generation, frame, writer)
+            await self._send_events(exchange, generation, spec, writer)
         except ApiError as error:
             if exchange.status is not None:  # the wire has said 200: the error is an event
-                await exchange.write(event(error.body(exchange.request_id)))
+                await exchange.write(format_event(error.encode_body(exchange.request_id)))
                 await exchange.end_stream()
             raise
 
     async def _send_events(
-        self, exchange: Exchange, generation: Generation, frame: Frame, writer: EventWriter
+        self,
+        exchange: HttpExchange,
+        generation: Generation,
+        spec: ResponseSpec,
+        writer: EventWriter,
     ) -> None:
         done = False
         while not done:
-            news = await generation.news(self._replica.config.keep_alive_s)
-            done = generation.done
+            news = await generation.next_outputs(self._replica.config.sse_keepalive_interval_s)
+            done = generation.is_done
             if done:
-                _refuse_nothing(frame)
-            data = b"".join(map(writer.events, news))
+                _raise_if_timed_out(spec)
+            data = b"".join(map(writer.encode_output, news))
             if not news and not done:
-                data = KEEP_ALIVE
+                data = KEEP_ALIVE_COMMENT
             if done:
-                data += writer.usage() + SSE_DONE
+                data += writer.encode_usage() + SSE_DONE
             if not data:
                 continue
             if exchange.status is None:
@@ -193,81 +234,85 @@ class Answering:
         await exchange.end_stream()
 
 
-def _leave(generation: Generation) -> None:
+def _on_disconnect(generation: Generation) -> None:
     """The client has gone. An error of its own: what is raised holds on to all that its request held."""
     generation.fail(ApiError(499, "client_closed_request", "The client closed the connection."))
 
 
-def _refuse_nothing(frame: Frame) -> None:
+def _raise_if_timed_out(spec: ResponseSpec) -> None:
     """Raise ApiError 408 when the time ran out before the first token."""
-    if frame.nothing_in_time:
+    if spec.has_timed_out_empty:
         message = (
             "The request's time ran out before its first token. Allow more, or try again later."
         )
         raise ApiError(408, "timeout", message)
 
 
-def trusted_context(exchange: Exchange, answer_id: str) -> Context:
+def parse_gateway_headers(exchange: HttpExchange, response_id: str) -> GatewayHeaders:
     """What the gateway says of the request in `x-argosy-*` headers. Raises ApiError 400 for nonsense."""
-    tier = _number(exchange, "x-argosy-tier")
-    weight = _number(exchange, "x-argosy-weight")
+    tier = _parse_number(exchange, "x-argosy-tier")
+    weight = _parse_number(exchange, "x-argosy-weight")
     if not 0 <= tier <= MAX_TIER or tier != int(tier):
         message = f"The header x-argosy-tier must be a whole number from 0 to {MAX_TIER}."
-        raise invalid(message, "x-argosy-tier")
+        raise invalid_request(message, "x-argosy-tier")
     if not 0 < weight <= MAX_WEIGHT:
         message = f"The header x-argosy-weight must be above 0 and at most {MAX_WEIGHT:g}."
-        raise invalid(message, "x-argosy-weight")
-    answer_id, created = _identity(exchange, answer_id)
-    return Context(
-        request_id=answer_id,
-        created=created,
-        journal=exchange.header(JOURNAL) == "1",
-        cached=_cached(exchange),
-        given=_given(exchange),
-        tenant=exchange.header(b"x-argosy-tenant"),
-        domain=exchange.header(b"x-argosy-domain"),
+        raise invalid_request(message, "x-argosy-weight")
+    response_id, created = _parse_response_id(exchange, response_id)
+    return GatewayHeaders(
+        request_id=response_id,
+        created_at=created,
+        wants_resume_metadata=exchange.get_header(RESUME_METADATA_HEADER) == "1",
+        resumed_cached_tokens=_parse_cached_tokens(exchange),
+        resume_given_tokens=_parse_given_tokens(exchange),
+        tenant=exchange.get_header(b"x-argosy-tenant"),
+        cache_domain=exchange.get_header(b"x-argosy-cache-domain"),
         tier=int(tier),
         weight=weight,
     )
 
 
-def _identity(exchange: Exchange, answer_id: str) -> tuple[str, int | None]:
+def _parse_response_id(exchange: HttpExchange, response_id: str) -> tuple[str, int | None]:
     """Id and time of an answer that was begun elsewhere; else the new id and None."""
-    told = exchange.header(b"x-argosy-answer")
+    told = exchange.get_header(b"x-argosy-response-id")
     if not told:
-        return answer_id, None
-    found = _ANSWER.fullmatch(told)
+        return response_id, None
+    found = _RESPONSE_ID_PATTERN.fullmatch(told)
     if found is None:
-        raise invalid(
-            "The header x-argosy-answer must be an id and a Unix time.", "x-argosy-answer"
+        raise invalid_request(
+            "The header x-argosy-response-id must be an id and a Unix time.", "x-argosy-response-id"
         )
     return found[1], int(found[2])
 
 
-def _cached(exchange: Exchange) -> int | None:
+def _parse_cached_tokens(exchange: HttpExchange) -> int | None:
     """Cached tokens that were told of an answer that was begun elsewhere; None: it was not."""
-    told = exchange.header(CACHED)
+    told = exchange.get_header(CACHED_TOKENS_HEADER)
     if not told:
         return None
-    if _COUNT.fullmatch(told) is None:
-        raise invalid("The header x-argosy-cached must be a count of tokens.", "x-argosy-cached")
+    if _COUNT_PATTERN.fullmatch(told) is None:
+        raise invalid_request(
+            "The header x-argosy-cached-tokens must be a count of tokens.", "x-argosy-cached-tokens"
+        )
     return int(told)
 
 
-def _given(exchange: Exchange) -> tuple[int, ...]:
+def _parse_given_tokens(exchange: HttpExchange) -> tuple[int, ...]:
     """Whole numbers with commas between them; none when they were not sent."""
-    sent = exchange.header(GIVEN)
-    if sent and not _COUNTS.fullmatch(sent):
-        raise invalid("The header x-argosy-given must be whole numbers.", "x-argosy-given")
+    sent = exchange.get_header(RESUME_GIVEN_HEADER)
+    if sent and not _COUNTS_PATTERN.fullmatch(sent):
+        raise invalid_request(
+            "The header x-argosy-resume-given must be whole numbers.", "x-argosy-resume-given"
+        )
     return tuple(map(int, sent.split(","))) if sent else ()
 
 
-def _number(exchange: Exchange, name: str) -> float:
+def _parse_number(exchange: HttpExchange, name: str) -> float:
     """The header's finite number; 1 when it was not sent."""
     try:
-        value = float(exchange.header(name.encode()) or "1")
+        value = float(exchange.get_header(name.encode()) or "1")
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise invalid(f"The header {name} must be a number.", name)
+        raise invalid_request(f"The header {name} must be a number.", name)
     return value

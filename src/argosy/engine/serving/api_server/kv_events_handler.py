@@ -11,56 +11,64 @@ from collections.abc import Iterator
 
 import msgspec
 
-from argosy.engine.serving.api_server.generation_handlers import KEEP_ALIVE
-from argosy.engine.serving.api_server.replica_state import Replica
-from argosy.engine.serving.engine_core.kv_cache_view import KvNews
-from argosy.http_server import Exchange
-from argosy.protocol import NAME_BYTES, KvEvent, KvReading, event, pack_names
+from argosy.engine.serving.api_server.generation_handlers import KEEP_ALIVE_COMMENT
+from argosy.engine.serving.api_server.replica_state import ReplicaState
+from argosy.engine.serving.engine_core.kv_cache_view import KvUpdate
+from argosy.http_server import HttpExchange
+from argosy.protocol import (
+    BLOCK_NAME_BYTES,
+    KvEvent,
+    TokenizationKey,
+    format_event,
+    pack_block_names,
+)
 
-MOST_NAMES = 8192
+MAX_NAMES_PER_EVENT = 8192
 """Names of one event: no event keeps its writer or its reader busy for long."""
 
 _encode = msgspec.json.Encoder().encode
 
 
-class KvEvents:
+class KvEventsHandler:
     """The handler."""
 
-    def __init__(self, replica: Replica) -> None:
+    def __init__(self, replica: ReplicaState) -> None:
         self._replica = replica
 
-    async def follow(self, exchange: Exchange) -> None:
+    async def stream_events(self, exchange: HttpExchange) -> None:
         """Tell until the client leaves or the replica drains."""
-        service = self._replica.service()
-        reading = KvReading(text=service.door.digest, block_size=service.ready.block_size)
-        with self._replica.engine.kv.read() as reader:
-            watch = exchange.on_disconnect(reader.end)
+        service = self._replica.require_ready()
+        reading = TokenizationKey(
+            tokenizer=service.processor.tokenization_digest, block_size=service.ready.block_size
+        )
+        with self._replica.engine.kv_cache_view.subscribe() as reader:
+            watch = exchange.listen_for_disconnect(reader.close)
             try:
                 await exchange.start_stream()
                 while (
-                    not reader.over and exchange.method != "HEAD"
+                    not reader.is_closed and exchange.method != "HEAD"
                 ):  # which gets no body to wait for
-                    news = await reader.news(self._replica.config.keep_alive_s)
+                    news = await reader.next_update(self._replica.config.sse_keepalive_interval_s)
                     if news is None:
-                        await exchange.write(KEEP_ALIVE)
+                        await exchange.write(KEEP_ALIVE_COMMENT)
                         continue
-                    for told in _events(news, reading):
-                        await exchange.write(event(_encode(told)))
+                    for told in _to_events(news, reading):
+                        await exchange.write(format_event(_encode(told)))
                         await asyncio.sleep(0)  # other streams go on between the pieces
                 await exchange.end_stream()
             finally:
                 watch.cancel()
 
 
-def _events(news: KvNews, reading: KvReading) -> Iterator[KvEvent]:
-    if news.whole:
-        yield KvEvent(start=reading)
-    for packed in _pieces(news.stored):
+def _to_events(news: KvUpdate, reading: TokenizationKey) -> Iterator[KvEvent]:
+    if news.is_snapshot:
+        yield KvEvent(reset=reading)
+    for packed in _split_names(news.stored):
         yield KvEvent(stored=packed)
-    for packed in _pieces(news.removed):
+    for packed in _split_names(news.removed):
         yield KvEvent(removed=packed)
 
 
-def _pieces(names: set[int]) -> Iterator[bytes]:
-    packed, most = pack_names(names), MOST_NAMES * NAME_BYTES
+def _split_names(names: set[int]) -> Iterator[bytes]:
+    packed, most = pack_block_names(names), MAX_NAMES_PER_EVENT * BLOCK_NAME_BYTES
     return (packed[start : start + most] for start in range(0, len(packed), most))

@@ -16,60 +16,66 @@ from argosy.protocol import (
     TopLogprob,
 )
 
-LOWEST = -9999.0
+MIN_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot say."""
 
 
-def finite(logprob: float) -> float:
+def clamp_logprob(logprob: float) -> float:
     """`logprob` as JSON can carry it."""
-    return max(LOWEST, logprob)
+    return max(MIN_LOGPROB, logprob)
 
 
-class LogprobWriter:
+class LogprobFormatter:
     """Writes log-probabilities with tokens by their text, or as `token_id:123`.
 
     `silent` are the tokens that have no text in the answer; they do not move the text offset.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, silent: frozenset[int], name: Callable[[int], str]
+        self,
+        tokenizer: Tokenizer,
+        hidden_token_ids: frozenset[int],
+        token_name: Callable[[int], str],
     ) -> None:
         self._tokenizer = tokenizer
-        self._silent = silent
-        self._name = name
+        self._hidden_token_ids = hidden_token_ids
+        self._token_name = token_name
 
     @classmethod
-    def by_text(cls, tokenizer: Tokenizer, silent: frozenset[int]) -> LogprobWriter:
+    def by_text(cls, tokenizer: Tokenizer, hidden_token_ids: frozenset[int]) -> LogprobFormatter:
         """Tokens are named by their text."""
-        return cls(tokenizer, silent, tokenizer.token_text)
+        return cls(tokenizer, hidden_token_ids, tokenizer.token_text)
 
     @classmethod
-    def by_id(cls, tokenizer: Tokenizer, silent: frozenset[int]) -> LogprobWriter:
+    def by_id(cls, tokenizer: Tokenizer, hidden_token_ids: frozenset[int]) -> LogprobFormatter:
         """Tokens are named by their id (`return_tokens_as_token_ids`)."""
-        return cls(tokenizer, silent, "token_id:{}".format)
+        return cls(tokenizer, hidden_token_ids, "token_id:{}".format)
 
-    def chat(self, logprobs: list[TokenLogprob]) -> ChatLogprobs:
+    def format_chat(self, logprobs: list[TokenLogprob]) -> ChatLogprobs:
         """The chat API's shape."""
         return ChatLogprobs(
             content=[
                 ChatLogprob(
-                    token=self._name(entry.token),
-                    logprob=finite(entry.logprob),
+                    token=self._token_name(entry.token),
+                    logprob=clamp_logprob(entry.logprob),
                     bytes=list(self._tokenizer.token_bytes(entry.token)),
-                    top_logprobs=[self._top(token, logprob) for token, logprob in entry.top],
+                    top_logprobs=[
+                        self._format_top_logprob(token, logprob)
+                        for token, logprob in entry.top_logprobs
+                    ],
                 )
                 for entry in logprobs
             ]
         )
 
-    def _top(self, token: int, logprob: float) -> TopLogprob:
+    def _format_top_logprob(self, token: int, logprob: float) -> TopLogprob:
         return TopLogprob(
-            token=self._name(token),
-            logprob=finite(logprob),
+            token=self._token_name(token),
+            logprob=clamp_logprob(logprob),
             bytes=list(self._tokenizer.token_bytes(token)),
         )
 
-    def completion(
+    def format_completion(
         self, token_ids: list[int], logprobs: list[TokenLogprob], text_offset: int
     ) -> CompletionLogprobs:
         """The legacy shape. Leading tokens without a record (an echoed first token) get nulls.
@@ -78,40 +84,42 @@ class LogprobWriter:
         """
         records: list[TokenLogprob | None] = [None] * (len(token_ids) - len(logprobs))
         records += logprobs
-        widths = map(self._width, token_ids)
+        widths = map(self._token_width, token_ids)
         return CompletionLogprobs(
-            tokens=[self._name(token) for token in token_ids],
-            token_logprobs=[None if r is None else finite(r.logprob) for r in records],
-            top_logprobs=[None if r is None else self._by_name(r) for r in records],
+            tokens=[self._token_name(token) for token in token_ids],
+            token_logprobs=[None if r is None else clamp_logprob(r.logprob) for r in records],
+            top_logprobs=[None if r is None else self._logprobs_by_name(r) for r in records],
             text_offset=list(itertools.accumulate(widths, initial=text_offset))[:-1],
         )
 
-    def width(self, token_ids: list[int]) -> int:
+    def text_width(self, token_ids: list[int]) -> int:
         """How far `token_ids` move the text offset, in characters."""
-        return sum(map(self._width, token_ids))
+        return sum(map(self._token_width, token_ids))
 
-    def _width(self, token: int) -> int:
-        return 0 if token in self._silent else len(self._tokenizer.token_text(token))
+    def _token_width(self, token: int) -> int:
+        return 0 if token in self._hidden_token_ids else len(self._tokenizer.token_text(token))
 
-    def _by_name(self, record: TokenLogprob) -> dict[str, float]:
+    def _logprobs_by_name(self, record: TokenLogprob) -> dict[str, float]:
         by_name: dict[str, float] = {}
-        for token, logprob in [*record.top, (record.token, record.logprob)]:
-            by_name.setdefault(self._name(token), finite(logprob))
+        for token, logprob in [*record.top_logprobs, (record.token, record.logprob)]:
+            by_name.setdefault(self._token_name(token), clamp_logprob(logprob))
         return by_name
 
-    def prompt(self, logprobs: list[TokenLogprob]) -> PromptLogprobs:
+    def format_prompt(self, logprobs: list[TokenLogprob]) -> PromptLogprobs:
         """The `prompt_logprobs` of vLLM: for each prompt token the candidates by id; null for the first."""
-        return [None, *(self._candidates(record) for record in logprobs)]
+        return [None, *(self._format_candidates(record) for record in logprobs)]
 
-    def _candidates(self, record: TokenLogprob) -> dict[int, PromptLogprob]:
+    def _format_candidates(self, record: TokenLogprob) -> dict[int, PromptLogprob]:
         candidates = {
-            token: self._candidate(token, logprob, rank)
-            for rank, (token, logprob) in enumerate(record.top, 1)
+            token: self._format_candidate(token, logprob, rank)
+            for rank, (token, logprob) in enumerate(record.top_logprobs, 1)
         }
-        candidates[record.token] = self._candidate(record.token, record.logprob, record.rank)
+        candidates[record.token] = self._format_candidate(record.token, record.logprob, record.rank)
         return candidates
 
-    def _candidate(self, token: int, logprob: float, rank: int) -> PromptLogprob:
+    def _format_candidate(self, token: int, logprob: float, rank: int) -> PromptLogprob:
         return PromptLogprob(
-            logprob=finite(logprob), rank=rank, decoded_token=self._tokenizer.token_text(token)
+            logprob=clamp_logprob(logprob),
+            rank=rank,
+            decoded_token=self._tokenizer.token_text(token),
         )

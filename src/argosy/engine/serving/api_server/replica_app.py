@@ -11,57 +11,65 @@ import msgspec
 import structlog
 
 from argosy.engine.serving.api_server import replica_openapi
-from argosy.engine.serving.api_server.generation_handlers import Answering
-from argosy.engine.serving.api_server.kv_events_handler import KvEvents
-from argosy.engine.serving.api_server.replica_state import Replica, Service
-from argosy.http_server import Exchange, Receive, Scope, Send, answered, check_method, nothing_at
+from argosy.engine.serving.api_server.generation_handlers import GenerationHandlers
+from argosy.engine.serving.api_server.kv_events_handler import KvEventsHandler
+from argosy.engine.serving.api_server.replica_state import LoadedModel, ReplicaState
+from argosy.http_server import (
+    HttpExchange,
+    Receive,
+    Scope,
+    Send,
+    check_method,
+    not_found,
+    run_handler,
+)
 from argosy.protocol import (
     ApiError,
     DetokenizeRequest,
+    DetokenizeResponse,
     DrainRequest,
     ModelCard,
     ModelList,
-    Status,
-    Text,
+    StatusResponse,
     TokenizeRequest,
-    Tokens,
-    Version,
-    parse,
+    TokenizeResponse,
+    VersionResponse,
+    parse_body,
 )
-from argosy.telemetry import CONTENT_TYPE as METRICS_TYPE
-from argosy.telemetry import Scrape, name_request
+from argosy.telemetry import METRICS_CONTENT_TYPE as METRICS_TYPE
+from argosy.telemetry import CoalescedScrape, bind_request
 
-Handler = Callable[[Exchange], Awaitable[None]]
+ExchangeHandler = Callable[[HttpExchange], Awaitable[None]]
 
-MODELS = "/v1/models/"
-_QUIET = frozenset({"/health", "/ready", "/load", "/kv_events", "/metrics"})
+MODELS_PREFIX = "/v1/models/"
+_DEBUG_LOG_ROUTES = frozenset({"/health", "/ready", "/load", "/kv_events", "/metrics"})
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.server")
 _encode = msgspec.json.Encoder().encode
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class EndpointRoute:
     """A path, or what paths have in common."""
 
     template: str
     method: str
-    handler: Handler
+    handler: ExchangeHandler
 
 
-class App:
+class ReplicaApp:
     """The ASGI application. Every request gets exactly one answer, and no exception leaves."""
 
-    def __init__(self, replica: Replica) -> None:
+    def __init__(self, replica: ReplicaState) -> None:
         self._replica = replica
-        self._scrape = Scrape(self._exposition)
-        answering = Answering(replica)
+        self._scrape = CoalescedScrape(self._render_metrics)
+        answering = GenerationHandlers(replica)
         get = {
-            "/v1/models": self._models,
+            "/v1/models": self._list_models,
             "/health": self._health,
             "/ready": self._ready,
             "/load": self._load,
-            "/kv_events": KvEvents(replica).follow,
+            "/kv_events": KvEventsHandler(replica).stream_events,
             "/version": self._version,
             "/metrics": self._metrics,
             "/openapi.json": self._openapi,
@@ -73,141 +81,143 @@ class App:
             "/detokenize": self._detokenize,
             "/drain": self._drain,
         }
-        self._routes = {path: Route(path, "GET", handler) for path, handler in get.items()}
-        self._routes |= {path: Route(path, "POST", handler) for path, handler in post.items()}
-        self._model_route = Route(MODELS + "{model}", "GET", self._model)
+        self._routes = {path: EndpointRoute(path, "GET", handler) for path, handler in get.items()}
+        self._routes |= {
+            path: EndpointRoute(path, "POST", handler) for path, handler in post.items()
+        }
+        self._model_route = EndpointRoute(MODELS_PREFIX + "{model}", "GET", self._get_model)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one HTTP request."""
-        exchange = Exchange(scope, receive, send, self._replica.config)
-        self._replica.request_begins()
-        name_request(exchange.request_id, exchange.header(b"traceparent"))
-        route = self._find(exchange.path)
+        exchange = HttpExchange(scope, receive, send, self._replica.config)
+        self._replica.on_request_start()
+        bind_request(exchange.request_id, exchange.get_header(b"traceparent"))
+        route = self._find_route(exchange.path)
         try:
-            await answered(exchange, self._handle(exchange, route))
+            await run_handler(exchange, self._handle(exchange, route))
         finally:
-            self._replica.request_ends()
-            self._note(exchange, route)
+            self._replica.on_request_end()
+            self._record_response(exchange, route)
 
-    def _find(self, path: str) -> Route | None:
-        if path.startswith(MODELS) and len(path) > len(MODELS):
+    def _find_route(self, path: str) -> EndpointRoute | None:
+        if path.startswith(MODELS_PREFIX) and len(path) > len(MODELS_PREFIX):
             return self._model_route
         return self._routes.get(path)
 
-    def _known(self, path: str) -> bool:
-        return self._find(path) is not None
+    def _has_route(self, path: str) -> bool:
+        return self._find_route(path) is not None
 
-    async def _handle(self, exchange: Exchange, route: Route | None) -> None:
+    async def _handle(self, exchange: HttpExchange, route: EndpointRoute | None) -> None:
         if route is None:
-            raise nothing_at(exchange.path, self._known)
+            raise not_found(exchange.path, self._has_route)
         check_method(exchange, (route.method,))
         await route.handler(exchange)
 
-    def _note(self, exchange: Exchange, route: Route | None) -> None:
+    def _record_response(self, exchange: HttpExchange, route: EndpointRoute | None) -> None:
         template = route.template if route else "other"
         status = exchange.status or 499
-        self._replica.metrics.answered(template, status)
-        write = log.debug if template in _QUIET else log.info
+        self._replica.metrics.record_http_response(template, status)
+        write = log.debug if template in _DEBUG_LOG_ROUTES else log.info
         write(
             "request",
             method=exchange.method,
             route=template,
             status=status,
-            error=exchange.failure,
-            ms=exchange.age_ms(),
+            error=exchange.error_code,
+            ms=exchange.elapsed_ms(),
         )
 
     # --- the model -------------------------------------------------------------------------------
 
-    async def _models(self, exchange: Exchange) -> None:
-        service = self._replica.loaded()
-        names = self._replica.names
-        cards = [self._card(name, service) for name in names]
+    async def _list_models(self, exchange: HttpExchange) -> None:
+        service = self._replica.require_loaded()
+        names = self._replica.model_names
+        cards = [self._model_card(name, service) for name in names]
         listed = ModelList(data=cards, first_id=names[0], last_id=names[-1])
-        await exchange.answer(200, _encode(listed))
+        await exchange.send_response(200, _encode(listed))
 
-    async def _model(self, exchange: Exchange) -> None:
-        service = self._replica.loaded()
-        name = exchange.path.removeprefix(MODELS)
+    async def _get_model(self, exchange: HttpExchange) -> None:
+        service = self._replica.require_loaded()
+        name = exchange.path.removeprefix(MODELS_PREFIX)
         self._replica.check_model(name)
-        await exchange.answer(200, _encode(self._card(name, service)))
+        await exchange.send_response(200, _encode(self._model_card(name, service)))
 
-    def _card(self, name: str, service: Service) -> ModelCard:
+    def _model_card(self, name: str, model: LoadedModel) -> ModelCard:
         return ModelCard(
             id=name,
-            created=service.created,
-            root=self._replica.names[0],
-            max_model_len=service.ready.max_model_len,
+            created=model.created_at,
+            root=self._replica.model_names[0],
+            max_model_len=model.ready.max_model_len,
         )
 
-    async def _tokenize(self, exchange: Exchange) -> None:
-        service = self._replica.loaded()
-        raw = await exchange.body()
+    async def _tokenize(self, exchange: HttpExchange) -> None:
+        service = self._replica.require_loaded()
+        raw = await exchange.read_body()
 
-        def work() -> Tokens:
-            body = parse(TokenizeRequest, raw)
+        def work() -> TokenizeResponse:
+            body = parse_body(TokenizeRequest, raw)
             if body.model is not None:
                 self._replica.check_model(body.model)
-            ids = service.door.tokenize(body)
+            ids = service.processor.tokenize(body)
             strs = list(map(service.tokenizer.token_text, ids)) if body.return_token_strs else None
-            return Tokens(
+            return TokenizeResponse(
                 count=len(ids),
                 max_model_len=service.ready.max_model_len,
                 tokens=ids,
                 token_strs=strs,
             )
 
-        await exchange.answer(200, _encode(await asyncio.to_thread(work)))
+        await exchange.send_response(200, _encode(await asyncio.to_thread(work)))
 
-    async def _detokenize(self, exchange: Exchange) -> None:
-        service = self._replica.loaded()
-        raw = await exchange.body()
+    async def _detokenize(self, exchange: HttpExchange) -> None:
+        service = self._replica.require_loaded()
+        raw = await exchange.read_body()
 
-        def work() -> Text:
-            body = parse(DetokenizeRequest, raw)
+        def work() -> DetokenizeResponse:
+            body = parse_body(DetokenizeRequest, raw)
             if body.model is not None:
                 self._replica.check_model(body.model)
-            return Text(prompt=service.door.detokenize(body))
+            return DetokenizeResponse(prompt=service.processor.detokenize(body))
 
-        await exchange.answer(200, _encode(await asyncio.to_thread(work)))
+        await exchange.send_response(200, _encode(await asyncio.to_thread(work)))
 
     # --- for operators ---------------------------------------------------------------------------
 
-    async def _health(self, exchange: Exchange) -> None:
+    async def _health(self, exchange: HttpExchange) -> None:
         if self._replica.engine.state == "failed":
-            raise self._replica.unavailable()
-        await exchange.answer(200, _encode(Status(status="ok")))
+            raise self._replica.unavailable_error()
+        await exchange.send_response(200, _encode(StatusResponse(status="ok")))
 
-    async def _ready(self, exchange: Exchange) -> None:
-        self._replica.service()
-        await exchange.answer(200, _encode(Status(status="ready")))
+    async def _ready(self, exchange: HttpExchange) -> None:
+        self._replica.require_ready()
+        await exchange.send_response(200, _encode(StatusResponse(status="ready")))
 
-    async def _load(self, exchange: Exchange) -> None:
-        await exchange.answer(
-            200, _encode(self._replica.load(exchange.header(b"x-argosy-gateway")))
+    async def _load(self, exchange: HttpExchange) -> None:
+        await exchange.send_response(
+            200, _encode(self._replica.load_report(exchange.get_header(b"x-argosy-gateway")))
         )
 
-    async def _version(self, exchange: Exchange) -> None:
-        await exchange.answer(200, _encode(Version(version=version("argosy"))))
+    async def _version(self, exchange: HttpExchange) -> None:
+        await exchange.send_response(200, _encode(VersionResponse(version=version("argosy"))))
 
-    async def _openapi(self, exchange: Exchange) -> None:
-        await exchange.answer(200, replica_openapi.document())
+    async def _openapi(self, exchange: HttpExchange) -> None:
+        await exchange.send_response(200, replica_openapi.render_openapi())
 
-    async def _metrics(self, exchange: Exchange) -> None:
-        await exchange.answer(200, await self._scrape.text(), METRICS_TYPE)
+    async def _metrics(self, exchange: HttpExchange) -> None:
+        await exchange.send_response(200, await self._scrape.get_text(), METRICS_TYPE)
 
-    async def _exposition(self) -> bytes:
+    async def _render_metrics(self) -> bytes:
         replica = self._replica
-        replica.metrics.refresh(replica.engine.stats, ready=replica.state == "ready")
+        replica.metrics.update_stats(replica.engine.stats, ready=replica.state == "ready")
         shown = await asyncio.to_thread(replica.metrics.exposition)
         if replica.config.vllm_metrics:
             shown += await asyncio.to_thread(replica.metrics.vllm_exposition)
         return shown
 
-    async def _drain(self, exchange: Exchange) -> None:
+    async def _drain(self, exchange: HttpExchange) -> None:
         if b"origin" in exchange.headers:  # browsers let any page send this to their own machine
             raise ApiError(403, "origin_not_allowed", "Web pages may not drain a replica.")
-        raw = await exchange.body()
-        body = parse(DrainRequest, raw) if raw.strip() else DrainRequest()
+        raw = await exchange.read_body()
+        body = parse_body(DrainRequest, raw) if raw.strip() else DrainRequest()
         self._replica.drain(body.deadline_s)
-        await exchange.answer(200, _encode(Status(status="draining")))
+        await exchange.send_response(200, _encode(StatusResponse(status="draining")))

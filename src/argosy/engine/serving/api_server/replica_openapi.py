@@ -14,20 +14,20 @@ from argosy.protocol import (
     Completion,
     CompletionRequest,
     DetokenizeRequest,
+    DetokenizeResponse,
     DrainRequest,
     ErrorBody,
     KvEvent,
-    Load,
+    LoadResponse,
     ModelCard,
     ModelList,
-    Status,
-    Text,
+    StatusResponse,
     TokenizeRequest,
-    Tokens,
-    Version,
+    TokenizeResponse,
+    VersionResponse,
 )
 
-_GENERATE_ERRORS = {
+_GENERATION_ERRORS = {
     "400": "The request cannot be served; `param` names what to change.",
     "404": "The model is not served here.",
     "408": "No token within the request's time, or the body did not come.",
@@ -37,17 +37,28 @@ _GENERATE_ERRORS = {
     "500": "The engine failed.",
     "503": "Not ready, or draining; try again after `Retry-After`.",
 }
-_READ_ERRORS = {code: _GENERATE_ERRORS[code] for code in ("400", "404", "408", "413", "415", "503")}
-_ANY_ERROR = {"500": "An internal error; the log has it under the request id."}
+_UTILITY_ERRORS = {
+    code: _GENERATION_ERRORS[code] for code in ("400", "404", "408", "413", "415", "503")
+}
+_INTERNAL_ERROR = {"500": "An internal error; the log has it under the request id."}
 
 
 @functools.cache
-def document() -> bytes:
+def render_openapi() -> bytes:
     """The document as JSON."""
     bodies = (
         *(ChatCompletionRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest),
-        *(DrainRequest, ChatCompletion, Completion, Tokens, Text, ModelCard, ModelList, Status),
-        *(Version, Load, KvEvent, ErrorBody),
+        *(
+            DrainRequest,
+            ChatCompletion,
+            Completion,
+            TokenizeResponse,
+            DetokenizeResponse,
+            ModelCard,
+            ModelList,
+            StatusResponse,
+        ),
+        *(VersionResponse, LoadResponse, KvEvent, ErrorBody),
     )
     _, schemas = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
     return msgspec.json.encode(
@@ -65,9 +76,9 @@ def document() -> bytes:
 
 
 def _paths() -> dict[str, Any]:
-    generate = functools.partial(_operation, errors=_GENERATE_ERRORS)
-    read = functools.partial(_operation, errors=_READ_ERRORS)
-    look = functools.partial(_operation, errors={"503": _GENERATE_ERRORS["503"]})
+    generate = functools.partial(_body_operation, errors=_GENERATION_ERRORS)
+    read = functools.partial(_body_operation, errors=_UTILITY_ERRORS)
+    look = functools.partial(_body_operation, errors={"503": _GENERATION_ERRORS["503"]})
     return {
         "/v1/chat/completions": {
             "post": generate("chat", ChatCompletion, body=ChatCompletionRequest, streams=True)
@@ -89,30 +100,32 @@ def _paths() -> dict[str, Any]:
                 ]
             }
         },
-        "/tokenize": {"post": read("tokenize", Tokens, body=TokenizeRequest)},
-        "/detokenize": {"post": read("detokenize", Text, body=DetokenizeRequest)},
-        "/health": {"get": look("health", Status)},
-        "/ready": {"get": look("ready", Status)},
-        "/load": {"get": look("load", Load)},
+        "/tokenize": {"post": read("tokenize", TokenizeResponse, body=TokenizeRequest)},
+        "/detokenize": {"post": read("detokenize", DetokenizeResponse, body=DetokenizeRequest)},
+        "/health": {"get": look("health", StatusResponse)},
+        "/ready": {"get": look("ready", StatusResponse)},
+        "/load": {"get": look("load", LoadResponse)},
         "/kv_events": {
-            "get": _answers(
+            "get": _build_operation(
                 "followKvEvents",
-                {"text/event-stream": {"schema": _ref(KvEvent)}},
-                {"503": _GENERATE_ERRORS["503"]},
+                {"text/event-stream": {"schema": _schema_ref(KvEvent)}},
+                {"503": _GENERATION_ERRORS["503"]},
             )
         },
-        "/version": {"get": look("version", Version)},
-        "/drain": {"post": read("drain", Status, body=DrainRequest, optional_body=True)},
+        "/version": {"get": look("version", VersionResponse)},
+        "/drain": {"post": read("drain", StatusResponse, body=DrainRequest, optional_body=True)},
         "/metrics": {
-            "get": _answers("metrics", {"text/plain": {"schema": {"type": "string"}}}, {})
+            "get": _build_operation("metrics", {"text/plain": {"schema": {"type": "string"}}}, {})
         },
         "/openapi.json": {
-            "get": _answers("openapi", {"application/json": {"schema": {"type": "object"}}}, {})
+            "get": _build_operation(
+                "openapi", {"application/json": {"schema": {"type": "object"}}}, {}
+            )
         },
     }
 
 
-def _operation(
+def _body_operation(
     name: str,
     answer: type,
     *,
@@ -121,25 +134,25 @@ def _operation(
     streams: bool = False,
     optional_body: bool = False,
 ) -> dict[str, Any]:
-    content: dict[str, Any] = {"application/json": {"schema": _ref(answer)}}
+    content: dict[str, Any] = {"application/json": {"schema": _schema_ref(answer)}}
     if streams:
         content["text/event-stream"] = {"schema": {"type": "string"}}
-    operation = _answers(name, content, errors)
+    operation = _build_operation(name, content, errors)
     if body is not None:
         operation["requestBody"] = {
             "required": not optional_body,
-            "content": {"application/json": {"schema": _ref(body)}},
+            "content": {"application/json": {"schema": _schema_ref(body)}},
         }
     return operation
 
 
-def _answers(name: str, content: dict[str, Any], errors: dict[str, str]) -> dict[str, Any]:
-    error_content = {"application/json": {"schema": _ref(ErrorBody)}}
+def _build_operation(name: str, content: dict[str, Any], errors: dict[str, str]) -> dict[str, Any]:
+    error_content = {"application/json": {"schema": _schema_ref(ErrorBody)}}
     answers: dict[str, Any] = {"200": {"description": "The answer.", "content": content}}
-    for status, description in (errors | _ANY_ERROR).items():
+    for status, description in (errors | _INTERNAL_ERROR).items():
         answers[status] = {"description": description, "content": error_content}
     return {"operationId": name, "responses": answers}
 
 
-def _ref(body: type) -> dict[str, str]:
+def _schema_ref(body: type) -> dict[str, str]:
     return {"$ref": f"#/components/schemas/{body.__name__}"}

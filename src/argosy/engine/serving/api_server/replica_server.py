@@ -13,44 +13,44 @@ import structlog
 import uvloop
 
 from argosy.engine.engine_config import EngineConfig
-from argosy.engine.execution.checkpoint import locate
-from argosy.engine.serving.api_server.replica_app import App
-from argosy.engine.serving.api_server.replica_server_config import ServerConfig
-from argosy.engine.serving.api_server.replica_state import Engine, Replica
-from argosy.engine.serving.engine_core.core_start import EarlyCore
+from argosy.engine.execution.checkpoint import resolve_model_path
+from argosy.engine.serving.api_server.replica_app import ReplicaApp
+from argosy.engine.serving.api_server.replica_server_config import ReplicaServerConfig
+from argosy.engine.serving.api_server.replica_state import ReplicaEngine, ReplicaState
+from argosy.engine.serving.engine_core.core_start import PrestartedCore
 from argosy.engine.serving.engine_core.engine_client import (
     EngineClient,
     EngineFailedError,
-    Progress,
+    LoadProgressCallback,
 )
-from argosy.engine.serving.preprocessing.request_processor import Door
+from argosy.engine.serving.preprocessing.request_processor import RequestProcessor
 from argosy.engine.serving.text.chat_template import ChatTemplate
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.http_server import (
-    GOODBYE_S,
-    Certificates,
-    Listener,
-    calm_collector,
+    SHUTDOWN_GRACE_S,
+    CertificateWatcher,
+    HttpServer,
+    listen_url,
     listening_socket,
-    url_of,
+    tune_gc,
 )
-from argosy.process import heeding, raise_file_limit
-from argosy.telemetry import configure_logs
+from argosy.process import handle_signals, raise_file_limit
+from argosy.telemetry import configure_logging
 
-WATCH_S = 0.5
+ENGINE_POLL_INTERVAL_S = 0.5
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.server")
 
 
 @dataclass(frozen=True, slots=True)
-class TextTools:
+class TextProcessing:
     """How this model reads and writes text."""
 
     tokenizer: Tokenizer
     template: ChatTemplate
 
     @classmethod
-    def load(cls, path: Path, template: str | None) -> TextTools:
+    def load(cls, path: Path, template: str | None) -> TextProcessing:
         """From the checkpoint directory `path`; `template` is a file that replaces its chat template."""
         override = Path(template) if template is not None else None
         return cls(Tokenizer.load(path), ChatTemplate.load(path, override))
@@ -65,92 +65,98 @@ class ReplicaServer:
 
     def __init__(
         self,
-        config: ServerConfig,
+        config: ReplicaServerConfig,
         engine_config: EngineConfig,
         *,
-        engine: Engine,
-        load_text: Callable[[], TextTools],
+        engine: ReplicaEngine,
+        load_text_processing: Callable[[], TextProcessing],
         on_ready: Callable[[str], None],
     ) -> None:
         self._config = config
         self._engine_config = engine_config
         self._engine = engine
-        self._load_text = load_text
+        self._load_text_processing = load_text_processing
         self._on_ready = on_ready
-        self.replica = Replica(config, config.names_of(engine_config.model), engine)
-        self._certificates = None if config.tls is None else Certificates(config.tls)
-        self._listener = Listener(
-            App(self.replica), self._certificates, vanished_s=2 * config.slow_reader_timeout_s
+        self.replica_state = ReplicaState(
+            config, config.model_names_for(engine_config.model), engine
         )
-        self._leave = asyncio.Event()
-        self._at_once = asyncio.Event()
+        self._certificates = None if config.tls is None else CertificateWatcher(config.tls)
+        self._listener = HttpServer(
+            ReplicaApp(self.replica_state),
+            self._certificates,
+            dead_peer_timeout_s=2 * config.slow_reader_timeout_s,
+        )
+        self._stop_requested = asyncio.Event()
+        self._force_stop_requested = asyncio.Event()
 
     def stop(self) -> None:
         """Drain, then leave; called again, leave at once. Call it on the event loop's thread."""
-        if self._leave.is_set():
-            self.replica.end_all()
-            self._at_once.set()
-        self._leave.set()
+        if self._stop_requested.is_set():
+            self.replica_state.abort_all()
+            self._force_stop_requested.set()
+        self._stop_requested.set()
 
     async def run(self) -> None:
         """Serve until told to stop. Raises EngineFailedError when the engine cannot (go on to) serve."""
         config, certificates = self._config, self._certificates
         renew = None if certificates is None else certificates.reload
         listening = listening_socket(config.host, config.port, config.uds)
-        with heeding(self.stop, renew), listening as bound:
+        with handle_signals(self.stop, renew), listening as bound:
             await self._listen(bound)
 
     async def _listen(self, bound: socket.socket) -> None:
         listening = asyncio.create_task(self._listener.serve(sockets=[bound]))
         scheme = "http" if self._certificates is None else "https"
-        serving = asyncio.create_task(self._serve(url_of(bound, scheme)))
-        renewing = asyncio.create_task(self._renew())
-        leaving = asyncio.create_task(self._leave.wait())
+        serving = asyncio.create_task(self._serve_model(listen_url(bound, scheme)))
+        renewing = asyncio.create_task(self._watch_certificates())
+        leaving = asyncio.create_task(self._stop_requested.wait())
         try:
             await asyncio.wait({listening, serving, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            await self._drain()
+            await self._drain_requests()
         finally:
             leaving.cancel()
             renewing.cancel()
             serving.cancel()
             await self._engine.close()
-            self._listener.force_exit = self._at_once.is_set()
+            self._listener.force_exit = self._force_stop_requested.is_set()
             self._listener.stop()
             await listening
             with contextlib.suppress(asyncio.CancelledError):
                 await serving
 
-    async def _serve(self, url: str) -> None:
+    async def _serve_model(self, url: str) -> None:
         """Load, announce, and watch the engine; ends only by an error."""
-        loading = asyncio.create_task(asyncio.to_thread(self._load_text))
+        loading = asyncio.create_task(asyncio.to_thread(self._load_text_processing))
         try:
-            ready = await self._engine.start(self.replica.metrics.step_seen)
+            ready = await self._engine.start(self.replica_state.metrics.record_step)
             text = await loading
         finally:
             loading.cancel()
-        door = Door(text.tokenizer, text.template, ready, self._engine_config)
-        self.replica.open(door, text.tokenizer, ready)
-        log.info("ready", url=url, model=self.replica.names[0], backend=ready.backend)
+        door = RequestProcessor(text.tokenizer, text.template, ready, self._engine_config)
+        self.replica_state.on_model_loaded(door, text.tokenizer, ready)
+        log.info("ready", url=url, model=self.replica_state.model_names[0], backend=ready.backend)
         self._on_ready(url)
         while self._engine.state != "failed":  # noqa: ASYNC110 - the engine's state is all it shows
-            await asyncio.sleep(WATCH_S)
+            await asyncio.sleep(ENGINE_POLL_INTERVAL_S)
         raise EngineFailedError("the engine failed too often; see the log, then start it again")
 
-    async def _renew(self) -> None:
+    async def _watch_certificates(self) -> None:
         if self._certificates is not None:
             await self._certificates.watch()
 
-    async def _drain(self) -> None:
+    async def _drain_requests(self) -> None:
         deadline_s = self._config.drain_deadline_s
-        log.info("draining", deadline_s=deadline_s, in_flight=self.replica.in_flight)
-        self.replica.drain(deadline_s)
+        log.info(
+            "draining", deadline_s=deadline_s, in_flight=self.replica_state.http_requests_in_flight
+        )
+        self.replica_state.drain(deadline_s)
         if self._engine.state in {"failed", "starting"}:
-            self.replica.end_all()
-        drained = asyncio.create_task(self.replica.drained())
-        at_once = asyncio.create_task(self._at_once.wait())
+            self.replica_state.abort_all()
+        drained = asyncio.create_task(self.replica_state.wait_drained())
+        at_once = asyncio.create_task(self._force_stop_requested.wait())
         await asyncio.wait(
             {drained, at_once},
-            timeout=deadline_s + GOODBYE_S,
+            timeout=deadline_s + SHUTDOWN_GRACE_S,
             return_when=asyncio.FIRST_COMPLETED,
         )
         drained.cancel()
@@ -158,12 +164,12 @@ class ReplicaServer:
 
 
 def serve_replica(
-    config: ServerConfig,
+    config: ReplicaServerConfig,
     engine_config: EngineConfig,
     *,
     on_ready: Callable[[str], None] | None = None,
-    progress: Progress | None = None,
-    early: EarlyCore | None = None,
+    on_load_progress: LoadProgressCallback | None = None,
+    prestarted_core: PrestartedCore | None = None,
 ) -> None:
     """Serve one model until SIGTERM or SIGINT; returns when everything is closed.
 
@@ -171,12 +177,12 @@ def serve_replica(
 
     Raises EngineFailedError, ValueError or OSError, each saying what to change, when it cannot.
     """
-    configure_logs(config.log_format, config.log_level, config.log_name)
+    configure_logging(config.log_format, config.log_level, config.log_name)
     raise_file_limit()
-    path = locate(engine_config.model, engine_config.revision)
+    path = resolve_model_path(engine_config.model, engine_config.revision)
 
     def ready(url: str) -> None:
-        calm_collector()
+        tune_gc()
         if on_ready is not None:
             on_ready(url)
 
@@ -186,13 +192,13 @@ def serve_replica(
             engine_config,
             engine=EngineClient(
                 engine_config,
-                progress=progress,
+                on_load_progress=on_load_progress,
                 log_format=config.log_format,
                 log_level=config.log_level,
                 log_name=config.log_name,
-                early=early,
+                prestarted_core=prestarted_core,
             ),
-            load_text=lambda: TextTools.load(path, config.chat_template),
+            load_text_processing=lambda: TextProcessing.load(path, config.chat_template),
             on_ready=ready,
         )
         await server.run()

@@ -10,7 +10,7 @@ import msgspec
 from argosy.http_server import TlsConfig
 
 
-class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ReplicaServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where the replica listens and how it treats its clients. Times are in seconds."""
 
     host: str = "127.0.0.1"
@@ -27,7 +27,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     body_limit_bytes: int = 32 * 1024 * 1024
     body_timeout_s: float = 60.0
     """A request whose body is not complete after this long is refused."""
-    keep_alive_s: float = 15.0
+    sse_keepalive_interval_s: float = 15.0
     """A stream that is silent for this long carries a comment."""
     slow_reader_timeout_s: float = 30.0
     """A client that takes nothing for this long is cut off."""
@@ -42,7 +42,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     log_name: str = ""
     """What the log calls this replica, where several write to one."""
 
-    def names_of(self, model: str) -> tuple[str, ...]:
+    def model_names_for(self, model: str) -> tuple[str, ...]:
         """Names for `model`: those set, or its own (a directory's last part, a hub repository's name)."""
         path = Path(model)
         own = path.resolve().name if path.is_dir() else model

@@ -10,19 +10,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from argosy.engine.serving.api_server.generation import Generation, Generator
-from argosy.engine.serving.api_server.replica_server_config import ServerConfig
-from argosy.engine.serving.core_messages import Ready, Stats
-from argosy.engine.serving.engine_core.kv_cache_view import KvLedger
-from argosy.engine.serving.preprocessing.request_processor import Door
+from argosy.engine.serving.api_server.generation import Generation, TokenGenerator
+from argosy.engine.serving.api_server.replica_server_config import ReplicaServerConfig
+from argosy.engine.serving.core_messages import CoreReady, CoreStats
+from argosy.engine.serving.engine_core.kv_cache_view import KvCacheView
+from argosy.engine.serving.preprocessing.request_processor import RequestProcessor
 from argosy.engine.serving.text.tokenizer import Tokenizer
-from argosy.protocol import ApiError, Load
-from argosy.telemetry import Metrics
+from argosy.protocol import ApiError, LoadResponse
+from argosy.telemetry import ReplicaMetrics
 
-Lifecycle = Literal["starting", "ready", "restarting", "draining", "failed", "stopped"]
+ReplicaLifecycle = Literal["starting", "ready", "restarting", "draining", "failed", "stopped"]
 
 
-class Engine(Generator, Protocol):
+class ReplicaEngine(TokenGenerator, Protocol):
     """What the server needs of the engine's client."""
 
     @property
@@ -30,18 +30,18 @@ class Engine(Generator, Protocol):
         """Where the core stands."""
 
     @property
-    def info(self) -> Ready:
+    def info(self) -> CoreReady:
         """What the core said when it became ready."""
 
     @property
-    def stats(self) -> Stats:
+    def stats(self) -> CoreStats:
         """The core's state after its last step."""
 
     @property
-    def kv(self) -> KvLedger:
+    def kv_cache_view(self) -> KvCacheView:
         """What requests would find in the prefix cache."""
 
-    async def start(self, on_step: Callable[[Stats], None] | None = None) -> Ready:
+    async def start(self, on_step: Callable[[CoreStats], None] | None = None) -> CoreReady:
         """Start and wait until it serves, telling of each step; raises when it cannot."""
         ...
 
@@ -50,70 +50,76 @@ class Engine(Generator, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Service:
+class LoadedModel:
     """What there is once the model is loaded."""
 
-    door: Door
+    processor: RequestProcessor
     tokenizer: Tokenizer
-    ready: Ready
-    created: int
+    ready: CoreReady
+    created_at: int
     """Unix time in seconds at which serving began."""
 
 
-class Replica:
+class ReplicaState:
     """One model behind one engine; belongs to one event loop."""
 
-    def __init__(self, config: ServerConfig, names: tuple[str, ...], engine: Engine) -> None:
+    def __init__(
+        self, config: ReplicaServerConfig, model_names: tuple[str, ...], engine: ReplicaEngine
+    ) -> None:
         self.config = config
-        self.names = names
+        self.model_names = model_names
         self.engine = engine
-        self.metrics = Metrics(names[0])
-        self.in_flight = 0
+        self.metrics = ReplicaMetrics(model_names[0])
+        self.http_requests_in_flight = 0
         """HTTP requests being answered, of any kind."""
-        self._working = 0
-        self._service: Service | None = None
+        self._generation_requests = 0
+        self._model: LoadedModel | None = None
         self._draining = False
-        self._running: dict[Generation, str] = {}
+        self._senders: dict[Generation, str] = {}
         """Who sent each: see `generation_begins`."""
         self._idle = asyncio.Event()
         self._idle.set()
-        self._deadline: asyncio.TimerHandle | None = None
+        self._drain_timer: asyncio.TimerHandle | None = None
 
     # --- lifecycle -------------------------------------------------------------------------------
 
     @property
-    def state(self) -> Lifecycle:
+    def state(self) -> ReplicaLifecycle:
         """Where the replica stands; it takes requests only when "ready"."""
         if self._draining:
             return "draining"
-        if self._service is None and self.engine.state == "ready":
+        if self._model is None and self.engine.state == "ready":
             return "starting"
         return self.engine.state
 
-    def open(self, door: Door, tokenizer: Tokenizer, ready: Ready) -> None:
+    def on_model_loaded(
+        self, processor: RequestProcessor, tokenizer: Tokenizer, ready: CoreReady
+    ) -> None:
         """The model is loaded: take requests."""
-        self._service = Service(door, tokenizer, ready, int(time.time()))
-        self.metrics.kv_layout(ready.block_size, ready.num_blocks)
+        self._model = LoadedModel(processor, tokenizer, ready, int(time.time()))
+        self.metrics.set_kv_layout(ready.block_size, ready.num_blocks)
 
-    def loaded(self) -> Service:
+    def require_loaded(self) -> LoadedModel:
         """The service, also while draining. Raises ApiError 503 before the model is loaded."""
-        if self._service is None:
-            raise self.unavailable()
-        return self._service
+        if self._model is None:
+            raise self.unavailable_error()
+        return self._model
 
-    def service(self) -> Service:
+    def require_ready(self) -> LoadedModel:
         """The service, for new work. Raises ApiError 503 when none is taken now."""
-        if self._service is None or self.state != "ready":
-            raise self.unavailable()
-        return self._service
+        if self._model is None or self.state != "ready":
+            raise self.unavailable_error()
+        return self._model
 
     def check_model(self, name: str) -> None:
         """Raises ApiError 404 when `name` is not served here."""
-        if name not in self.names:
-            message = f"The model {name[:200]!r} is not served here. Use {', '.join(self.names)}."
+        if name not in self.model_names:
+            message = (
+                f"The model {name[:200]!r} is not served here. Use {', '.join(self.model_names)}."
+            )
             raise ApiError(404, "model_not_found", message, param="model")
 
-    def unavailable(self) -> ApiError:
+    def unavailable_error(self) -> ApiError:
         """Why no new work is taken now."""
         state = self.state
         code = "draining" if state == "draining" else "engine_unavailable"
@@ -129,64 +135,64 @@ class Replica:
     def drain(self, deadline_s: float | None) -> None:
         """Take nothing new; end what still runs after `deadline_s` (None: let it finish)."""
         self._draining = True
-        self.engine.kv.close()  # nobody routes by it any more, and whoever reads it would keep us from ending
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
+        self.engine.kv_cache_view.close()  # nobody routes by it any more, and whoever reads it would keep us from ending
+        if self._drain_timer is not None:
+            self._drain_timer.cancel()
+            self._drain_timer = None
         if deadline_s is not None:
             loop = asyncio.get_running_loop()
-            self._deadline = loop.call_later(deadline_s, self.end_all)
+            self._drain_timer = loop.call_later(deadline_s, self.abort_all)
 
-    def end_all(self) -> None:
+    def abort_all(self) -> None:
         """End every running request with the error code `draining`."""
         message = "The replica is going away and its deadline has passed. Send the request again."
-        for generation in list(self._running):
+        for generation in list(self._senders):
             generation.fail(
                 ApiError(503, "draining", message, retry_after_s=self.config.retry_after_s)
             )
 
-    async def drained(self) -> None:
+    async def wait_drained(self) -> None:
         """Wait until no HTTP request is being answered."""
         await self._idle.wait()
 
     # --- what runs -------------------------------------------------------------------------------
 
-    def request_begins(self) -> None:
+    def on_request_start(self) -> None:
         """An HTTP request came."""
-        self.in_flight += 1
+        self.http_requests_in_flight += 1
         self._idle.clear()
 
-    def request_ends(self) -> None:
+    def on_request_end(self) -> None:
         """Its answer is complete, or nobody waits for it."""
-        self.in_flight -= 1
-        if not self.in_flight:
+        self.http_requests_in_flight -= 1
+        if not self.http_requests_in_flight:
             self._idle.set()
 
     @contextlib.contextmanager
-    def working(self) -> Iterator[None]:
+    def track_generation(self) -> Iterator[None]:
         """While inside, one more request for generation counts as load."""
-        self._working += 1
+        self._generation_requests += 1
         try:
             yield
         finally:
-            self._working -= 1
+            self._generation_requests -= 1
 
-    def generation_begins(self, generation: Generation, gateway: str) -> None:
+    def on_generation_start(self, generation: Generation, gateway: str) -> None:
         """A request goes to the engine, sent by this gateway; empty: by none."""
-        self._running[generation] = gateway
+        self._senders[generation] = gateway
 
-    def generation_ends(self, generation: Generation) -> None:
+    def on_generation_end(self, generation: Generation) -> None:
         """It has ended, in whatever way."""
-        self._running.pop(generation, None)
+        self._senders.pop(generation, None)
 
-    def load(self, gateway: str) -> Load:
+    def load_report(self, gateway: str) -> LoadResponse:
         """What this gateway needs to know."""
         stats = self.engine.stats
-        ready = self._service.ready if self._service else None
-        return Load(
-            server_load=self._working,
+        ready = self._model.ready if self._model else None
+        return LoadResponse(
+            server_load=self._generation_requests,
             state=self.state,
-            models=list(self.names),
+            models=list(self.model_names),
             running=stats.running,
             waiting=stats.waiting,
             queued_tokens=stats.queued_tokens,
@@ -199,13 +205,13 @@ class Replica:
             step=stats.step,
             step_s=stats.step_s,
             prefill_tokens_per_s=stats.prefill_tokens_per_s,
-            decode_s=stats.decode_s,
-            others=self._others(gateway),
+            decode_s=stats.inter_token_s,
+            other_gateways=self._other_gateways(gateway),
         )
 
-    def _others(self, gateway: str) -> list[dict[int, int]]:
+    def _other_gateways(self, gateway: str) -> list[dict[int, int]]:
         others: dict[str, Counter[int]] = {}
-        for generation, sender in self._running.items():
+        for generation, sender in self._senders.items():
             if sender != gateway:
                 others.setdefault(sender, Counter())[generation.tier] += 1
         return list(others.values())

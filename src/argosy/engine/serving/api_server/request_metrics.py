@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from argosy.engine.serving.api_server.replica_state import Replica
+from argosy.engine.serving.api_server.replica_state import ReplicaState
 from argosy.engine.serving.core_messages import Delta
 from argosy.engine.serving.text.choice import Choice
 from argosy.protocol import ApiError
@@ -13,24 +13,24 @@ from argosy.telemetry import SequenceTimes
 
 
 @dataclass(slots=True)
-class _Timeline:
+class _SequenceTimeline:
     queued_s: float | None = None
-    first_token: float | None = None
-    last_token: float | None = None
+    first_token_at: float | None = None
+    last_token_at: float | None = None
 
 
-class Recorder:
+class RequestMetrics:
     """Observes one request that went to the engine. Times are `time.monotonic` seconds."""
 
-    def __init__(self, replica: Replica, choices: list[Choice], arrived: float) -> None:
+    def __init__(self, replica: ReplicaState, choices: list[Choice], arrived_at: float) -> None:
         self._replica = replica
         self._choices = choices
-        self._arrived = arrived
-        self._submitted = time.monotonic()
-        self._timelines = [_Timeline() for _ in choices]
-        replica.metrics.accepted(len(choices))
+        self._arrived_at = arrived_at
+        self._submitted_at = time.monotonic()
+        self._timelines = [_SequenceTimeline() for _ in choices]
+        replica.metrics.record_accepted(len(choices))
 
-    def progress(self, choice: Choice, delta: Delta) -> None:
+    def record_delta(self, choice: Choice, delta: Delta) -> None:
         """A delta came."""
         metrics = self._replica.metrics
         line = self._timelines[choice.index]
@@ -38,43 +38,49 @@ class Recorder:
             line.queued_s = delta.queue_s
         if delta.tokens:
             now = time.monotonic()
-            if line.first_token is None or line.last_token is None:
-                line.first_token = now
-                metrics.first_token(now - self._arrived)
+            if line.first_token_at is None or line.last_token_at is None:
+                line.first_token_at = now
+                metrics.record_first_token(now - self._arrived_at)
             else:
-                metrics.next_tokens(now - line.last_token)
-            line.last_token = now
+                metrics.record_inter_token_gap(now - line.last_token_at)
+            line.last_token_at = now
 
-    def ended(self, reason: str | None) -> None:
+    def record_end(self, reason: str | None) -> None:
         """The request is over; `reason` says why when it did not run to its end."""
         metrics = self._replica.metrics
         now = time.monotonic()
         if reason is not None:
-            metrics.aborted(reason)
+            metrics.record_abort(reason)
         for choice, line in zip(self._choices, self._timelines, strict=True):
             times = SequenceTimes(
-                arrived=self._arrived,
+                arrived_at=self._arrived_at,
                 queued_s=line.queued_s,
-                submitted=self._submitted,
-                first_token=line.first_token,
-                last_token=line.last_token,
-                ended=now,
+                submitted_at=self._submitted_at,
+                first_token_at=line.first_token_at,
+                last_token_at=line.last_token_at,
+                ended_at=now,
             )
-            metrics.sequence_ended(
-                choice.finish or ("error" if reason in _FAULTS else "cancelled"),
+            metrics.record_sequence_end(
+                choice.finish_reason or ("error" if reason in _ENGINE_ERROR_CODES else "cancelled"),
                 times,
                 prompt_tokens=len(choice.prompt.token_ids),
-                output_tokens=choice.generated,
+                output_tokens=choice.generated_tokens,
                 max_tokens=choice.request.params.max_tokens,
             )
 
 
-_FAULTS = frozenset({"engine_error", "engine_unavailable", "internal_error"})
-_REASONS = _FAULTS | {"client_closed_request", "draining", "cancelled", "timeout", "slow_reader"}
+_ENGINE_ERROR_CODES = frozenset({"engine_error", "engine_unavailable", "internal_error"})
+_ABORT_REASONS = _ENGINE_ERROR_CODES | {
+    "client_closed_request",
+    "draining",
+    "cancelled",
+    "timeout",
+    "slow_reader",
+}
 
 
-def reason_of(error: BaseException) -> str:
+def abort_reason(error: BaseException) -> str:
     """The bounded name under which `error` is counted."""
     if isinstance(error, ApiError):
-        return error.code if error.code in _REASONS else "other"
+        return error.code if error.code in _ABORT_REASONS else "other"
     return "internal_error"

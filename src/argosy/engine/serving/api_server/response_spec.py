@@ -7,85 +7,94 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from argosy.engine.serving.api_server.logprob_formatter import LogprobWriter
-from argosy.engine.serving.preprocessing.request_processor import Context, Job
-from argosy.engine.serving.text.choice import Choice, Prompt, ScoredPrompt
+from argosy.engine.serving.api_server.logprob_formatter import LogprobFormatter
+from argosy.engine.serving.preprocessing.request_processor import GatewayHeaders, PreparedRequest
+from argosy.engine.serving.text.choice import Choice, PromptState, ScoringChoice
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.protocol import (
-    CachedTokens,
     GenerationRequest,
+    PromptTokenUsageInfo,
     StreamOptions,
     Usage,
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Frame:
+class ResponseSpec:
     """One answer's identity, choices and options."""
 
     id: str
-    created: int
+    created_at: int
     """Unix time in seconds."""
     model: str
     choices: list[Choice]
-    prompts: list[Prompt]
-    logprobs: LogprobWriter | None
+    prompts: list[PromptState]
+    logprob_formatter: LogprobFormatter | None
     """None when no log-probabilities are wanted."""
-    prompt_logprobs: LogprobWriter | None
+    prompt_logprob_formatter: LogprobFormatter | None
     """The same for vLLM's records of the prompt."""
-    token_ids: bool
+    include_token_ids: bool
     """Token ids are wanted beside the text."""
-    usage_chunk: bool
-    running_usage: bool
-    journal: bool
+    include_usage: bool
+    continuous_usage: bool
+    include_resume_metadata: bool
     """The stream tells a gateway where it can be carried on, and goes on where a cut one ended."""
-    cached_before: int
+    resumed_cached_tokens: int
     """Cached tokens that the cut one told of the prompts that it began."""
-    told: list[int]
+    delivered_tokens: list[int]
     """How many tokens of each choice that one has told."""
 
     @classmethod
-    def of(cls, body: GenerationRequest, job: Job, tokenizer: Tokenizer, context: Context) -> Frame:
+    def from_request(
+        cls,
+        body: GenerationRequest,
+        prepared: PreparedRequest,
+        tokenizer: Tokenizer,
+        headers: GatewayHeaders,
+    ) -> ResponseSpec:
         """The frame of the answer to `body`."""
-        name = LogprobWriter.by_id if body.return_tokens_as_token_ids else LogprobWriter.by_text
-        skips = job.requests[0].params.skip_special_tokens
+        name = (
+            LogprobFormatter.by_id if body.return_tokens_as_token_ids else LogprobFormatter.by_text
+        )
+        skips = prepared.requests[0].params.skip_special_tokens
         writer = name(tokenizer, tokenizer.special_ids if skips else frozenset())
-        leads = job.requests[:: job.n]
-        echoes: Sequence[str | None] = job.echo or [None] * len(leads)
+        leads = prepared.requests[:: prepared.n]
+        echoes: Sequence[str | None] = prepared.echo_texts or [None] * len(leads)
         told = [
-            context.told(index, len(request.output)) for index, request in enumerate(job.requests)
+            headers.delivered_tokens(index, len(request.resumed_tokens))
+            for index, request in enumerate(prepared.requests)
         ]
-        carried_on = told if context.cached is not None else []
-        begun = {index // job.n for index, tokens in enumerate(carried_on) if tokens}
+        carried_on = told if headers.resumed_cached_tokens is not None else []
+        begun = {index // prepared.n for index, tokens in enumerate(carried_on) if tokens}
         prompts = [
-            Prompt(token_ids=lead.prompt, echo=echo, begun=index in begun)
+            PromptState(token_ids=lead.prompt, echo_text=echo, is_resumed=index in begun)
             for index, (lead, echo) in enumerate(zip(leads, echoes, strict=True))
         ]
-        kind = ScoredPrompt if job.scoring else Choice
+        kind = ScoringChoice if prepared.is_scoring else Choice
         options = body.stream_options or StreamOptions()
         return cls(
-            id=context.request_id,
-            created=int(time.time()) if context.created is None else context.created,
+            id=headers.request_id,
+            created_at=int(time.time()) if headers.created_at is None else headers.created_at,
             model=body.model,
             choices=[
                 kind(
                     index,
                     request,
-                    prompts[index // job.n],
+                    prompts[index // prepared.n],
                     tokenizer,
-                    told=index in job.told,
+                    is_complete=index in prepared.completed_choices,
                 )
-                for index, request in enumerate(job.requests)
+                for index, request in enumerate(prepared.requests)
             ],
             prompts=prompts,
-            logprobs=None if job.logprobs is None else writer,
-            prompt_logprobs=None if body.prompt_logprobs is None else writer,
-            token_ids=bool(body.return_token_ids),
-            usage_chunk=bool(options.include_usage),
-            running_usage=bool(options.include_usage and options.continuous_usage_stats),
-            journal=context.journal,
-            cached_before=context.cached or 0,
-            told=told,
+            logprob_formatter=None if prepared.logprobs is None else writer,
+            prompt_logprob_formatter=None if body.prompt_logprobs is None else writer,
+            include_token_ids=bool(body.return_token_ids),
+            include_usage=bool(options.include_usage),
+            continuous_usage=bool(options.include_usage and options.continuous_usage_stats),
+            include_resume_metadata=headers.wants_resume_metadata,
+            resumed_cached_tokens=headers.resumed_cached_tokens or 0,
+            delivered_tokens=told,
         )
 
     def usage(self) -> Usage:
@@ -96,24 +105,24 @@ class Frame:
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
             total_tokens=prompt_tokens + completion_tokens,
-            prompt_tokens_details=CachedTokens(cached_tokens=self.cached_tokens),
+            prompt_tokens_details=PromptTokenUsageInfo(cached_tokens=self.cached_tokens),
         )
 
     @property
     def cached_tokens(self) -> int:
         """Those of the prompts, each where the answer to it began: a seam changes no usage."""
-        return self.cached_before + sum(prompt.cached_tokens for prompt in self.prompts)
+        return self.resumed_cached_tokens + sum(prompt.cached_tokens for prompt in self.prompts)
 
-    def carries_on(self, choice: Choice) -> bool:
+    def is_resumed(self, choice: Choice) -> bool:
         """Whether the choice's beginning has been told, by the stream that this one carries on."""
-        return self.told[choice.index] > 0
+        return self.delivered_tokens[choice.index] > 0
 
     @property
-    def nothing_in_time(self) -> bool:
+    def has_timed_out_empty(self) -> bool:
         """Whether the request ran out of its time before its first token."""
-        return all(c.finish == "timeout" and not c.output_tokens for c in self.choices)
+        return all(c.finish_reason == "timeout" and not c.output_tokens for c in self.choices)
 
 
-def new_id(prefix: str) -> str:
+def new_response_id(prefix: str) -> str:
     """A fresh id: `chatcmpl-...`, `cmpl-...`."""
     return f"{prefix}-{uuid.uuid4().hex}"

@@ -15,37 +15,42 @@ from typing import NoReturn
 import structlog
 
 from argosy.engine.engine_config import EngineConfig
-from argosy.engine.execution.executor import Flight
-from argosy.engine.execution.executor_loader import build
-from argosy.engine.scheduling import Limits, Plan, Scheduler
-from argosy.engine.scheduling.batching_policy import Batching, Continuous, Dynamic, Static
+from argosy.engine.execution.executor import StepHandle
+from argosy.engine.execution.executor_loader import load_executor
+from argosy.engine.scheduling import Scheduler, SchedulerLimits, StepPlan
+from argosy.engine.scheduling.batching_policy import (
+    BatchingPolicy,
+    ContinuousBatching,
+    DynamicBatching,
+    StaticBatching,
+)
 from argosy.engine.serving.core_messages import (
+    CoreReady,
+    CoreStats,
     Delta,
     EngineRequest,
     KvChange,
-    Outputs,
-    Ready,
-    Stats,
+    StepOutputs,
 )
-from argosy.engine.serving.engine_core.delta_builder import Deltas
+from argosy.engine.serving.engine_core.delta_builder import DeltaBuilder
 from argosy.engine.serving.engine_core.phase_seconds import PhaseSeconds
-from argosy.engine.serving.engine_core.speed_estimator import Speed
-from argosy.protocol import NAME_BYTES
+from argosy.engine.serving.engine_core.speed_estimator import SpeedEstimator
+from argosy.protocol import BLOCK_NAME_BYTES
 
 log = structlog.get_logger(__name__)
 
-MAX_FAILED_STEPS = 64
+MAX_CONSECUTIVE_FAILED_STEPS = 64
 """So many failed steps in a row mean that the worker itself is broken."""
-QUEUE_REPORT_S = 0.1
+QUEUE_REPORT_INTERVAL_S = 0.1
 """What waits is summed up so often, and when nothing does: that holds until the next step, whenever it comes."""
-KV_REPORT_S = 0.05
+KV_REPORT_INTERVAL_S = 0.05
 """What decoding makes of blocks is told so often; what prompts make of them, with their first tokens."""
-PREPARE_EVERY = 32
+PREPARE_INTERVAL_STEPS = 32
 """While there is something to compute, what makes steps faster waits for so many of them."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Crashed:
+class _FailedLaunch:
     """A step that could not even be launched; those before it are landed first."""
 
     error: Exception
@@ -64,206 +69,215 @@ class EngineCore:
         clock: Callable[[], float],
         progress: Callable[[str, float], None],
     ) -> None:
-        built = build(config, progress)
+        built = load_executor(config, progress)
         self._clock = clock
         self._request_timeout_s = config.request_timeout_s
         self.executor = built.executor
         limits = built.limits
         self.scheduler = Scheduler(
-            Limits(
+            SchedulerLimits(
                 max_seqs=limits.max_seqs,
                 max_step_tokens=limits.max_step_tokens,
                 block_size=limits.block_size,
                 num_blocks=limits.num_blocks,
                 host_blocks=limits.host_blocks,
-                prefill_share=config.prefill_share,
+                max_prefill_fraction=config.max_prefill_fraction,
                 watermark=config.watermark,
                 prefix_cache=config.prefix_cache,
                 ridge_tokens=built.ridge_tokens,
             ),
-            _batching(config),
+            _build_batching_policy(config),
         )
-        self.ready = Ready(
+        self.info = CoreReady(
             max_model_len=limits.max_model_len,
-            vocab_size=built.spec.vocab_size,
-            eos_token_ids=list(built.spec.eos_token_ids),
+            vocab_size=built.architecture.vocab_size,
+            eos_token_ids=list(built.architecture.eos_token_ids),
             block_size=limits.block_size,
             num_blocks=limits.num_blocks,
             max_seqs=limits.max_seqs,
             kv_bytes_per_token=built.kv_bytes_per_token,
-            parameters=built.spec.parameters,
+            parameters=built.architecture.num_parameters,
             load_s=built.load_s,
             backend=built.backend,
             fingerprint=built.fingerprint,
-            digest=built.digest,
+            model_digest=built.digest,
         )
-        self._eos = frozenset(built.spec.eos_token_ids)
-        self._deltas = Deltas(limits.block_size)
-        self._news: list[Delta] = []
+        self._eos_token_ids = frozenset(built.architecture.eos_token_ids)
+        self._delta_builder = DeltaBuilder(limits.block_size)
+        self._pending_deltas: list[Delta] = []
         """Deltas that came up between steps."""
-        self._inflight = built.inflight
-        self._flights: deque[tuple[Plan, Flight]] = deque()
+        self._max_steps_in_flight = built.max_steps_in_flight
+        self._steps_in_flight: deque[tuple[StepPlan, StepHandle]] = deque()
         """Steps under way, the oldest first."""
-        self._failures = 0
-        self._spent = PhaseSeconds()
-        self._speed = Speed()
+        self._consecutive_failures = 0
+        self._phase_seconds = PhaseSeconds()
+        self._speed = SpeedEstimator()
         self._queued_tokens = 0
-        self._queued_at = float("-inf")
-        self._kv_told_at = float("-inf")
-        self._kv_told_begun = 0
+        self._queue_reported_at = float("-inf")
+        self._kv_reported_at = float("-inf")
+        self._kv_reported_starts = 0
 
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
-        requests = self.scheduler.has_work or self._news or self._flights
-        return bool(requests) or self.executor.unprepared > 0
+        requests = self.scheduler.has_work or self._pending_deltas or self._steps_in_flight
+        return bool(requests) or self.executor.pending_preparations > 0
 
     def add(self, request: EngineRequest) -> None:
         """Line up a request; one that the door should have refused is answered with an error delta."""
         params = request.params
-        problem = self._problem(request)
+        problem = self._rejection_reason(request)
         if problem is not None:
-            self._news.append(Delta(id=request.id, finish="error", error=problem))
+            self._pending_deltas.append(Delta(id=request.id, finish_reason="error", error=problem))
             return
         stops = frozenset(params.stop_token_ids)
         seq = self.scheduler.add(
             id=request.id,
             prompt=request.prompt,
-            output=request.output,
+            output=request.resumed_tokens,
             params=params,
-            stops=stops if params.ignore_eos else stops | self._eos,
+            stop_token_ids=stops if params.ignore_eos else stops | self._eos_token_ids,
             now=self._clock(),
-            domain=request.domain,
+            cache_domain=request.cache_domain,
             tenant=request.tenant,
             tier=request.tier,
             weight=request.weight,
             timeout_s=self._request_timeout_s if request.timeout_s is None else request.timeout_s,
-            lead=request.lead,
+            parent_id=request.parent_id,
         )
-        self._deltas.enter(seq)
+        self._delta_builder.add_request(seq)
 
-    def abort(self, ids: list[str]) -> None:
+    def abort(self, request_ids: list[str]) -> None:
         """End these requests; their blocks are free at once. Those that have ended are passed over."""
-        for request_id in ids:
+        for request_id in request_ids:
             seq = self.scheduler.cancel(request_id)
             if seq is not None:
-                self._news.append(self._deltas.last(seq, "cancelled"))
+                self._pending_deltas.append(self._delta_builder.build_final_delta(seq, "cancelled"))
 
-    def step(self) -> Outputs:
+    def step(self) -> StepOutputs:
         """Run one engine step. Raises only when step after step fails: the worker is then broken."""
         now = self._clock()
-        deltas, self._news = self._news, []
-        deltas += [self._deltas.last(seq, "timeout") for seq in self.scheduler.expire(now)]
+        deltas, self._pending_deltas = self._pending_deltas, []
+        deltas += [
+            self._delta_builder.build_final_delta(seq, "timeout")
+            for seq in self.scheduler.expire(now)
+        ]
         plan = self.scheduler.schedule(now)
-        if self.executor.unprepared and not (plan.tokens and plan.step % PREPARE_EVERY):
-            self.executor.prepare()
+        if self.executor.pending_preparations and not (
+            plan.total_tokens and plan.step % PREPARE_INTERVAL_STEPS
+        ):
+            self.executor.prepare_next()
         planned = self._clock()
-        self._spent.plan += planned - now
-        depth = self._inflight if plan.tokens else 0
+        self._phase_seconds.plan += planned - now
+        depth = self._max_steps_in_flight if plan.total_tokens else 0
         try:
-            flight = self.executor.launch(plan)
+            flight = self.executor.submit(plan)
         except Exception as error:  # noqa: BLE001 - whatever it was, it is this step's result
-            flight, depth = _Crashed(error), 0
-        self._flights.append((plan, flight))
-        while len(self._flights) > depth:
-            deltas += self._land()
-        return Outputs(deltas, self._stats(plan, now, planned), self._kv_change(now))
+            flight, depth = _FailedLaunch(error), 0
+        self._steps_in_flight.append((plan, flight))
+        while len(self._steps_in_flight) > depth:
+            deltas += self._collect_step()
+        return StepOutputs(
+            deltas, self._build_stats(plan, now, planned), self._build_kv_change(now)
+        )
 
-    def _problem(self, request: EngineRequest) -> str | None:
+    def _rejection_reason(self, request: EngineRequest) -> str | None:
         """Why a request cannot be run at all."""
-        total = len(request.prompt) + max(request.params.max_tokens, len(request.output))
+        total = len(request.prompt) + max(request.params.max_tokens, len(request.resumed_tokens))
         if request.id in self.scheduler.requests:
             return "the request id is in use"
         if not request.prompt:
             return "the prompt has no tokens"
-        if total > self.ready.max_model_len:
-            return f"{total} tokens exceed the {self.ready.max_model_len} that fit"
+        if total > self.info.max_model_len:
+            return f"{total} tokens exceed the {self.info.max_model_len} that fit"
         return None
 
-    def _land(self) -> list[Delta]:
+    def _collect_step(self) -> list[Delta]:
         """Wait for the oldest step under way and take in what it gave."""
-        plan, flight = self._flights.popleft()
+        plan, flight = self._steps_in_flight.popleft()
         try:
             result = flight.result()
         except Exception as error:
-            log.exception("step_failed", failures=self._failures)
-            return self._recover(error)
+            log.exception("step_failed", failures=self._consecutive_failures)
+            return self._recover_from_failure(error)
         landed = self._clock()
-        self._failures = 0
+        self._consecutive_failures = 0
         deltas = []
         for item in self.scheduler.commit(result):
-            delta = self._deltas.of(plan, result, item)
+            delta = self._delta_builder.build_delta(plan, result, item)
             if delta is not None:
                 deltas.append(delta)
-        self._spent.add(result.durations, self._clock() - landed)
-        self._speed.add(plan, result.durations)
+        self._phase_seconds.record_step(result.durations, self._clock() - landed)
+        self._speed.record_step(plan, result.durations)
         return deltas
 
-    def _recover(self, error: Exception) -> list[Delta]:
+    def _recover_from_failure(self, error: Exception) -> list[Delta]:
         """A step raised: whoever was alone in it ends; everyone else starts over from their tokens."""
-        self._failures += 1
-        if self._failures > MAX_FAILED_STEPS:
+        self._consecutive_failures += 1
+        if self._consecutive_failures > MAX_CONSECUTIVE_FAILED_STEPS:
             raise error
-        if _out_of_memory(error):
-            self.scheduler.shrink()
-        self._flights.clear()
-        ended = self.scheduler.fail()
+        if _is_out_of_memory(error):
+            self.scheduler.halve_token_budget()
+        self._steps_in_flight.clear()
+        ended = self.scheduler.recover_failed_step()
         self.executor.reset()
         reason = "the engine failed on this request; the error is in the server's log"
-        return [self._deltas.last(seq, "error", error=reason) for seq in ended]
+        return [self._delta_builder.build_final_delta(seq, "error", error=reason) for seq in ended]
 
-    def _kv_change(self, now: float) -> KvChange | None:
+    def _build_kv_change(self, now: float) -> KvChange | None:
         """What to tell of the prefix cache now, before the last step of all that there is to do at the latest."""
-        memory, begun = self.scheduler.memory, self._deltas.begun
-        early = begun == self._kv_told_begun and now - self._kv_told_at < KV_REPORT_S
-        if not memory.changed or (early and self.scheduler.has_work):
+        memory, begun = self.scheduler.kv_cache, self._delta_builder.requests_started
+        early = (
+            begun == self._kv_reported_starts and now - self._kv_reported_at < KV_REPORT_INTERVAL_S
+        )
+        if not memory.has_changes or (early and self.scheduler.has_work):
             return None
-        self._kv_told_at, self._kv_told_begun = now, begun
-        stored, removed = memory.changes()
-        return KvChange(_names(stored), _names(removed))
+        self._kv_reported_at, self._kv_reported_starts = now, begun
+        stored, removed = memory.drain_changes()
+        return KvChange(_pack_block_names(stored), _pack_block_names(removed))
 
-    def _stats(self, plan: Plan, begin: float, launched: float) -> Stats:
-        scheduler, memory = self.scheduler, self.scheduler.memory
+    def _build_stats(self, plan: StepPlan, begin: float, launched: float) -> CoreStats:
+        scheduler, memory = self.scheduler, self.scheduler.kv_cache
         now = self._clock()
-        if now - self._queued_at >= QUEUE_REPORT_S or not scheduler.has_work:
-            self._queued_at = now
+        if now - self._queue_reported_at >= QUEUE_REPORT_INTERVAL_S or not scheduler.has_work:
+            self._queue_reported_at = now
             self._queued_tokens = scheduler.queued_tokens
-        return Stats(
+        return CoreStats(
             step=plan.step,
             running=len(scheduler.running),
             waiting=scheduler.waiting,
             blocks_total=memory.pool.num_blocks,
-            blocks_used=memory.pool.used,
-            blocks_cached=memory.pool.cached,
+            blocks_used=memory.pool.used_blocks,
+            blocks_cached=memory.pool.cached_blocks,
             queued_tokens=self._queued_tokens,
-            step_tokens=plan.tokens,
+            step_tokens=plan.total_tokens,
             step_s=now - begin,
             schedule_s=launched - begin,
-            prompt_tokens_total=self._deltas.prompt_tokens,
-            generated_tokens_total=self._deltas.generated_tokens,
+            prompt_tokens_total=self._delta_builder.prompt_tokens_total,
+            generated_tokens_total=self._delta_builder.generated_tokens_total,
             prefix_query_tokens_total=memory.query_tokens,
             prefix_hit_tokens_total=memory.hit_tokens,
             host_hit_tokens_total=memory.host_hit_tokens,
             preemptions_total=scheduler.preemptions,
             corrupt_blocks_total=memory.corrupt_blocks,
-            phase_s_total=self._spent.totals(),
+            phase_s_total=self._phase_seconds.to_dict(),
             prefill_tokens_per_s=self._speed.prefill_tokens_per_s,
-            decode_s=self._speed.decode_s(len(scheduler.running) + 1),
+            inter_token_s=self._speed.inter_token_s(len(scheduler.running) + 1),
         )
 
 
-def _names(keys: list[bytes]) -> bytes:
-    return b"".join([key[:NAME_BYTES] for key in keys])
+def _pack_block_names(keys: list[bytes]) -> bytes:
+    return b"".join([key[:BLOCK_NAME_BYTES] for key in keys])
 
 
-def _batching(config: EngineConfig) -> Batching:
+def _build_batching_policy(config: EngineConfig) -> BatchingPolicy:
     if config.batching == "static":
-        return Static()
+        return StaticBatching()
     if config.batching == "dynamic":
-        return Dynamic(config.max_seqs, config.batch_wait_s)
-    return Continuous()
+        return DynamicBatching(config.max_seqs, config.max_batch_wait_s)
+    return ContinuousBatching()
 
 
-def _out_of_memory(error: Exception) -> bool:
+def _is_out_of_memory(error: Exception) -> bool:
     """PyTorch words it as a RuntimeError on the CPU and has a class of its own on GPUs."""
     return isinstance(error, MemoryError) or "memory" in str(error).lower()

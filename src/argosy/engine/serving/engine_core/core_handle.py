@@ -16,15 +16,15 @@ import zmq
 
 from argosy.engine.engine_config import EngineConfig
 from argosy.engine.serving.core_messages import FromCore, ToCore
-from argosy.engine.serving.engine_core.core_process import Launch
-from argosy.engine.serving.engine_core.core_start import start_process
-from argosy.process import socket_folder
+from argosy.engine.serving.engine_core.core_process import CoreLaunchSpec
+from argosy.engine.serving.engine_core.core_start import start_core_process
+from argosy.process import create_socket_folder
 from argosy.telemetry import LogFormat
 
-LAST_WORDS_S = 0.1
+FINAL_MESSAGE_WAIT_S = 0.1
 """How long after its end what a process has written may still be on its way to us."""
 
-Hear = Callable[[FromCore], None]
+MessageCallback = Callable[[FromCore], None]
 
 
 class CoreHandle:
@@ -37,45 +37,45 @@ class CoreHandle:
 
     def __init__(
         self,
-        engine: EngineConfig,
-        core: str,
+        engine_config: EngineConfig,
+        core_factory: str,
         *,
-        beat_s: float,
+        heartbeat_interval_s: float,
         log_format: LogFormat,
         log_level: str,
         log_name: str,
-        hear: Hear,
-        gone: Callable[[int], None],
+        on_message: MessageCallback,
+        on_exit: Callable[[int], None],
         process: subprocess.Popen[bytes] | None = None,
     ) -> None:
         """`process` is one that has been started already, for the same `core`. Raises OSError."""
-        self._hear = hear
-        self._gone = gone
+        self._message_callback = on_message
+        self._exit_callback = on_exit
         self._loop = asyncio.get_running_loop()
         self._decode = msgspec.msgpack.Decoder(FromCore).decode
         self._encode = msgspec.msgpack.Encoder().encode
-        self._directory = socket_folder("argosy-", len("beats"))
+        self._directory = create_socket_folder("argosy-", len("beats"))
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._channel = self._bind(zmq.DEALER, "core")
-        self._beats = self._bind(zmq.PULL, "beats")
-        self._unmet = {self._channel, self._beats}
-        self._process = process or start_process(core)
-        self._tell(
-            Launch(
-                engine=engine,
-                core=core,
-                channel=self._address("core"),
-                beats=self._address("beats"),
-                beat_s=beat_s,
+        self._message_socket = self._bind(zmq.DEALER, "core")
+        self._heartbeat_socket = self._bind(zmq.PULL, "beats")
+        self._unconnected_sockets = {self._message_socket, self._heartbeat_socket}
+        self._process = process or start_core_process(core_factory)
+        self._send_launch_spec(
+            CoreLaunchSpec(
+                engine_config=engine_config,
+                core_factory=core_factory,
+                message_address=self._address("core"),
+                heartbeat_address=self._address("beats"),
+                heartbeat_interval_s=heartbeat_interval_s,
                 log_format=log_format,
                 log_level=log_level,
                 log_name=log_name,
-                parent=os.getpid(),
+                parent_pid=os.getpid(),
             )
         )
-        for socket in (self._channel, self._beats):
-            self._loop.add_reader(socket.fileno(), self._drain, socket)
-        threading.Thread(target=self._wait, name=f"core-{self.pid}", daemon=True).start()
+        for socket in (self._message_socket, self._heartbeat_socket):
+            self._loop.add_reader(socket.fileno(), self._receive_from, socket)
+        threading.Thread(target=self._wait_for_exit, name=f"core-{self.pid}", daemon=True).start()
 
     @property
     def pid(self) -> int:
@@ -84,19 +84,19 @@ class CoreHandle:
 
     def send(self, message: ToCore) -> None:
         """Queue a message; never blocks. Nothing happens when the process has ended, known or not."""
-        if self._channel.closed:
+        if self._message_socket.closed:
             return
         with contextlib.suppress(zmq.Again):  # nobody is at the other end: `gone` will follow
-            self._channel.send(self._encode(message), zmq.NOBLOCK)
+            self._message_socket.send(self._encode(message), zmq.NOBLOCK)
         # Sending may swallow the file descriptor's edge for what has arrived meanwhile.
-        self._loop.call_soon(self._drain, self._channel)
+        self._loop.call_soon(self._receive_from, self._message_socket)
 
-    def listen(self) -> None:
+    def receive_pending(self) -> None:
         """Hear now what has already arrived."""
-        for socket in (self._channel, self._beats):
-            self._drain(socket)
+        for socket in (self._message_socket, self._heartbeat_socket):
+            self._receive_from(socket)
 
-    def signal(self, number: signal.Signals) -> None:
+    def send_signal(self, number: signal.Signals) -> None:
         """Send a signal to the process group, if it still runs."""
         with contextlib.suppress(ProcessLookupError):
             if self._process.returncode is None:
@@ -112,38 +112,40 @@ class CoreHandle:
         socket.bind(self._address(name))
         return socket
 
-    def _tell(self, launch: Launch) -> None:
+    def _send_launch_spec(self, launch: CoreLaunchSpec) -> None:
         assert self._process.stdin is not None  # noqa: S101 - it is a pipe
         with self._process.stdin as stdin:
             stdin.write(msgspec.json.encode(launch))
 
-    def _drain(self, socket: zmq.Socket[bytes]) -> None:
+    def _receive_from(self, socket: zmq.Socket[bytes]) -> None:
         while not socket.closed and socket.poll(0, zmq.POLLIN):
             message = self._decode(socket.recv(zmq.NOBLOCK))
-            self._met(socket)
-            self._hear(message)
+            self._on_connected(socket)
+            self._message_callback(message)
 
-    def _met(self, socket: zmq.Socket[bytes]) -> None:
-        if socket in self._unmet:
-            self._unmet.discard(socket)
-            if not self._unmet:
+    def _on_connected(self, socket: zmq.Socket[bytes]) -> None:
+        if socket in self._unconnected_sockets:
+            self._unconnected_sockets.discard(socket)
+            if not self._unconnected_sockets:
                 self._remove_directory()
 
-    def _wait(self) -> None:
+    def _wait_for_exit(self) -> None:
         self._process.wait()
         try:
-            self._loop.call_soon_threadsafe(self._loop.call_later, LAST_WORDS_S, self._ended)
+            self._loop.call_soon_threadsafe(
+                self._loop.call_later, FINAL_MESSAGE_WAIT_S, self._on_exited
+            )
         except RuntimeError:  # the loop was closed before us; nobody is left to tell
             self._remove_directory()
 
-    def _ended(self) -> None:
-        self.listen()
-        for socket in (self._channel, self._beats):
+    def _on_exited(self) -> None:
+        self.receive_pending()
+        for socket in (self._message_socket, self._heartbeat_socket):
             self._loop.remove_reader(socket.fileno())
             socket.close()
         self._context.term()
         self._remove_directory()
-        self._gone(self._process.returncode)
+        self._exit_callback(self._process.returncode)
 
     def _remove_directory(self) -> None:
         shutil.rmtree(self._directory, ignore_errors=True)

@@ -18,36 +18,36 @@ import structlog
 
 from argosy.engine.engine_config import EngineConfig
 from argosy.engine.serving.core_messages import (
-    Beat,
+    CoreFailed,
+    CoreReady,
+    CoreStats,
     EngineRequest,
-    Failed,
     FromCore,
-    Loading,
-    Outputs,
-    Ready,
+    Heartbeat,
+    LoadProgress,
     Shutdown,
-    Stats,
+    StepOutputs,
     ToCore,
 )
 from argosy.engine.serving.engine_core.core_handle import CoreHandle
-from argosy.engine.serving.engine_core.core_process import EXIT_REFUSED
-from argosy.engine.serving.engine_core.core_start import CORE, EarlyCore
+from argosy.engine.serving.engine_core.core_process import EXIT_UNRECOVERABLE
+from argosy.engine.serving.engine_core.core_start import DEFAULT_CORE_FACTORY, PrestartedCore
 from argosy.engine.serving.engine_core.delta_stream import DeltaStream
-from argosy.engine.serving.engine_core.heartbeat_monitor import RestartPolicy, Vigil
-from argosy.engine.serving.engine_core.in_flight_requests import InFlight
-from argosy.engine.serving.engine_core.kv_cache_view import KvLedger
+from argosy.engine.serving.engine_core.heartbeat_monitor import CoreRestartPolicy, HeartbeatMonitor
+from argosy.engine.serving.engine_core.in_flight_requests import InFlightRequests
+from argosy.engine.serving.engine_core.kv_cache_view import KvCacheView
 from argosy.protocol import ApiError
 from argosy.telemetry import LogFormat
 
-State = Literal["starting", "ready", "restarting", "failed", "stopped"]
-Progress = Callable[[str, float], None]
+EngineState = Literal["starting", "ready", "restarting", "failed", "stopped"]
+LoadProgressCallback = Callable[[str, float], None]
 """Called with what is being loaded and how much of it is done (0 to 1)."""
 
-BEAT_S = 1.0
-GOODBYE_S = 5.0
+HEARTBEAT_INTERVAL_S = 1.0
+CORE_SHUTDOWN_TIMEOUT_S = 5.0
 """How long a core may take to leave when asked to."""
 
-RESTARTS = RestartPolicy()
+DEFAULT_RESTART_POLICY = CoreRestartPolicy()
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.engine")
 
@@ -67,54 +67,54 @@ class EngineClient:
         self,
         config: EngineConfig,
         *,
-        core: str = CORE,
-        progress: Progress | None = None,
-        restarts: RestartPolicy = RESTARTS,
+        core_factory: str = DEFAULT_CORE_FACTORY,
+        on_load_progress: LoadProgressCallback | None = None,
+        restart_policy: CoreRestartPolicy = DEFAULT_RESTART_POLICY,
         log_format: LogFormat = "console",
         log_level: str = "info",
         log_name: str = "",
-        early: EarlyCore | None = None,
+        prestarted_core: PrestartedCore | None = None,
     ) -> None:
         """`early` is the process of the first core, when it has been started already."""
         self._config = config
-        self._early = early
-        self._progress = progress
-        self._on_step: Callable[[Stats], None] | None = None
-        self._policy = restarts
-        self._beat_s = min(BEAT_S, config.stall_timeout_s / 4)
-        self.kv = KvLedger()
+        self._prestarted_core = prestarted_core
+        self._on_load_progress = on_load_progress
+        self._on_step: Callable[[CoreStats], None] | None = None
+        self._restart_policy = restart_policy
+        self._heartbeat_interval_s = min(HEARTBEAT_INTERVAL_S, config.stall_timeout_s / 4)
+        self.kv_cache_view = KvCacheView()
         """What its requests would find in the prefix cache."""
         self._start_core = partial(
             CoreHandle,
             config,
-            core,
-            beat_s=self._beat_s,
+            core_factory,
+            heartbeat_interval_s=self._heartbeat_interval_s,
             log_format=log_format,
             log_level=log_level,
             log_name=log_name,
         )
-        self._state: State = "starting"
-        self._info: Ready | None = None
-        self._stats = Stats()
+        self._state: EngineState = "starting"
+        self._info: CoreReady | None = None
+        self._stats = CoreStats()
         self._core: CoreHandle | None = None
         self._failure = ""
-        self._last_words = ""
-        self._hopeless = False
-        self._in_flight = InFlight(self._send)
+        self._exit_message = ""
+        self._no_restart = False
+        self._in_flight = InFlightRequests(self._send)
         self._ready_at = 0.0
-        self._restarts_in_a_row = 0
+        self._consecutive_restarts = 0
         self._restarts_total = 0
-        self._settled: asyncio.Future[None] | None = None
+        self._start_settled: asyncio.Future[None] | None = None
         self._closing = asyncio.Event()
         self._supervisor: asyncio.Task[None] | None = None
 
     @property
-    def state(self) -> State:
+    def state(self) -> EngineState:
         """Where the core stands; requests are taken only when it is "ready"."""
         return self._state
 
     @property
-    def info(self) -> Ready:
+    def info(self) -> CoreReady:
         """What the core said when it became ready. Raises RuntimeError before that."""
         if self._info is None:
             msg = "the engine is not ready yet; await start() first"
@@ -122,7 +122,7 @@ class EngineClient:
         return self._info
 
     @property
-    def stats(self) -> Stats:
+    def stats(self) -> CoreStats:
         """The core's state after its last step."""
         return self._stats
 
@@ -141,15 +141,15 @@ class EngineClient:
         """Process id of the core, when there is one."""
         return self._core.pid if self._core else None
 
-    async def start(self, on_step: Callable[[Stats], None] | None = None) -> Ready:
+    async def start(self, on_step: Callable[[CoreStats], None] | None = None) -> CoreReady:
         """Start the core and wait until it serves; `on_step` is told of each step from then on.
 
         Raises EngineFailedError when it cannot serve.
         """
         self._on_step = on_step
-        self._settled = asyncio.get_running_loop().create_future()
+        self._start_settled = asyncio.get_running_loop().create_future()
         self._supervisor = asyncio.create_task(self._supervise(), name="engine-supervisor")
-        await self._settled
+        await self._start_settled
         if self._state != "ready":
             await self._supervisor
             raise EngineFailedError(self._failure or "the engine was stopped while it started")
@@ -161,7 +161,7 @@ class EngineClient:
         Close the stream to abort. Raises ApiError 503 when there is no core to serve it.
         """
         if self._state != "ready":
-            raise self._unavailable()
+            raise self._unavailable_error()
         return self._in_flight.add(request)
 
     async def close(self) -> None:
@@ -171,137 +171,143 @@ class EngineClient:
         self._closing.set()
         if self._supervisor is not None:
             await self._supervisor
-        self._in_flight.end_all("the server stopped before this request was done")
+        self._in_flight.fail_all("the server stopped before this request was done")
 
     # --- the core's lives ---
 
     async def _supervise(self) -> None:
         try:
-            while (reason := await self._live()) is not None:
-                wait_s = self._bury(reason)
+            while (reason := await self._run_core_once()) is not None:
+                wait_s = self._on_core_exit(reason)
                 if wait_s is None:
-                    self._give_up(reason)
+                    self._fail_permanently(reason)
                     return
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._closing.wait(), wait_s)
                 self._restarts_total += 1
         except Exception:
             log.exception("engine_supervisor_failed")
-            self._give_up("an error in the engine's supervisor; the log has it")
+            self._fail_permanently("an error in the engine's supervisor; the log has it")
         finally:
-            if self._settled is not None and not self._settled.done():
-                self._settled.set_result(None)
+            if self._start_settled is not None and not self._start_settled.done():
+                self._start_settled.set_result(None)
 
-    async def _live(self) -> str | None:
+    async def _run_core_once(self) -> str | None:
         """One life of a core, from start to end. Why it ended; None when we asked for it."""
         if self._closing.is_set():
             return None
-        vigil = Vigil(self._config.stall_timeout_s, self._beat_s, time.monotonic())
+        vigil = HeartbeatMonitor(
+            self._config.stall_timeout_s, self._heartbeat_interval_s, time.monotonic()
+        )
         exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._last_words = ""
+        self._exit_message = ""
         try:
             self._core = self._start_core(
-                hear=partial(self._hear, vigil),
-                gone=exited.set_result,
-                process=self._early.take() if self._early else None,
+                on_message=partial(self._on_message, vigil),
+                on_exit=exited.set_result,
+                process=self._prestarted_core.take_process() if self._prestarted_core else None,
             )
         except OSError as error:
             return f"the core's process cannot be started: {error}"
-        verdict = await self._watch(self._core, vigil, exited)
+        verdict = await self._watch_core(self._core, vigil, exited)
         self._core = None
         if self._closing.is_set():
             return None
         status = exited.result()
-        self._hopeless = status == EXIT_REFUSED
+        self._no_restart = status == EXIT_UNRECOVERABLE
         if verdict is not None:
             return verdict
-        return self._last_words or _describe_exit(status)
+        return self._exit_message or _describe_exit(status)
 
-    async def _watch(
-        self, core: CoreHandle, vigil: Vigil, exited: asyncio.Future[int]
+    async def _watch_core(
+        self, core: CoreHandle, monitor: HeartbeatMonitor, exited: asyncio.Future[int]
     ) -> str | None:
         """Wait for the core's end, killing it when it hangs; the verdict if it was that."""
         closing = asyncio.ensure_future(self._closing.wait())
         either: set[asyncio.Future[Any]] = {exited, closing}
         verdict = None
         while not exited.done():
-            await asyncio.wait(either, timeout=self._beat_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                either, timeout=self._heartbeat_interval_s, return_when=asyncio.FIRST_COMPLETED
+            )
             if closing.done():
-                await self._dismiss(core, vigil, exited)
+                await self._shutdown_core(core, monitor, exited)
                 break
-            core.listen()  # what came while we were away counts
-            verdict = vigil.verdict(time.monotonic())
+            core.receive_pending()  # what came while we were away counts
+            verdict = monitor.check(time.monotonic())
             if verdict is not None:
-                core.signal(signal.SIGKILL)
+                core.send_signal(signal.SIGKILL)
                 await exited
         closing.cancel()
         return verdict
 
-    async def _dismiss(self, core: CoreHandle, vigil: Vigil, exited: asyncio.Future[int]) -> None:
+    async def _shutdown_core(
+        self, core: CoreHandle, monitor: HeartbeatMonitor, exited: asyncio.Future[int]
+    ) -> None:
         core.send(Shutdown())
-        if not vigil.serving:  # it does not listen yet, as far as we know
-            core.signal(signal.SIGTERM)
-        await asyncio.wait({exited}, timeout=GOODBYE_S)
+        if not monitor.is_serving:  # it does not listen yet, as far as we know
+            core.send_signal(signal.SIGTERM)
+        await asyncio.wait({exited}, timeout=CORE_SHUTDOWN_TIMEOUT_S)
         if not exited.done():
-            core.signal(signal.SIGKILL)
+            core.send_signal(signal.SIGKILL)
             await exited
 
-    def _bury(self, reason: str) -> float | None:
+    def _on_core_exit(self, reason: str) -> float | None:
         """A core died. How long to wait before the next one; None when there shall be none."""
-        self._stats = Stats()
-        self.kv.reset()
+        self._stats = CoreStats()
+        self.kv_cache_view.reset()
         if self._info is None:  # `start` raises it
             return None
-        log.error("core_died", reason=reason, in_flight=self.in_flight)
-        if self._hopeless:
+        log.error("core_exited", reason=reason, in_flight=self.in_flight)
+        if self._no_restart:
             return None
-        if time.monotonic() - self._ready_at >= self._policy.healthy_s:
-            self._restarts_in_a_row = 0
-        wait_s = self._policy.wait_s(self._restarts_in_a_row)
-        self._restarts_in_a_row += 1
+        if time.monotonic() - self._ready_at >= self._restart_policy.healthy_s:
+            self._consecutive_restarts = 0
+        wait_s = self._restart_policy.next_backoff_s(self._consecutive_restarts)
+        self._consecutive_restarts += 1
         if wait_s is None:
             return None
         self._state = "restarting"
-        log.warning("core_restarts", wait_s=wait_s, resumed=self._in_flight.survive(reason))
+        log.warning("core_restarting", wait_s=wait_s, resumed=self._in_flight.queue_replay(reason))
         return wait_s
 
-    def _give_up(self, reason: str) -> None:
+    def _fail_permanently(self, reason: str) -> None:
         self._state = "failed"
         self._failure = reason
         if self._info is not None:
             log.error("engine_failed", reason=reason)
-        self._in_flight.end_all(f"the engine failed: {reason}")
+        self._in_flight.fail_all(f"the engine failed: {reason}")
 
     # --- what the core says ---
 
-    def _hear(self, vigil: Vigil, message: FromCore) -> None:
+    def _on_message(self, monitor: HeartbeatMonitor, message: FromCore) -> None:
         now = time.monotonic()
         match message:
-            case Outputs():
+            case StepOutputs():
                 self._stats = message.stats
-                if message.kv is not None:
-                    self.kv.change(message.kv)
+                if message.kv_change is not None:
+                    self.kv_cache_view.apply_change(message.kv_change)
                 if self._on_step is not None:
                     self._on_step(message.stats)
                 for delta in message.deltas:
                     if self._in_flight.deliver(delta):
-                        self._restarts_in_a_row = 0  # this core does its work
-            case Beat():
-                vigil.beat(message, now)
-            case Loading():
-                vigil.progress(now)
-                if self._progress is not None and self._info is None:
-                    self._progress(message.what, message.done)
-            case Ready():
-                vigil.ready(now)
-                self._welcome(message, now)
-            case Failed():
-                self._last_words = message.message
+                        self._consecutive_restarts = 0  # this core does its work
+            case Heartbeat():
+                monitor.record_heartbeat(message, now)
+            case LoadProgress():
+                monitor.record_load_progress(now)
+                if self._on_load_progress is not None and self._info is None:
+                    self._on_load_progress(message.activity, message.fraction)
+            case CoreReady():
+                monitor.record_ready(now)
+                self._on_core_ready(message, now)
+            case CoreFailed():
+                self._exit_message = message.message
 
-    def _welcome(self, ready: Ready, now: float) -> None:
+    def _on_core_ready(self, ready: CoreReady, now: float) -> None:
         if self._info is not None and self._info.fingerprint != ready.fingerprint:
-            log.error("model_changed", in_flight=self.in_flight)
-            self._in_flight.end_all(
+            log.error("model_files_changed", in_flight=self.in_flight)
+            self._in_flight.fail_all(
                 "the model's files were replaced while it ran; send the request again"
             )
         self._info = ready
@@ -310,9 +316,9 @@ class EngineClient:
             return
         self._state = "ready"
         log.info("core_ready", load_s=round(ready.load_s, 3), backend=ready.backend)
-        if self._settled is not None and not self._settled.done():
-            self._settled.set_result(None)
-        self._in_flight.resume()
+        if self._start_settled is not None and not self._start_settled.done():
+            self._start_settled.set_result(None)
+        self._in_flight.replay_next()
 
     # --- what it is told ---
 
@@ -321,7 +327,7 @@ class EngineClient:
         if self._core is not None:
             self._core.send(message)
 
-    def _unavailable(self) -> ApiError:
+    def _unavailable_error(self) -> ApiError:
         retry_s: float | None = 1.0
         match self._state:
             case "starting" | "restarting":

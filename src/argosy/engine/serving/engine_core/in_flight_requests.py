@@ -10,16 +10,16 @@ from collections.abc import Callable
 
 import structlog
 
-from argosy.engine.serving.core_messages import Abort, Delta, EngineRequest, ToCore
+from argosy.engine.serving.core_messages import AbortRequests, Delta, EngineRequest, ToCore
 from argosy.engine.serving.engine_core.delta_stream import DeltaStream
 
-TRIAL_S = 2.0
+PROBATION_TIMEOUT_S = 2.0
 """How long the next survivor of a crash waits for the one before it to get a token."""
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger("argosy.engine")
 
 
-class InFlight:
+class InFlightRequests:
     """Every request whose last delta has not come yet.
 
     The survivors of a crash are resumed one by one, each when the one before it got a token. So a
@@ -31,21 +31,25 @@ class InFlight:
         """`send` tells the core that is up."""
         self._send = send
         self._streams: dict[str, DeltaStream] = {}
-        self._latest: dict[str, DeltaStream] = {}
+        self._latest_by_request_id: dict[str, DeltaStream] = {}
         """By the request's own id, which several may share."""
-        self._serial = itertools.count(1)
-        self._suspects: deque[DeltaStream] = deque()
-        self._on_trial: DeltaStream | None = None
+        self._serial_numbers = itertools.count(1)
+        self._replay_queue: deque[DeltaStream] = deque()
+        self._probation: DeltaStream | None = None
 
     def __len__(self) -> int:
         return len(self._streams)
 
     def add(self, request: EngineRequest) -> DeltaStream:
         """Send a request to the core; closing its stream aborts it."""
-        wire_id = f"{request.id}~{next(self._serial)}"
-        stream = DeltaStream(request, wire_id, time.monotonic(), self._closed)
-        lead = self._latest.get(request.lead) if request.lead is not None else None
-        self._streams[wire_id] = self._latest[request.id] = stream
+        wire_id = f"{request.id}~{next(self._serial_numbers)}"
+        stream = DeltaStream(request, wire_id, time.monotonic(), self._on_stream_closed)
+        lead = (
+            self._latest_by_request_id.get(request.parent_id)
+            if request.parent_id is not None
+            else None
+        )
+        self._streams[wire_id] = self._latest_by_request_id[request.id] = stream
         self._submit(stream, lead)
         return stream
 
@@ -54,62 +58,68 @@ class InFlight:
         stream = self._streams.get(delta.id)
         if stream is None:  # aborted meanwhile
             return False
-        stream.feed(delta)
-        if stream.ended:
-            self._forget(stream)
-        if delta.tokens or stream.ended:
-            self._end_trial(stream)
-        return stream.ended
+        stream.add_delta(delta)
+        if stream.is_ended:
+            self._remove(stream)
+        if delta.tokens or stream.is_ended:
+            self._end_probation(stream)
+        return stream.is_ended
 
-    def survive(self, reason: str) -> int:
+    def queue_replay(self, reason: str) -> int:
         """The core died of `reason`: how many requests the next one is to go on with; others end."""
-        self._on_trial = None
-        self._suspects.clear()
+        self._probation = None
+        self._replay_queue.clear()
         for stream in list(self._streams.values()):
-            if stream.survive():
-                self._suspects.append(stream)
+            if stream.record_crash():
+                self._replay_queue.append(stream)
             else:
-                log.error("request_given_up", request=stream.id, reason=reason)
-                self._forget(stream)
-                stream.end("error", f"the engine failed each time it ran this request ({reason})")
-        return len(self._suspects)
+                log.error("request_quarantined", request=stream.id, reason=reason)
+                self._remove(stream)
+                stream.end_with(
+                    "error", f"the engine failed each time it ran this request ({reason})"
+                )
+        return len(self._replay_queue)
 
-    def resume(self) -> None:
+    def replay_next(self) -> None:
         """A core is up: send it the next survivor."""
-        self._on_trial = None
-        while self._suspects and self._on_trial is None:
-            stream = self._suspects.popleft()
-            if not stream.ended and self._submit(stream, None):
-                self._on_trial = stream
-                asyncio.get_running_loop().call_later(TRIAL_S, self._end_trial, stream)
+        self._probation = None
+        while self._replay_queue and self._probation is None:
+            stream = self._replay_queue.popleft()
+            if not stream.is_ended and self._submit(stream, None):
+                self._probation = stream
+                asyncio.get_running_loop().call_later(
+                    PROBATION_TIMEOUT_S, self._end_probation, stream
+                )
 
-    def end_all(self, message: str) -> None:
+    def fail_all(self, message: str) -> None:
         """End every request with an error."""
         for stream in list(self._streams.values()):
-            self._forget(stream)
-            stream.end("error", message)
+            self._remove(stream)
+            stream.end_with("error", message)
 
-    def _submit(self, stream: DeltaStream, lead: DeltaStream | None) -> bool:
+    def _submit(self, stream: DeltaStream, parent: DeltaStream | None) -> bool:
         """Send it as it stands; False: its time is up, and it has ended."""
-        request = stream.submission(time.monotonic(), lead.wire_id if lead else None)
+        request = stream.build_submission(
+            time.monotonic(), parent.core_request_id if parent else None
+        )
         if request is None:
-            self._forget(stream)
-            stream.end("timeout")
+            self._remove(stream)
+            stream.end_with("timeout")
             return False
         self._send(request)
         return True
 
-    def _end_trial(self, stream: DeltaStream) -> None:
-        if stream is self._on_trial:
-            self.resume()
+    def _end_probation(self, stream: DeltaStream) -> None:
+        if stream is self._probation:
+            self.replay_next()
 
-    def _closed(self, stream: DeltaStream) -> None:
-        self._forget(stream)
-        if stream.running:
-            self._send(Abort([stream.wire_id]))
-        self._end_trial(stream)
+    def _on_stream_closed(self, stream: DeltaStream) -> None:
+        self._remove(stream)
+        if stream.is_running:
+            self._send(AbortRequests([stream.core_request_id]))
+        self._end_probation(stream)
 
-    def _forget(self, stream: DeltaStream) -> None:
-        self._streams.pop(stream.wire_id, None)
-        if self._latest.get(stream.id) is stream:
-            del self._latest[stream.id]
+    def _remove(self, stream: DeltaStream) -> None:
+        self._streams.pop(stream.core_request_id, None)
+        if self._latest_by_request_id.get(stream.id) is stream:
+            del self._latest_by_request_id[stream.id]

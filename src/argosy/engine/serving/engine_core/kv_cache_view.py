@@ -8,50 +8,50 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from argosy.engine.serving.core_messages import KvChange
-from argosy.protocol import unpack_names
+from argosy.protocol import unpack_block_names
 
 
 @dataclass(frozen=True, slots=True)
-class KvNews:
+class KvUpdate:
     """What a reader has to be told, as names."""
 
-    whole: bool
+    is_snapshot: bool
     """`stored` is all that there is."""
     stored: set[int]
     removed: set[int]
 
 
-class KvLedger:
+class KvCacheView:
     """One core's blocks after another's. Belongs to one event loop."""
 
     def __init__(self) -> None:
-        self.held: set[int] = set()
-        self._readers: set[KvReader] = set()
+        self.block_names: set[int] = set()
+        self._readers: set[KvUpdateReader] = set()
 
-    def change(self, change: KvChange) -> None:
+    def apply_change(self, change: KvChange) -> None:
         """The core tells of its last steps."""
-        stored = set(unpack_names(change.stored)) - self.held
-        removed = self.held.intersection(unpack_names(change.removed))
-        self.held |= stored
-        self.held -= removed
+        stored = set(unpack_block_names(change.stored_names)) - self.block_names
+        removed = self.block_names.intersection(unpack_block_names(change.removed_names))
+        self.block_names |= stored
+        self.block_names -= removed
         for reader in self._readers:
-            reader.note(stored, removed)
+            reader.record_change(stored, removed)
 
     def reset(self) -> None:
         """The core is gone, and its blocks with it."""
-        self.held = set()
+        self.block_names = set()
         for reader in self._readers:
-            reader.start_over()
+            reader.request_snapshot()
 
     def close(self) -> None:
         """Let all readers go."""
         for reader in self._readers:
-            reader.end()
+            reader.close()
 
     @contextlib.contextmanager
-    def read(self) -> Iterator[KvReader]:
+    def subscribe(self) -> Iterator[KvUpdateReader]:
         """A reader for as long as it lasts; it is told everything first."""
-        reader = KvReader(self)
+        reader = KvUpdateReader(self)
         self._readers.add(reader)
         try:
             yield reader
@@ -59,49 +59,49 @@ class KvLedger:
             self._readers.discard(reader)
 
 
-class KvReader:
+class KvUpdateReader:
     """What one reader has not been told: the difference, however long it takes to read."""
 
-    def __init__(self, ledger: KvLedger) -> None:
-        self.over = False
+    def __init__(self, view: KvCacheView) -> None:
+        self.is_closed = False
         """Nothing more is to be told."""
-        self._ledger = ledger
-        self._whole = False
+        self._view = view
+        self._needs_snapshot = False
         self._stored: set[int] = set()
         self._removed: set[int] = set()
-        self._wake = asyncio.Event()
-        self.start_over()
+        self._has_update = asyncio.Event()
+        self.request_snapshot()
 
-    def note(self, stored: set[int], removed: set[int]) -> None:
+    def record_change(self, stored: set[int], removed: set[int]) -> None:
         """These came and went."""
-        if not self._whole:
+        if not self._needs_snapshot:
             self._stored |= stored
             self._stored -= removed
             self._removed |= removed
             self._removed -= stored
-            if len(self._removed) > len(self._ledger.held):  # all that there is takes less
-                self.start_over()
-        self._wake.set()
+            if len(self._removed) > len(self._view.block_names):  # all that there is takes less
+                self.request_snapshot()
+        self._has_update.set()
 
-    def start_over(self) -> None:
+    def request_snapshot(self) -> None:
         """What was told before no longer counts."""
-        self._whole, self._stored, self._removed = True, set(), set()
-        self._wake.set()
+        self._needs_snapshot, self._stored, self._removed = True, set(), set()
+        self._has_update.set()
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Let it go."""
-        self.over = True
-        self._wake.set()
+        self.is_closed = True
+        self._has_update.set()
 
-    async def news(self, wait_s: float) -> KvNews | None:
+    async def next_update(self, timeout_s: float) -> KvUpdate | None:
         """What it has not been told; None when there was nothing for `wait_s`, or it is over."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(wait_s):
-                await self._wake.wait()
-        if self.over or not self._wake.is_set():
+            async with asyncio.timeout(timeout_s):
+                await self._has_update.wait()
+        if self.is_closed or not self._has_update.is_set():
             return None
-        self._wake.clear()
-        stored = set(self._ledger.held) if self._whole else self._stored
-        news = KvNews(self._whole, stored, self._removed)
-        self._whole, self._stored, self._removed = False, set(), set()
+        self._has_update.clear()
+        stored = set(self._view.block_names) if self._needs_snapshot else self._stored
+        news = KvUpdate(self._needs_snapshot, stored, self._removed)
+        self._needs_snapshot, self._stored, self._removed = False, set(), set()
         return news

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from argosy.engine.scheduling import Durations
+    from argosy.engine.scheduling import StepDurations
 
 
 @dataclass(slots=True)
@@ -24,14 +24,14 @@ class PhaseSeconds:
     commit: float = 0.0
     """Results are taken in and deltas made."""
 
-    def add(self, durations: Durations, commit: float) -> None:
+    def record_step(self, durations: StepDurations, commit_s: float) -> None:
         """One more step: what its executor took, and the seconds of its commit."""
-        self.launch += durations.launch
-        self.compute += durations.compute
-        self.sample += durations.sample
-        self.commit += commit
+        self.launch += durations.launch_s
+        self.compute += durations.compute_s
+        self.sample += durations.sample_s
+        self.commit += commit_s
 
-    def totals(self) -> dict[str, float]:
+    def to_dict(self) -> dict[str, float]:
         """Phase -> seconds."""
         return {
             "plan": self.plan,

@@ -4,35 +4,35 @@ from __future__ import annotations
 
 from typing import Any
 
-from argosy.engine.serving.preprocessing.parameter_rules import unsupported
-from argosy.protocol import ContentPart, Message, invalid
+from argosy.engine.serving.preprocessing.parameter_rules import unsupported_parameter
+from argosy.protocol import ChatMessageParam, ContentPart, invalid_request
 
-_NOT_YET = ("tool_calls", "tool_call_id", "function_call", "audio")
+_UNSUPPORTED_FIELDS = ("tool_calls", "tool_call_id", "function_call", "audio")
 
 
-def turns(messages: list[Message]) -> list[dict[str, Any]]:
+def to_template_messages(messages: list[ChatMessageParam]) -> list[dict[str, Any]]:
     """Role, text and what else templates know of each message; content parts become one text.
 
     Raises ApiError (400) naming the message for anything but text.
     """
     if not messages:
-        raise invalid("'messages' is empty. Give at least one message.", "messages")
-    return [_turn(message, f"messages[{i}]") for i, message in enumerate(messages)]
+        raise invalid_request("'messages' is empty. Give at least one message.", "messages")
+    return [_to_template_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
-def _turn(message: Message, at: str) -> dict[str, Any]:
+def _to_template_message(message: ChatMessageParam, path: str) -> dict[str, Any]:
     fields = {
         "tool_calls": message.tool_calls,
         "tool_call_id": message.tool_call_id,
         "function_call": message.function_call,
         "audio": message.audio,
     }
-    for name in _NOT_YET:
+    for name in _UNSUPPORTED_FIELDS:
         if fields[name]:
-            raise unsupported(f"{at}.{name}", "Only text can be served yet.")
+            raise unsupported_parameter(f"{path}.{name}", "Only text can be served yet.")
     if message.role in {"tool", "function"}:
-        raise unsupported(f"{at}.role", "Tool calling is not supported yet.")
-    turn: dict[str, Any] = {"role": message.role, "content": _content(message, at)}
+        raise unsupported_parameter(f"{path}.role", "Tool calling is not supported yet.")
+    turn: dict[str, Any] = {"role": message.role, "content": _text_content(message, path)}
     if message.name is not None:
         turn["name"] = message.name
     reasoning = message.reasoning_content or message.reasoning
@@ -41,29 +41,29 @@ def _turn(message: Message, at: str) -> dict[str, Any]:
     return turn
 
 
-def _content(message: Message, at: str) -> str:
+def _text_content(message: ChatMessageParam, path: str) -> str:
     match message.content:
         case str(text):
             return text
         case None if message.role == "assistant":
             return message.refusal or ""
         case None:
-            raise invalid(
-                f"'{at}.content' is missing. Give the text of the message.", f"{at}.content"
+            raise invalid_request(
+                f"'{path}.content' is missing. Give the text of the message.", f"{path}.content"
             )
         case parts:
-            texts = [_part(part, f"{at}.content[{i}]") for i, part in enumerate(parts)]
+            texts = [_part_text(part, f"{path}.content[{i}]") for i, part in enumerate(parts)]
             return "\n".join(texts)
 
 
-def _part(part: ContentPart, at: str) -> str:
+def _part_text(part: ContentPart, path: str) -> str:
     match part.type:
         case "text" | "input_text" | "output_text":
             text = part.text
         case "refusal":
             text = part.refusal
         case kind:
-            raise unsupported(at, f"This model reads text only, not '{kind[:64]}'.")
+            raise unsupported_parameter(path, f"This model reads text only, not '{kind[:64]}'.")
     if text is None:
-        raise invalid(f"'{at}' has no text. Give it, or leave the part out.", at)
+        raise invalid_request(f"'{path}' has no text. Give it, or leave the part out.", path)
     return text

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from argosy.engine.serving.core_messages import Ready
+from argosy.engine.serving.core_messages import CoreReady
 from argosy.engine.serving.preprocessing import chat_messages, parameter_rules
 from argosy.engine.serving.text.chat_template import ChatTemplate
 from argosy.engine.serving.text.tokenizer import Tokenizer
@@ -15,169 +15,185 @@ from argosy.protocol import (
     CompletionRequest,
     GenerationRequest,
     TokenizeRequest,
-    invalid,
+    invalid_request,
 )
 
-MAX_SEQUENCES = 1024
+MAX_SEQUENCES_PER_REQUEST = 1024
 """Most sequences (prompts times choices) of one HTTP request."""
 _PROBE_CHARS_PER_TOKEN = 8
-_PROBE_MARGIN = 8
-_TOKENIZE_CONTEXTS = 4
+_PROBE_MARGIN_TOKENS = 8
+_MAX_TOKENIZE_CONTEXTS = 4
 """`/tokenize` counts texts of up to so many contexts."""
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class TokenizedPrompt:
     """Token ids to go on from, and their text as the client sent it."""
 
-    ids: list[int]
+    token_ids: list[int]
     text: str
 
 
-class Prompts:
+class PromptTokenizer:
     """Reads the prompts of bodies for one model. Immutable; may be used from many threads.
 
     Raises ApiError (400) for whatever cannot be a prompt of this model.
     """
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, ready: Ready) -> None:
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, ready: CoreReady) -> None:
         self._tokenizer = tokenizer
         self._template = template
         self._vocab_size = ready.vocab_size
-        self._model_tokens = ready.max_model_len
-        self.context_tokens = min(ready.max_model_len, ready.num_blocks * ready.block_size)
+        self._model_max_len = ready.max_model_len
+        self.max_context_tokens = min(ready.max_model_len, ready.num_blocks * ready.block_size)
         """Most tokens of one sequence: the model's limit, or the whole KV cache where that is less."""
 
-    def chat(self, body: ChatCompletionRequest, at: int | None) -> Prompt:
+    def tokenize_chat(self, body: ChatCompletionRequest, created_at: int | None) -> TokenizedPrompt:
         """The conversation as the model's template renders it at that Unix time; None: now."""
-        text = self._render(body, at)
+        text = self._render(body, created_at)
         ids = self._encode(text, "messages", body, special=bool(body.add_special_tokens))
-        return self._truncated(ids, text, body)
+        return self._truncate(ids, text, body)
 
-    def completion(self, body: CompletionRequest) -> list[Prompt]:
+    def tokenize_completion(self, body: CompletionRequest) -> list[TokenizedPrompt]:
         """The prompts in order: texts are encoded, token ids checked."""
-        given = _several(body.prompt)
-        if len(given) * (body.n or 1) > MAX_SEQUENCES:
-            raise invalid(
+        given = _split_prompts(body.prompt)
+        if len(given) * (body.n or 1) > MAX_SEQUENCES_PER_REQUEST:
+            raise invalid_request(
                 f"{len(given)} prompts with {body.n or 1} choices each are more than the "
-                f"{MAX_SEQUENCES} sequences of one request. Send them in several.",
+                f"{MAX_SEQUENCES_PER_REQUEST} sequences of one request. Send them in several.",
                 "prompt",
             )
-        return [self._one(prompt, body) for prompt in given]
+        return [self._tokenize_prompt(prompt, body) for prompt in given]
 
     def tokenize(self, body: TokenizeRequest) -> list[int]:
         """Token ids of a prompt, or of messages, as a completion or a chat would have them."""
-        most = self.context_tokens * _TOKENIZE_CONTEXTS
+        most = self.max_context_tokens * _MAX_TOKENIZE_CONTEXTS
         if (body.prompt is None) == (body.messages is None):
-            raise invalid("Give either 'prompt' or 'messages'.", "prompt")
+            raise invalid_request("Give either 'prompt' or 'messages'.", "prompt")
         if body.prompt is not None:
             special = body.add_special_tokens is not False
-            return self._bounded(body.prompt, "prompt", most, special=special)
+            return self._encode_bounded(body.prompt, "prompt", most, special=special)
         special = bool(body.add_special_tokens)
-        return self._bounded(self._render(body), "messages", most, special=special)
+        return self._encode_bounded(self._render(body), "messages", most, special=special)
 
-    def left(self, prompts: list[Prompt], param: str) -> int:
+    def remaining_tokens(self, prompts: list[TokenizedPrompt], param: str) -> int:
         """Tokens left in the context after the longest prompt: at least 1."""
-        if any(not prompt.ids for prompt in prompts):
-            raise invalid(f"'{param}' has no tokens to go on from. Give at least one.", param)
-        longest = max(len(prompt.ids) for prompt in prompts)
-        if longest >= self.context_tokens:
-            raise self._too_long(param, longest)
-        return self.context_tokens - longest
+        if any(not prompt.token_ids for prompt in prompts):
+            raise invalid_request(
+                f"'{param}' has no tokens to go on from. Give at least one.", param
+            )
+        longest = max(len(prompt.token_ids) for prompt in prompts)
+        if longest >= self.max_context_tokens:
+            raise self._context_length_error(param, longest)
+        return self.max_context_tokens - longest
 
-    def fit(self, prompts: list[Prompt], max_tokens: int, param: str) -> None:
+    def check_fit(self, prompts: list[TokenizedPrompt], max_tokens: int, param: str) -> None:
         """Refuse prompts that leave less than `max_tokens` of the context."""
-        longest = max(len(prompt.ids) for prompt in prompts)
-        if longest + max_tokens > self.context_tokens:
-            raise self._too_long(param, longest, max_tokens)
+        longest = max(len(prompt.token_ids) for prompt in prompts)
+        if longest + max_tokens > self.max_context_tokens:
+            raise self._context_length_error(param, longest, max_tokens)
 
-    def _render(self, body: ChatCompletionRequest | TokenizeRequest, at: int | None = None) -> str:
+    def _render(
+        self, body: ChatCompletionRequest | TokenizeRequest, created_at: int | None = None
+    ) -> str:
         follow_on = bool(body.continue_final_message)
         if follow_on and body.add_generation_prompt:
-            raise invalid(
+            raise invalid_request(
                 "'continue_final_message' and 'add_generation_prompt' exclude each other. Set one.",
                 "continue_final_message",
             )
         wanted = body.add_generation_prompt
         given = body.messages or []
-        if len(given) > self.context_tokens:  # a template gives each at least a token
-            raise self._too_long("messages", len(given))
+        if len(given) > self.max_context_tokens:  # a template gives each at least a token
+            raise self._context_length_error("messages", len(given))
         return self._template.render(
-            chat_messages.turns(given),
+            chat_messages.to_template_messages(given),
             add_generation_prompt=not follow_on if wanted is None else wanted,
             continue_final_message=follow_on,
             variables=body.chat_template_kwargs,
-            at=at,
+            created_at=created_at,
         )
 
-    def _one(self, given: str | list[int], body: CompletionRequest) -> Prompt:
+    def _tokenize_prompt(self, given: str | list[int], body: CompletionRequest) -> TokenizedPrompt:
         if isinstance(given, str):
             special = body.add_special_tokens is not False
-            return self._truncated(
-                self._encode(given, "prompt", body, special=special), given, body
-            )
-        if body.truncate_prompt_tokens is None and len(given) > self.context_tokens:
-            raise self._too_long("prompt", len(given))
-        prompt = self._truncated(given, "", body)
-        parameter_rules.token_ids("prompt", prompt.ids, self._vocab_size)
-        return Prompt(prompt.ids, self._tokenizer.decode(prompt.ids)) if body.echo else prompt
+            return self._truncate(self._encode(given, "prompt", body, special=special), given, body)
+        if body.truncate_prompt_tokens is None and len(given) > self.max_context_tokens:
+            raise self._context_length_error("prompt", len(given))
+        prompt = self._truncate(given, "", body)
+        parameter_rules.check_token_ids("prompt", prompt.token_ids, self._vocab_size)
+        return (
+            TokenizedPrompt(prompt.token_ids, self._tokenizer.decode(prompt.token_ids))
+            if body.echo
+            else prompt
+        )
 
-    def _truncated(self, ids: list[int], text: str, body: GenerationRequest) -> Prompt:
+    def _truncate(self, ids: list[int], text: str, body: GenerationRequest) -> TokenizedPrompt:
         """The last (or first) tokens where the body asks for no more."""
         most = body.truncate_prompt_tokens
         if most is None or len(ids) <= most:
-            return Prompt(ids, text)
+            return TokenizedPrompt(ids, text)
         kept = ids[:most] if body.truncation_side == "right" else ids[-most:]
-        return Prompt(kept, self._tokenizer.decode(kept))
+        return TokenizedPrompt(kept, self._tokenizer.decode(kept))
 
     def _encode(
         self, text: str, param: str, body: GenerationRequest, *, special: bool
     ) -> list[int]:
         most = body.truncate_prompt_tokens
         if most is None:
-            return self._bounded(text, param, self.context_tokens, special=special)
-        reach = (min(most, self.context_tokens) + _PROBE_MARGIN) * self._tokenizer.longest_token
+            return self._encode_bounded(text, param, self.max_context_tokens, special=special)
+        reach = (
+            min(most, self.max_context_tokens) + _PROBE_MARGIN_TOKENS
+        ) * self._tokenizer.max_token_chars
         window = text[:reach] if body.truncation_side == "right" else text[-reach:]
-        return self._tokens(window, param, special=special)
+        return self._encode_checked(window, param, special=special)
 
-    def _bounded(self, text: str, param: str, most: int, *, special: bool) -> list[int]:
+    def _encode_bounded(
+        self, text: str, param: str, max_tokens: int, *, special: bool
+    ) -> list[int]:
         """Token ids of `text`; what has far more than `most` is refused without reading it all."""
-        if len(text) > most * self._tokenizer.longest_token:
-            raise self._too_long(param, len(text) // self._tokenizer.longest_token)
-        probe = most * _PROBE_CHARS_PER_TOKEN
+        if len(text) > max_tokens * self._tokenizer.max_token_chars:
+            raise self._context_length_error(param, len(text) // self._tokenizer.max_token_chars)
+        probe = max_tokens * _PROBE_CHARS_PER_TOKEN
         if len(text) > 2 * probe:
-            beginning = self._tokens(text[:probe], param, special=False)
-            if len(beginning) > most + _PROBE_MARGIN:
-                raise self._too_long(param, len(beginning))
-        return self._tokens(text, param, special=special)
+            beginning = self._encode_checked(text[:probe], param, special=False)
+            if len(beginning) > max_tokens + _PROBE_MARGIN_TOKENS:
+                raise self._context_length_error(param, len(beginning))
+        return self._encode_checked(text, param, special=special)
 
-    def _tokens(self, text: str, param: str, *, special: bool) -> list[int]:
+    def _encode_checked(self, text: str, param: str, *, special: bool) -> list[int]:
         try:
             ids = self._tokenizer.encode(text, special)
         except ValueError as error:
-            raise invalid(f"'{param}' cannot be encoded: {error}. Correct it.", param) from error
-        parameter_rules.token_ids(param, ids, self._vocab_size)
+            raise invalid_request(
+                f"'{param}' cannot be encoded: {error}. Correct it.", param
+            ) from error
+        parameter_rules.check_token_ids(param, ids, self._vocab_size)
         return ids
 
-    def _too_long(self, param: str, prompt_tokens: int, max_tokens: int | None = None) -> ApiError:
-        limit = f"This model's maximum context length is {self.context_tokens} tokens"
-        if self.context_tokens < self._model_tokens:
-            limit += f" (what the KV cache holds; the model could take {self._model_tokens})"
+    def _context_length_error(
+        self, param: str, prompt_tokens: int, max_tokens: int | None = None
+    ) -> ApiError:
+        limit = f"This model's maximum context length is {self.max_context_tokens} tokens"
+        if self.max_context_tokens < self._model_max_len:
+            limit += f" (what the KV cache holds; the model could take {self._model_max_len})"
         asked = f"{prompt_tokens} or more tokens in '{param}' and at least one to generate"
         if max_tokens is not None:
             total = prompt_tokens + max_tokens
             asked = f"{total} tokens ({prompt_tokens} in '{param}', {max_tokens} to generate)"
         message = f"{limit}, but the request asks for {asked}. Shorten it or lower max_tokens."
-        return invalid(message, param, "context_length_exceeded")
+        return invalid_request(message, param, "context_length_exceeded")
 
 
-def _several(given: str | list[str | int | list[int]]) -> Sequence[str | list[int]]:
+def _split_prompts(given: str | list[str | int | list[int]]) -> Sequence[str | list[int]]:
     """The four shapes of `prompt` as a list of prompts."""
     if isinstance(given, str):
         return [given]
     if not given:
-        raise invalid("'prompt' is empty. Give a text or token ids.", "prompt")
+        raise invalid_request("'prompt' is empty. Give a text or token ids.", "prompt")
     if len({type(item) for item in given}) > 1:
-        raise invalid("'prompt' mixes texts and token ids. Send one kind in a request.", "prompt")
+        raise invalid_request(
+            "'prompt' mixes texts and token ids. Send one kind in a request.", "prompt"
+        )
     ids = [item for item in given if isinstance(item, int)]
     return [ids] if ids else [item for item in given if not isinstance(item, int)]

@@ -10,12 +10,12 @@ from argosy.protocol import (
     CompletionRequest,
     GenerationRequest,
     SamplingParams,
-    invalid,
+    invalid_request,
 )
 
-_GREEDY_BELOW = 1e-4
+_MIN_TEMPERATURE = 1e-4
 """Temperatures below this are greedy: dividing by them would overflow."""
-_COMPLETION_MAX_TOKENS = 16
+_DEFAULT_COMPLETION_MAX_TOKENS = 16
 
 
 def choice_seed(seed: int, index: int) -> int:
@@ -39,7 +39,7 @@ def request_seed(body: GenerationRequest) -> int:
     return secrets.randbits(63) if body.seed is None else body.seed
 
 
-def sampling(
+def build_sampling_params(
     body: GenerationRequest,
     *,
     max_tokens: int,
@@ -54,7 +54,7 @@ def sampling(
     """
     min_tokens = body.min_tokens or 0
     if min_tokens > max_tokens:
-        raise invalid(
+        raise invalid_request(
             f"'min_tokens' is {min_tokens}, but at most {max_tokens} tokens may be generated. Lower it.",
             "min_tokens",
         )
@@ -63,17 +63,17 @@ def sampling(
     params = SamplingParams(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
-        temperature=temperature if temperature >= _GREEDY_BELOW else 0.0,
+        temperature=temperature if temperature >= _MIN_TEMPERATURE else 0.0,
         top_k=0 if top_k >= vocab_size else top_k,
         top_p=1.0 if body.top_p is None else body.top_p,
         min_p=body.min_p or 0.0,
         repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
-        logit_bias=parameter_rules.logit_bias(body.logit_bias or {}, vocab_size),
-        allowed_token_ids=_allowed(body, vocab_size),
-        stop=parameter_rules.stop_strings(body.stop),
-        stop_token_ids=parameter_rules.listed_ids(
+        logit_bias=parameter_rules.check_logit_bias(body.logit_bias or {}, vocab_size),
+        allowed_token_ids=_allowed_token_ids(body, vocab_size),
+        stop=parameter_rules.normalize_stop_strings(body.stop),
+        stop_token_ids=parameter_rules.normalize_token_ids(
             "stop_token_ids", body.stop_token_ids or [], vocab_size
         ),
         include_stop_str_in_output=bool(body.include_stop_str_in_output),
@@ -85,7 +85,7 @@ def sampling(
     endings = eos_token_ids.union(params.stop_token_ids)
     left = endings.issuperset(params.allowed_token_ids or range(vocab_size))
     if min_tokens and left:
-        raise invalid(
+        raise invalid_request(
             "Before 'min_tokens' no token that ends the answer may be sampled, and no other one is "
             "allowed. Lower min_tokens or allow more tokens.",
             "min_tokens",
@@ -93,15 +93,17 @@ def sampling(
     return params
 
 
-def _allowed(body: GenerationRequest, vocab_size: int) -> tuple[int, ...]:
+def _allowed_token_ids(body: GenerationRequest, vocab_size: int) -> tuple[int, ...]:
     if body.allowed_token_ids is None:
         return ()
     if not body.allowed_token_ids:
-        raise invalid(
+        raise invalid_request(
             "'allowed_token_ids' is empty, so nothing could be sampled. Leave it out.",
             "allowed_token_ids",
         )
-    return parameter_rules.listed_ids("allowed_token_ids", body.allowed_token_ids, vocab_size)
+    return parameter_rules.normalize_token_ids(
+        "allowed_token_ids", body.allowed_token_ids, vocab_size
+    )
 
 
 def chat_logprobs(body: ChatCompletionRequest) -> int | None:
@@ -109,37 +111,41 @@ def chat_logprobs(body: ChatCompletionRequest) -> int | None:
     if body.logprobs:
         return body.top_logprobs or 0
     if body.top_logprobs:
-        raise invalid("'top_logprobs' needs 'logprobs' to be true. Set it.", "top_logprobs")
+        raise invalid_request("'top_logprobs' needs 'logprobs' to be true. Set it.", "top_logprobs")
     return None
 
 
 def completion_logprobs(body: CompletionRequest) -> int | None:
     """As `chat_logprobs`; here `logprobs` is the number itself."""
     if body.logprobs is not None:
-        parameter_rules.in_range(
-            "logprobs", body.logprobs, parameter_rules.Range(0, parameter_rules.MAX_LOGPROBS)
+        parameter_rules.check_range(
+            "logprobs", body.logprobs, parameter_rules.NumericRange(0, parameter_rules.MAX_LOGPROBS)
         )
     return body.logprobs
 
 
-def chat_max_tokens(body: ChatCompletionRequest, left: int) -> int:
+def chat_max_tokens(body: ChatCompletionRequest, remaining_tokens: int) -> int:
     """Most tokens of an answer; by default what is left of the context."""
     wanted = {body.max_tokens, body.max_completion_tokens} - {None}
     if len(wanted) > 1:
-        raise invalid(
+        raise invalid_request(
             "'max_tokens' and 'max_completion_tokens' differ. Give only max_completion_tokens.",
             "max_completion_tokens",
         )
     limit = next(iter(wanted), None)
     if limit == 0:
-        raise invalid("'max_tokens' must be at least 1.", "max_tokens")
-    return left if limit is None else limit
+        raise invalid_request("'max_tokens' must be at least 1.", "max_tokens")
+    return remaining_tokens if limit is None else limit
 
 
-def completion_max_tokens(body: CompletionRequest, left: int) -> int:
+def completion_max_tokens(body: CompletionRequest, remaining_tokens: int) -> int:
     """Most tokens of a completion, 16 by default; 0 only scores an echoed prompt."""
     if body.max_tokens == 0 and not body.echo:
-        raise invalid(
+        raise invalid_request(
             "'max_tokens' 0 needs 'echo' to be true: there would be no answer.", "max_tokens"
         )
-    return min(_COMPLETION_MAX_TOKENS, left) if body.max_tokens is None else body.max_tokens
+    return (
+        min(_DEFAULT_COMPLETION_MAX_TOKENS, remaining_tokens)
+        if body.max_tokens is None
+        else body.max_tokens
+    )

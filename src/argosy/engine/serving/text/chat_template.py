@@ -15,12 +15,12 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from argosy.engine.serving.text.tokenizer import read_json, special_tokens
-from argosy.protocol import ApiError, invalid
+from argosy.engine.serving.text.tokenizer import read_json_object, read_special_tokens
+from argosy.protocol import ApiError, invalid_request
 
-_CONTINUE_HERE = "ARGOSY_CONTINUES_HERE "
+_CONTINUE_MARKER = "ARGOSY_CONTINUES_HERE "
 """Put after the message to continue; its trailing space tells whether the template trims."""
-_OWN_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+_RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 
 class ChatTemplate:
@@ -34,7 +34,7 @@ class ChatTemplate:
         self,
         source: str | None,
         variables: Mapping[str, str],
-        now: Callable[[], datetime] = lambda: datetime.now(UTC).astimezone(),
+        clock: Callable[[], datetime] = lambda: datetime.now(UTC).astimezone(),
     ) -> None:
         """`source` None stands for a model without a template, which refuses every conversation.
 
@@ -43,8 +43,8 @@ class ChatTemplate:
         self._variables = dict(variables)
         self.digest = hashlib.sha256(repr((source, sorted(variables.items()))).encode()).hexdigest()
         """Equal for templates that write alike."""
-        self._knows_developer = source is not None and "developer" in source
-        self._now = now
+        self._has_developer_role = source is not None and "developer" in source
+        self._clock = clock
         self._template = None if source is None else _environment().from_string(source)
 
     @classmethod
@@ -55,9 +55,9 @@ class ChatTemplate:
         or a list of named ones of which "default" is taken). Raises ValueError with the remedy for
         a template that cannot be read.
         """
-        origin, source = _find(path, override)
+        origin, source = _find_source(path, override)
         try:
-            return cls(source, special_tokens(path))
+            return cls(source, read_special_tokens(path))
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(
                 f"the chat template of {origin} is no valid Jinja (line {error.lineno}: "
@@ -71,7 +71,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
-        at: int | None = None,
+        created_at: int | None = None,
     ) -> str:
         """The text of a conversation, to be encoded without adding special tokens.
 
@@ -80,23 +80,23 @@ class ChatTemplate:
         is told; None: now. Raises ApiError (400).
         """
         if self._template is None:
-            raise invalid(
+            raise invalid_request(
                 "This model has no chat template, so it cannot take messages. Use /v1/completions, "
                 "or start the server with --chat-template.",
                 "messages",
                 "no_chat_template",
             )
-        taken = sorted(_OWN_VARIABLES.intersection(variables or ()))
+        taken = sorted(_RESERVED_VARIABLES.intersection(variables or ()))
         if taken:
             name = f"chat_template_kwargs.{taken[0]}"
-            raise invalid(f"'{name}' cannot be set from a request. Remove it.", name)
-        turns = [self._turn(message) for message in messages]
+            raise invalid_request(f"'{name}' cannot be set from a request. Remove it.", name)
+        turns = [self._adapt_message(message) for message in messages]
         if continue_final_message:
-            turns[-1]["content"] += _CONTINUE_HERE
-        text = self._text(
+            turns[-1]["content"] += _CONTINUE_MARKER
+        text = self._render_text(
             {
                 **self._variables,
-                "strftime_now": self._moment(at).strftime,
+                "strftime_now": self._render_time(created_at).strftime,
                 "tools": None,
                 "documents": None,
                 **(variables or {}),
@@ -104,56 +104,56 @@ class ChatTemplate:
                 "add_generation_prompt": add_generation_prompt,
             }
         )
-        return _cut(text) if continue_final_message else text
+        return _cut_at_marker(text) if continue_final_message else text
 
-    def _turn(self, message: Mapping[str, Any]) -> dict[str, Any]:
+    def _adapt_message(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """A copy of the message; "developer" is "system" to templates from before that name."""
-        if message["role"] == "developer" and not self._knows_developer:
+        if message["role"] == "developer" and not self._has_developer_role:
             return {**message, "role": "system"}
         return dict(message)
 
-    def _moment(self, at: int | None) -> datetime:
-        return self._now() if at is None else datetime.fromtimestamp(at, UTC).astimezone()
+    def _render_time(self, at: int | None) -> datetime:
+        return self._clock() if at is None else datetime.fromtimestamp(at, UTC).astimezone()
 
-    def _text(self, variables: dict[str, Any]) -> str:
+    def _render_text(self, variables: dict[str, Any]) -> str:
         assert self._template is not None  # noqa: S101 - `render` has refused
         try:
             return self._template.render(variables)
-        except _Raised as error:
-            raise _refusal(str(error)) from error
+        except _TemplateRaisedError as error:
+            raise _template_error(str(error)) from error
         except RecursionError as error:
-            raise _refusal("the messages are nested too deeply") from error
+            raise _template_error("the messages are nested too deeply") from error
         except Exception as error:  # a template is a program: it can raise anything
-            raise _refusal(f"{type(error).__name__}: {error}") from error
+            raise _template_error(f"{type(error).__name__}: {error}") from error
 
 
-class _Raised(jinja2.TemplateError):
+class _TemplateRaisedError(jinja2.TemplateError):
     """What a template's `raise_exception` raises: words meant for the one who asked."""
 
 
-def _refusal(problem: str) -> ApiError:
-    return invalid(
+def _template_error(problem: str) -> ApiError:
+    return invalid_request(
         f"The model's chat template cannot render these messages: {problem[:1000]}",
         "messages",
         "chat_template_error",
     )
 
 
-def _cut(text: str) -> str:
+def _cut_at_marker(text: str) -> str:
     """The text up to the mark behind the message to continue."""
-    mark = _CONTINUE_HERE.rstrip()
+    mark = _CONTINUE_MARKER.rstrip()
     at = text.rfind(mark)
     if at < 0:
-        raise invalid(
+        raise invalid_request(
             "The chat template leaves out the content of the last message: nothing can follow it. "
             "Set continue_final_message to false.",
             "continue_final_message",
         )
     kept = text[:at]
-    return kept if text.startswith(_CONTINUE_HERE, at) else kept.rstrip()
+    return kept if text.startswith(_CONTINUE_MARKER, at) else kept.rstrip()
 
 
-def _find(path: Path, override: Path | None) -> tuple[Path, str | None]:
+def _find_source(path: Path, override: Path | None) -> tuple[Path, str | None]:
     """The file with the template, and its text (None when the model has none)."""
     for file in (override, path / "chat_template.jinja"):
         if file is None or (file is not override and not file.is_file()):
@@ -163,7 +163,7 @@ def _find(path: Path, override: Path | None) -> tuple[Path, str | None]:
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"the chat template {file} cannot be read ({error})") from error
     file = path / "tokenizer_config.json"
-    match read_json(file).get("chat_template"):
+    match read_json_object(file).get("chat_template"):
         case None:
             return file, None
         case str(source):
@@ -181,7 +181,7 @@ def _find(path: Path, override: Path | None) -> tuple[Path, str | None]:
 # --- what Hugging Face templates expect to find --------------------------------------------------
 
 
-class _Generation(Extension):
+class _GenerationTag(Extension):
     """`{% generation %} ... {% endgeneration %}` marks what is trained on; here it marks nothing."""
 
     tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
@@ -198,7 +198,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
         trim_blocks=True,
         lstrip_blocks=True,
         autoescape=False,  # the output is a prompt, not HTML
-        extensions=["jinja2.ext.loopcontrols", _Generation],
+        extensions=["jinja2.ext.loopcontrols", _GenerationTag],
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
@@ -206,7 +206,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def _raise_exception(message: str) -> NoReturn:
-    raise _Raised(message)
+    raise _TemplateRaisedError(message)
 
 
 def _to_json(

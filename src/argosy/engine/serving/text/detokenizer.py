@@ -6,7 +6,7 @@ import codecs
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from argosy.engine.serving.text.stop_string_matcher import stop_strings
+from argosy.engine.serving.text.stop_string_matcher import stop_string_matcher
 from argosy.engine.serving.text.tokenizer import Tokenizer
 from argosy.protocol import SamplingParams
 
@@ -18,13 +18,13 @@ class TextDelta(NamedTuple):
 
     text: str
     """Safe to send now."""
-    used: int
+    used_tokens: int
     """How many of the pushed tokens belong to the choice; fewer than pushed after a stop string."""
-    stop: str | None
+    stop_string: str | None
     """The stop string that ended the text."""
 
 
-class TextStream:
+class Detokenizer:
     """The text of one choice, built token by token.
 
     What has been given out after any tokens is a function of those tokens alone, however they
@@ -36,64 +36,74 @@ class TextStream:
     or stop token that ends a generation has no text unless `include_stop_str_in_output`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, resumed: list[int]) -> None:
-        self._bytes = tokenizer.pieces(skip_special_tokens=params.skip_special_tokens)
-        self._silent: frozenset[int] = frozenset()
+    def __init__(
+        self, tokenizer: Tokenizer, params: SamplingParams, resumed_tokens: list[int]
+    ) -> None:
+        self._token_to_bytes = tokenizer.token_decoder(
+            skip_special_tokens=params.skip_special_tokens
+        )
+        self._hidden_token_ids: frozenset[int] = frozenset()
         if not params.include_stop_str_in_output:
             eos = () if params.ignore_eos else tokenizer.eos_token_ids
-            self._silent = frozenset((*eos, *params.stop_token_ids))
-        self._include_stop = params.include_stop_str_in_output
+            self._hidden_token_ids = frozenset((*eos, *params.stop_token_ids))
+        self._include_stop_string = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
         self._decoder = _utf8("replace")
-        self._stops = stop_strings(params.stop) if params.stop else None
-        self._state = 0
-        self._held = ""
-        self._tokens = 0
-        self._stop: str | None = None
-        self.push(resumed)
+        self._stop_matcher = stop_string_matcher(params.stop) if params.stop else None
+        self._stop_state = 0
+        self._held_back_text = ""
+        self._token_count = 0
+        self._stop_string: str | None = None
+        self.push(resumed_tokens)
 
     @property
-    def stop(self) -> str | None:
+    def stop_string(self) -> str | None:
         """The stop string that has ended the text, if one has."""
-        return self._stop
+        return self._stop_string
 
     def push(self, token_ids: Iterable[int]) -> TextDelta:
         """Add tokens; after a stop string nothing more is taken."""
         texts = []
         used = 0
         for token_id in token_ids:
-            if self._stop is not None:
+            if self._stop_string is not None:
                 break
             used += 1
-            self._tokens += 1
-            if token_id not in self._silent:
-                texts.append(self._take(self._decoder.decode(self._bytes(token_id))))
-        return TextDelta("".join(texts), used, self._stop)
+            self._token_count += 1
+            if token_id not in self._hidden_token_ids:
+                texts.append(
+                    self._append_text(self._decoder.decode(self._token_to_bytes(token_id)))
+                )
+        return TextDelta("".join(texts), used, self._stop_string)
 
-    def finish(self) -> str:
+    def flush(self) -> str:
         """The rest of the text once no more tokens come; half a character becomes U+FFFD."""
-        rest = "" if self._stop is not None else self._held + self._decoder.decode(b"", final=True)
-        self._held = ""
+        rest = (
+            ""
+            if self._stop_string is not None
+            else self._held_back_text + self._decoder.decode(b"", final=True)
+        )
+        self._held_back_text = ""
         return rest
 
-    def _take(self, text: str) -> str:
+    def _append_text(self, text: str) -> str:
         """Add decoded text and return what may be given out."""
-        if self._stops is None or not text:
+        if self._stop_matcher is None or not text:
             return text
         match = None
-        if self._tokens <= self._min_tokens:
-            self._state = self._stops.skip(self._state, text)
+        if self._token_count <= self._min_tokens:
+            self._stop_state = self._stop_matcher.skip(self._stop_state, text)
         else:
-            self._state, match = self._stops.scan(self._state, text)
+            self._stop_state, match = self._stop_matcher.scan(self._stop_state, text)
         if match is None:
-            keep = self._stops.held(self._state)
-            text = self._held + text
-            self._held = text[len(text) - keep :]
+            keep = self._stop_matcher.held_chars(self._stop_state)
+            text = self._held_back_text + text
+            self._held_back_text = text[len(text) - keep :]
             return text[: len(text) - keep]
-        self._stop = match.stop
-        end = len(self._held) + match.end
-        if not self._include_stop:
-            end -= len(match.stop)
-        text = self._held + text
-        self._held = ""
+        self._stop_string = match.stop_string
+        end = len(self._held_back_text) + match.end
+        if not self._include_stop_string:
+            end -= len(match.stop_string)
+        text = self._held_back_text + text
+        self._held_back_text = ""
         return text[:end]

@@ -1,0 +1,35 @@
+"""Status of a replica as code, metrics, the API and the documentation name it."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class ReplicaStatus(StrEnum):
+    """Whether a replica takes requests and, if not, why."""
+
+    READY = "ready"
+    """The replica takes requests."""
+    STARTING = "starting"
+    """The replica loads its model, restarts its engine, or has not been reached yet."""
+    DRAINING = "draining"
+    """The replica finishes its running requests and takes no new ones."""
+    BACKOFF = "backoff"
+    """The replica rejected a request because it was full; it gets few or none for a short time."""
+    EJECTED = "ejected"
+    """The replica's circuit breaker is open after consecutive failures."""
+    UNREACHABLE = "unreachable"
+    """The replica cannot be reached, fails its health check, or does not serve the model."""
+
+    @classmethod
+    def from_report(cls, state: str) -> ReplicaStatus:
+        """Return the status for the `state` of a native replica's load report."""
+        return _REPORTED.get(state, cls.UNREACHABLE)
+
+
+_REPORTED = {
+    "ready": ReplicaStatus.READY,
+    "starting": ReplicaStatus.STARTING,
+    "restarting": ReplicaStatus.STARTING,
+    "draining": ReplicaStatus.DRAINING,
+}
